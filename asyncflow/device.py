@@ -1,0 +1,52 @@
+"""The one place that knows vendors: devices, their backends, and groups over them.
+
+Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
+"""
+
+import torch
+from torch.distributed import ProcessGroup, Store, get_default_backend_for_device
+
+from asyncflow.errors import ConfigError
+from asyncflow.transport.channel import gloo_group
+
+
+def open_device(name: str) -> torch.device:
+    """Make `name` (`cpu`, `cuda:1`, `npu:0`) this process's current device.
+
+    Raises:
+        ConfigError: this build of PyTorch has no such device.
+    """
+    if name.startswith("npu"):
+        import torch_npu  # noqa: F401 - registers the device and HCCL
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
+        raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
+    torch.accelerator.set_device_index(device.index or 0)
+    return device
+
+
+def connect_group(store: Store, rank: int, size: int, device: torch.device) -> ProcessGroup:
+    """Connect a group of processes that share no default group, over the device's own backend.
+
+    Args:
+        store: prefixed for this group alone; its timeout bounds the meeting.
+        rank, size: of this process in the group.
+        device: whose tensors travel.
+    """
+    backend = get_default_backend_for_device(device)
+    if backend == "gloo":
+        return gloo_group(store, rank, size)
+    if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())  # type: ignore[return-value]
+    if backend == "hccl":
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+        group: ProcessGroup = ProcessGroupHCCL(store, rank, size, ProcessGroupHCCL.Options())
+        return group
+    raise ConfigError(
+        f"launcher.device: no group can be built over backend {backend!r} of {device}; use cpu, cuda, npu"
+    )

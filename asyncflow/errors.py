@@ -1,0 +1,41 @@
+"""The error tree. Every message says what is wrong, which value, what to do; the command prints it as one line.
+
+`ConfigError` and its children end the command with exit code 2 before anything is written; the others mean that a
+running job failed (exit code 1) unless somebody handles them.
+"""
+
+
+class AsyncFlowError(Exception):
+    """Base of all errors that AsyncFlow raises on purpose."""
+
+
+class ConfigError(AsyncFlowError):
+    """The user's input (command line, YAML, data, model directory) cannot be used. Exit code 2."""
+
+
+class TransportError(AsyncFlowError):
+    """A channel to a named peer broke, timed out, or carried something that the protocol forbids."""
+
+
+class Superseded(TransportError):
+    """A put or ack came from a former owner of the lease; the rows belong to somebody else now. Drop the work."""
+
+
+class PeerRefused(TransportError):
+    """The other side refused the request (unknown row, unknown task, wrong proof of the job secret, ...)."""
+
+
+class WeightSyncError(AsyncFlowError):
+    """Weights could not be planned, transferred or verified."""
+
+
+class PlanError(WeightSyncError):
+    """Trainer and receivers do not agree on parameters: one exists on one side only, or shapes differ."""
+
+
+class CheckpointError(AsyncFlowError):
+    """A checkpoint is missing, incomplete, or belongs to another model."""
+
+
+class RoleFailed(AsyncFlowError):
+    """A worker died. Names role, rank and the last error."""

@@ -1,0 +1,90 @@
+"""What every process of a run needs to find the others: `job.json` in the run directory.
+
+The launcher writes it with mode 0600 (it holds the job's secret) before the first worker starts and removes it when
+the run ends. Workers, `torchrun` users and `asyncflow status` read it. It never travels through the store or argv.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+
+FILE_NAME = "job.json"
+
+
+@dataclass(frozen=True)
+class GangSpec:
+    """Ranks that live and die together.
+
+    Attributes:
+        name: unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`.
+        role: `rollout actor ref reward advantages`, or the services `storage`, `controller`.
+        index: which instance of the role this gang is, from 0.
+        num_ranks: worker processes.
+        devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`.
+    """
+
+    name: str
+    role: str
+    index: int
+    num_ranks: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Endpoints and membership of one run.
+
+    Attributes:
+        store_host, store_port: the job store (TCPStore), on loopback for a one-node run.
+        secret: hex; channels prove it by challenge-response.
+        launcher_pid: the launcher's process id on the head node.
+        gangs: every gang of the run, started by the launcher or by hand.
+        lineage: number of actor restores before this start (0 for a fresh run).
+        resume_from: checkpoint directory to restore, or "".
+        last_step: number of the last step to train.
+        started_at: unix time (s) at which the user's command started; metrics count from it.
+    """
+
+    store_host: str
+    store_port: int
+    secret: str
+    launcher_pid: int
+    gangs: tuple[GangSpec, ...]
+    lineage: int
+    resume_from: str
+    last_step: int
+    started_at: float
+
+    def gang(self, name: str) -> GangSpec:
+        """Return the gang called `name`; raises ConfigError with the known names."""
+        for gang in self.gangs:
+            if gang.name == name:
+                return gang
+        known = " ".join(gang.name for gang in self.gangs)
+        raise ConfigError(f"gang: no gang is named {name!r} in this run; known: {known}")
+
+    def of_role(self, role: str) -> tuple[GangSpec, ...]:
+        """Return the gangs of `role`, by index; empty when the role was not launched."""
+        return tuple(gang for gang in self.gangs if gang.role == role)
+
+    def save(self, run_dir: Path) -> None:
+        """Write `job.json` (mode 0600) atomically."""
+        target = run_dir / FILE_NAME
+        beside = target.with_suffix(".tmp")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+        beside.replace(target)
+
+    @staticmethod
+    def load(run_dir: Path) -> "Job":
+        """Read `job.json`; raises ConfigError when the run is not running."""
+        path = run_dir / FILE_NAME
+        if not path.is_file():
+            raise ConfigError(f"run directory: {run_dir} has no {FILE_NAME}, so nothing runs there; start it first")
+        fields = json.loads(path.read_text())
+        gangs = tuple(GangSpec(**{**gang, "devices": tuple(gang["devices"])}) for gang in fields.pop("gangs"))
+        return Job(gangs=gangs, **fields)

@@ -1,0 +1,75 @@
+"""Spans of one process: what it did, when, for which step. One JSON object a line in `timeline/PROCESS.jsonl`.
+
+    with timeline.span("generate", step=3, rows=64): ...
+
+    {"name": "generate", "start": 1700000000.25, "end": 1700000001.5, "step": 3, "rows": 64}
+
+Times are unix seconds, taken from a monotonic clock that was aligned once at the start.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FLUSH_EVERY = 64
+
+
+class Timeline:
+    """Writes spans; thread-safe. Costs a few microseconds a span: lines are buffered."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to `path`, whose directory exists."""
+        self._file = path.open("a")
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._offset = time.time() - time.monotonic()
+        self.busy_s = 0.0
+        """Seconds inside spans of work so far (spans named `wait ...` are not work)."""
+        self.waiting_s = 0.0
+        """Seconds inside spans named `wait ...` so far."""
+
+    def now(self) -> float:
+        """Return unix time (s) on this timeline's clock."""
+        return time.monotonic() + self._offset
+
+    @contextmanager
+    def span(self, name: str, **attributes: int | float | str) -> Iterator[None]:
+        """Record the enclosed block."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.record(name, start, self.now(), **attributes)
+
+    def record(self, name: str, start: float, end: float, **attributes: int | float | str) -> None:
+        """Record a block that was timed elsewhere with `now`."""
+        line = json.dumps({"name": name, "start": round(start, 6), "end": round(end, 6), **attributes})
+        with self._lock:
+            if name.startswith("wait"):
+                self.waiting_s += end - start
+            else:
+                self.busy_s += end - start
+            self._lines.append(line)
+            if len(self._lines) >= _FLUSH_EVERY:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Flush and close; idempotent."""
+        with self._lock:
+            if not self._file.closed:
+                self._write()
+                self._file.close()
+
+    def _write(self) -> None:
+        if self._lines:
+            self._file.write("\n".join(self._lines) + "\n")
+            self._file.flush()
+            self._lines.clear()

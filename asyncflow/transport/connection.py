@@ -1,0 +1,139 @@
+"""The calling side of a channel: many requests in flight, each with its own deadline."""
+
+import itertools
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.transport.channel import Channel
+from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
+from asyncflow.transport.replies import Refused, RefusedKind
+
+Reply = tuple[Any, Tensor]
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Connection:
+    """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
+
+    One thread of this process waits for replies and hands them to their callers.
+    """
+
+    def __init__(
+        self, credentials: Credentials, service: str, client: str, replies: Any, *, limits: Limits | None = None
+    ) -> None:
+        """Prove the secret and connect.
+
+        Args:
+            credentials: store and secret.
+            service: whom to call.
+            client: this process's name, for the other side's messages.
+            replies: msgspec type (tagged union) of what the service answers, without `Refused`.
+            limits: largest reply accepted.
+
+        Raises:
+            TransportError: the service does not answer within the handshake's deadline or fails its proof.
+        """
+        self.service = service
+        self._decoder = msgspec.msgpack.Decoder(replies | Refused)
+        self._encoder = msgspec.msgpack.Encoder()
+        store = credentials.own_store()
+        channel_id = ask_for_channel(store, credentials.secret, service, client)
+        pair = pair_store(store, service, channel_id)
+        self._channel = Channel(pair, is_server=False, peer=service, limits=limits or Limits())
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Reply]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
+        self._thread.start()
+
+    def submit(self, message: Any, payload: Tensor | None = None) -> "Future[Reply]":
+        """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError."""
+        request_id = next(self._ids)
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"channel to {self.service}: closed")
+            self._pending[request_id] = future
+        try:
+            self._channel.send(FrameKind.REQUEST, request_id, self._encoder.encode(message), payload)
+        except TransportError:
+            with self._lock:
+                self._pending.pop(request_id, None)
+            raise
+        return future
+
+    def call(self, message: Any, payload: Tensor | None = None, *, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            TransportError: no reply within `timeout_s` (the channel is given up), or the peer is gone.
+            PeerRefused, Superseded: the service answered no.
+        """
+        future = self.submit(message, payload)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout as error:
+            self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
+            raise TransportError(
+                f"channel to {self.service}: no reply to {type(message).__name__} within {timeout_s:g} s"
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused from now on: closed here, by the service, or broken."""
+        return self._closed
+
+    def close(self) -> None:
+        """Say goodbye; idempotent. Requests in flight fail."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._channel.goodbye()
+            self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+        self._fail("closed", cut=self._thread.is_alive())
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                frame, meta, payload = self._channel.receive()
+                if frame.kind is FrameKind.GOODBYE:
+                    self._fail("the service closed it", cut=False)
+                    return
+                with self._lock:
+                    future = self._pending.pop(frame.request_id, None)
+                if future is not None:
+                    self._settle(future, meta, payload)
+        except TransportError as error:
+            self._fail(str(error))
+
+    def _settle(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
+        try:
+            reply = self._decoder.decode(meta)
+        except msgspec.DecodeError as error:
+            future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
+            raise TransportError(f"a reply could not be read ({error})") from error
+        if not isinstance(reply, Refused):
+            future.set_result((reply, payload))
+        elif reply.kind is RefusedKind.SUPERSEDED:
+            future.set_exception(Superseded(f"{self.service}: {reply.message}"))
+        else:
+            future.set_exception(PeerRefused(f"{self.service}: {reply.message}"))
+
+    def _fail(self, reason: str, *, cut: bool = True) -> None:
+        with self._lock:
+            self._closed = True
+            pending, self._pending = self._pending, {}
+        if cut:
+            self._channel.abort()
+        for future in pending.values():
+            future.set_exception(TransportError(f"channel to {self.service}: {reason}"))

@@ -1,0 +1,131 @@
+"""Challenge-response before a channel exists: both ends prove that they know the job's secret.
+
+    client                         store                          server
+      |- push ask(id, name, nonce_c) ->|                              |
+      |                                |<- pop --- one thread each ---|
+      |                                |<- offer = nonce_s, HMAC("server", ...)
+      |<-------------------------------|                              |
+      |- answer = HMAC("client", ...) >|                              |
+      |                                |------------------------------> verify, only then the pair is built
+
+The secret itself is never written to the store, to argv or to a log. Keys are deleted after use.
+"""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from asyncflow.errors import TransportError
+
+_NONCE_BYTES = 16
+
+
+class Ask(msgspec.Struct):
+    """A client's wish for a channel."""
+
+    channel_id: str
+    client: str
+    nonce: bytes
+
+
+class Offer(msgspec.Struct):
+    """The server's challenge and its own proof."""
+
+    nonce: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process needs to open and accept channels.
+
+    Attributes:
+        store: the job store; cloned for every blocking use.
+        secret: the job's secret.
+        timeout_s: deadline of one handshake.
+    """
+
+    store: dist.TCPStore
+    secret: bytes
+    timeout_s: float = 60.0
+
+    def own_store(self, timeout_s: float | None = None) -> dist.TCPStore:
+        """Return a store client of its own, since a blocked wait stalls other calls on the same client.
+
+        Raises:
+            TransportError: the job store is gone.
+        """
+        try:
+            store: dist.TCPStore = self.store.clone()  # type: ignore[attr-defined]
+        except dist.DistError as error:
+            raise TransportError("the job store is gone, so the launcher is") from error
+        store.set_timeout(timedelta(seconds=timeout_s or self.timeout_s))
+        return store
+
+
+def ask_key(service: str) -> str:
+    """Return the queue in which clients ask `service` for a channel."""
+    return f"channel/{service}/ask"
+
+
+def pair_store(store: dist.Store, service: str, channel_id: str) -> dist.PrefixStore:
+    """Return the store prefix under which the pair's two ends find each other."""
+    return dist.PrefixStore(f"channel/{service}/{channel_id}/pair", store)
+
+
+def prove(secret: bytes, side: str, service: str, ask: Ask, server_nonce: bytes) -> bytes:
+    """Return HMAC-SHA256 over who proves, to which service, in which exchange."""
+    fields = [side.encode(), service.encode(), ask.channel_id.encode(), ask.client.encode(), ask.nonce, server_nonce]
+    message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def ask_for_channel(store: dist.TCPStore, secret: bytes, service: str, client: str) -> str:
+    """Run the client's side; returns the channel id that both ends now trust.
+
+    Raises:
+        TransportError: no answer within the store's timeout, or the server does not know the secret.
+    """
+    ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
+    base = f"channel/{service}/{ask.channel_id}"
+    try:
+        store.queue_push(ask_key(service), msgspec.msgpack.encode(ask))
+        offer = msgspec.msgpack.decode(store.get(f"{base}/offer"), type=Offer)
+    except dist.DistError as error:
+        raise TransportError(f"{client}: {service} did not answer; is it running?") from error
+    except msgspec.DecodeError as error:
+        raise TransportError(f"{client}: {service} sent an offer that cannot be read") from error
+    if not hmac.compare_digest(offer.proof, prove(secret, "server", service, ask, offer.nonce)):
+        raise TransportError(f"{client}: {service} does not know the job's secret")
+    answer = prove(secret, "client", service, ask, offer.nonce)
+    try:
+        store.set(f"{base}/answer", answer)  # type: ignore[arg-type]  # the stub lacks bytes
+    except dist.DistError as error:
+        raise TransportError(f"{client}: the job store is gone, so the launcher is") from error
+    return ask.channel_id
+
+
+def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) -> None:
+    """Run the server's side for one ask; returns when the client has proved itself.
+
+    Raises:
+        TransportError: the client vanished or does not know the secret; nobody else is affected.
+    """
+    base = f"channel/{service}/{ask.channel_id}"
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    offer = Offer(nonce, prove(secret, "server", service, ask, nonce))
+    store.set(f"{base}/offer", msgspec.msgpack.encode(offer))  # type: ignore[arg-type]  # the stub lacks bytes
+    try:
+        answer = store.get(f"{base}/answer")
+    except dist.DistError as error:
+        raise TransportError(f"{service}: {ask.client} asked for a channel and vanished") from error
+    finally:
+        store.delete_key(f"{base}/offer")
+    store.delete_key(f"{base}/answer")
+    if not hmac.compare_digest(answer, prove(secret, "client", service, ask, nonce)):
+        raise TransportError(f"{service}: {ask.client} does not know the job's secret")

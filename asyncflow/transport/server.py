@@ -1,0 +1,224 @@
+"""The serving side: accepts channels under a service name and hands every request to one handler.
+
+Threads: one waits for asks; one per handshake, so that a slow or dead one blocks nobody; one per channel receives and
+runs the handler. A reply may be sent later from any thread (a parked request).
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.errors import AsyncFlowError, Superseded, TransportError
+from asyncflow.transport.channel import Channel
+from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store
+from asyncflow.transport.replies import Refused, RefusedKind
+
+logger = logging.getLogger(__name__)
+
+_CLOSE = b"close"
+_CLOSE_TIMEOUT_S = 6.0
+_IDLE = timedelta(days=30)
+
+
+class Call:
+    """One request. Reply exactly once, now or later, from any thread."""
+
+    def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:
+        self.session = session
+        self.message = message
+        self.payload = payload
+        self._channel = channel
+        self._request_id = request_id
+
+    def reply(self, message: Any, payload: Tensor | None = None) -> None:
+        """Answer; a client that is gone is not an error here (its session ends on its own)."""
+        try:
+            self._channel.send(FrameKind.REPLY, self._request_id, msgspec.msgpack.encode(message), payload)
+        except TransportError as error:
+            logger.info("%s", error)
+
+    def refuse(self, error: AsyncFlowError) -> None:
+        """Answer that the request was not carried out."""
+        kind = RefusedKind.SUPERSEDED if isinstance(error, Superseded) else RefusedKind.INVALID
+        self.reply(Refused(kind, str(error)))
+
+
+@dataclass(frozen=True)
+class Session:
+    """One client's channel: the unit of identity and of death.
+
+    Attributes:
+        number: unique in this server's life.
+        client: the name that the client gave.
+    """
+
+    number: int
+    client: str
+
+
+class Handler(Protocol):
+    """What a service does with requests; called from many threads at once."""
+
+    def handle(self, call: Call) -> None:
+        """Carry out a request and reply, or keep the call and reply later. AsyncFlowError becomes a refusal."""
+
+    def disconnected(self, session: Session) -> None:
+        """The client's channel ended, by goodbye or by death."""
+
+
+class ChannelServer:
+    """Serves `service` until `close`."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        service: str,
+        requests: Any,
+        handler: Handler,
+        *,
+        limits: Limits | None = None,
+        max_clients: int = 1024,
+    ) -> None:
+        """Start listening.
+
+        Args:
+            credentials: store and secret.
+            service: the name that clients ask for.
+            requests: msgspec type (tagged union) of the requests.
+            handler: carries them out.
+            limits: largest request accepted.
+            max_clients: further clients are refused while so many are connected.
+        """
+        self._credentials = credentials
+        self._service = service
+        self._decoder = msgspec.msgpack.Decoder(requests)
+        self._handler = handler
+        self._limits = limits or Limits()
+        self._max_clients = max_clients
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._channels: dict[int, tuple[Channel, threading.Thread]] = {}
+        self._greeting = 0
+        self._closed = False
+        self._acceptor = threading.Thread(target=self._accept, name=f"accept-{service}", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Say goodbye to every client and stop; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            channels = list(self._channels.values())
+        try:
+            self._credentials.own_store().queue_push(ask_key(self._service), _CLOSE)
+        except (TransportError, dist.DistError) as error:
+            logger.debug("%s: %s", self._service, error)  # then the acceptor has noticed it too
+        goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
+        for goodbye in goodbyes:
+            goodbye.start()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in (self._acceptor, *goodbyes, *(thread for _, thread in channels)):
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        for channel, thread in channels:
+            if thread.is_alive():
+                channel.abort()
+                thread.join(timeout=1)
+
+    def _accept(self) -> None:
+        store: dist.TCPStore | None = None
+        while True:
+            try:
+                store = store or self._credentials.own_store(_IDLE.total_seconds())
+                data = store.queue_pop(ask_key(self._service))
+            except (TransportError, dist.DistError):
+                logger.warning("%s: the job store is gone; no further clients are accepted", self._service)
+                return
+            if data == _CLOSE:
+                return
+            try:
+                ask = msgspec.msgpack.decode(data, type=Ask)
+            except msgspec.DecodeError:
+                logger.warning("%s: an ask that cannot be read was dropped", self._service)
+                continue
+            threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
+
+    def _greet(self, ask: Ask) -> None:
+        with self._lock:
+            if self._closed or self._greeting + len(self._channels) >= self._max_clients:
+                logger.warning(
+                    "%s: %s refused: closed, or %d clients already", self._service, ask.client, self._max_clients
+                )
+                return
+            self._greeting += 1
+        try:
+            store = self._credentials.own_store()
+            pair = pair_store(store, self._service, ask.channel_id)
+            accept_channel(store, self._credentials.secret, self._service, ask)
+            channel = Channel(pair, is_server=True, peer=ask.client, limits=self._limits)
+        except (TransportError, dist.DistError) as error:
+            logger.warning("%s", error)
+            return
+        finally:
+            with self._lock:
+                self._greeting -= 1
+        session = Session(next(self._numbers), ask.client)
+        name = f"serve-{ask.client}"
+        thread = threading.Thread(target=self._serve, args=(channel, session, pair), name=name, daemon=True)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._channels[session.number] = (channel, thread)
+                thread.start()
+        if closed:
+            channel.goodbye()
+
+    def _serve(self, channel: Channel, session: Session, pair: dist.Store) -> None:
+        met = False
+        try:
+            while True:
+                frame, meta, payload = channel.receive()
+                if not met:
+                    # Not before: a client that still reads the keys would not find its peer.
+                    met = True
+                    _forget(pair)
+                if frame.kind is FrameKind.GOODBYE:
+                    break
+                self._run(Call(channel, frame.request_id, session, self._decoder.decode(meta), payload))
+                del payload  # else the last request's bytes live until the next one
+        except TransportError as error:
+            logger.info("%s: %s", self._service, error)
+        except msgspec.DecodeError as error:
+            logger.warning("%s: %s sent a message that cannot be read (%s)", self._service, session.client, error)
+            channel.abort()
+        finally:
+            if not met:
+                _forget(pair)
+            with self._lock:
+                self._channels.pop(session.number, None)
+            self._handler.disconnected(session)
+
+    def _run(self, call: Call) -> None:
+        try:
+            self._handler.handle(call)
+        except AsyncFlowError as error:
+            call.refuse(error)
+        except Exception as error:  # the boundary of the service: one bad request must not end it
+            logger.exception("%s: %s failed", self._service, type(call.message).__name__)
+            call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
+
+
+def _forget(pair: dist.Store) -> None:
+    with contextlib.suppress(dist.DistError):
+        for key in pair.list_keys():
+            pair.delete_key(key)

@@ -1,0 +1,60 @@
+"""`asyncflow-launch`: check everything, then start the run. No torch before the configuration is accepted.
+
+Imports of AsyncFlow's own modules are inside functions, so that `--help` answers at once.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+EPILOG = """Without CONFIG the packaged quickstart runs, or with --resume the run's own configuration.
+Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.argument("config", required=False)
+@click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2.")
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
+@click.option("--run-dir", metavar="DIR", help="Run directory.  [default: runs/NAME-TIMESTAMP]")
+@click.option("--resume", metavar="latest|DIR", help="Continue a run, or from one of its checkpoints.")
+@click.option("--steps", type=int, metavar="N", help="Number of the last step.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check configuration, model and data, print the placement, start nothing."
+)
+@click.version_option(package_name="asyncflow-rl")
+def launch(
+    config: str | None,
+    *,
+    roles: str | None,
+    overrides: tuple[str, ...],
+    run_dir: str | None,
+    resume: str | None,
+    steps: int | None,
+    dry_run: bool,
+) -> None:
+    """Train a language model with asynchronous RL from CONFIG, a YAML file or the name of a packaged recipe."""
+    started_at = time.time()
+    from launcher.exits import errors_as_exits
+    from launcher.request import Request
+
+    with errors_as_exits():
+        request = Request(
+            config=config,
+            roles=roles,
+            overrides=overrides,
+            run_dir=Path(run_dir).expanduser() if run_dir is not None else None,
+            resume=resume,
+            steps=steps,
+        )
+        accepted = request.accept()
+        if dry_run:
+            click.echo(accepted.describe())
+            return
+        exit_code = accepted.start(started_at)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    launch()

@@ -1,0 +1,136 @@
+"""Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
+
+The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and `model.path` and `data.path` become
+absolute. Every problem is one `ConfigError` line. Called by the command line and by `asyncflow.Trainer`; it writes
+nothing.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncflow.errors import ConfigError
+from launcher.config_errors import Origins, explain
+from launcher.roles import check_roles, parse_roles
+from launcher.yaml_file import parse_value, read_yaml
+from workers.config import RunConfig
+
+_PATHS = ("model.path", "data.path")
+
+
+def load_config(
+    source: Path, *, overrides: Sequence[str] = (), roles: str | None = None, steps: int | None = None
+) -> RunConfig:
+    """Read, override, check and resolve.
+
+    Args:
+        source: YAML file.
+        overrides: `a.b=value`, each value parsed as YAML; later ones win.
+        roles: `rollout:8,actor:4`; replaces the file's `roles` as a whole.
+        steps: number of the last step.
+    Returns:
+        The configuration with canonical role names and absolute paths.
+    Raises:
+        ConfigError: one line with field, value, what to do.
+    """
+    file = read_yaml(source)
+    values: dict[Any, Any] = copy.deepcopy(file.values)
+    options = dict(_apply_override(values, text) for text in overrides)
+    if steps is not None:
+        values["steps"] = steps
+        options["steps"] = "--steps"
+    if roles is not None:
+        values["roles"] = dict(parse_roles(roles))
+        options["roles"] = "--roles"
+    _settle_staleness(values, options)
+    origins = Origins(file, options)
+    config = _validate(values, origins)
+    paths = {name: _absolute(config, name, source.parent, first_cwd=name in options) for name in _PATHS}
+    return config.model_copy(
+        update={
+            "roles": check_roles(config.roles),
+            "model": config.model.model_copy(update={"path": str(paths["model.path"])}),
+            "data": config.data.model_copy(update={"path": str(paths["data.path"])}),
+        }
+    )
+
+
+def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
+    """Set one `a.b=value` in `values`; return (`a.b`, the option as the user gave it)."""
+    option = f"--set {text}"
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    keys = name.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"{option}: give key=value with a dotted key, e.g. --set actor.lr=1e-5")
+    section = values
+    for depth, key in enumerate(keys[:-1]):
+        inner = section.setdefault(key, {})
+        if inner is None:
+            inner = section[key] = {}
+        if not isinstance(inner, dict):
+            parent = ".".join(keys[: depth + 1])
+            raise ConfigError(f"{option}: {parent} is not a section (it is {inner!r}); set {parent} itself")
+        section = inner
+    section[keys[-1]] = parse_value(value, option)
+    return name, option
+
+
+def _settle_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:
+    """In `sync` mode the bound is 0: write that down unless the user asked for another number together with it."""
+    schedule = values.get("schedule")
+    if not isinstance(schedule, dict) or schedule.get("mode") != "sync":
+        return
+    only_mode_given = "schedule.mode" in options and "schedule.max_staleness" not in options
+    if only_mode_given or "max_staleness" not in schedule:
+        schedule["max_staleness"] = 0
+
+
+def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, origins)) from error
+    _refuse_surprises(values, config.model_dump(mode="python"), origins, ())
+    schedule = config.schedule
+    if schedule.staleness_bound < schedule.max_staleness:
+        where = origins.of(("schedule", "max_staleness"))
+        raise ConfigError(
+            f"schedule.max_staleness: {schedule.max_staleness} cannot be with mode sync{where}; "
+            f"set it to 0, or schedule.mode to async"
+        )
+    return config
+
+
+def _refuse_surprises(given: Any, settled: Any, origins: Origins, keys: tuple[str | int, ...]) -> None:
+    """Refuse what pydantic accepts but nobody means: true as a number, infinite numbers."""
+    if isinstance(given, Mapping) and isinstance(settled, Mapping):
+        for key, value in given.items():
+            _refuse_surprises(value, settled.get(key), origins, (*keys, key))
+    elif isinstance(given, (list, tuple)) and isinstance(settled, (list, tuple)):
+        for index, (value, kept) in enumerate(zip(given, settled, strict=False)):
+            _refuse_surprises(value, kept, origins, (*keys, index))
+    else:
+        name, where = ".".join(str(key) for key in keys), origins.of(keys)
+        if isinstance(given, bool) and not isinstance(settled, bool):
+            raise ConfigError(f"{name}: {str(given).lower()} is not a number{where}; give a number")
+        if isinstance(settled, float) and not math.isfinite(settled):
+            raise ConfigError(f"{name}: {settled} is not finite{where}; give a finite number")
+
+
+def _absolute(config: RunConfig, name: str, beside: Path, *, first_cwd: bool) -> Path:
+    """Find a relative path beside the config file, else in the working directory; the other way round for `--set`."""
+    section, field = name.split(".")
+    text: str = getattr(getattr(config, section), field)
+    path = Path(text).expanduser()
+    places = [Path.cwd(), beside] if first_cwd else [beside, Path.cwd()]
+    candidates = list(dict.fromkeys((place / path).resolve() for place in places))
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    where = " nor at ".join(str(candidate) for candidate in candidates)
+    raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct the path or --set {name}=PATH")

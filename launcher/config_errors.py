@@ -1,0 +1,132 @@
+"""Say in one line what is wrong with a configuration: dotted field, value, where it was given, what to do."""
+
+import difflib
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from launcher.yaml_file import YamlFile
+from workers.config import RunConfig
+
+_ADVICE = {
+    "int_type": "give a whole number",
+    "int_parsing": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_type": "give a number",
+    "float_parsing": "give a number",
+    "bool_type": "give true or false",
+    "bool_parsing": "give true or false",
+    "string_type": "give text, in quotes",
+    "dict_type": "give a section of `key: value` lines",
+    "model_type": "give a section of `key: value` lines",
+    "tuple_type": "give a list, [a, b]",
+    "none_required": "leave it empty",
+}
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where values came from: an option of the command line, or a line of the file."""
+
+    file: YamlFile
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, keys: Sequence[str | int]) -> str:
+        """Return ` (file:line)` or ` (from --set ...)`, or nothing when unknown."""
+        for depth in range(len(keys), 0, -1):
+            option = self.options.get(".".join(str(key) for key in keys[:depth]))
+            if option is not None:
+                return f" (from {option})"
+        line = self.file.line_of(keys)
+        if line is not None:
+            return f" ({self.file.path}:{line})"
+        inside = ".".join(str(key) for key in keys) + "."
+        option = next((option for name, option in self.options.items() if name.startswith(inside)), None)
+        return f" (from {option})" if option is not None else ""
+
+
+def explain(error: ValidationError, origins: Origins) -> str:
+    """Return one line for the most telling problem, and how many others there are."""
+    details = sorted(error.errors(include_url=False), key=lambda detail: _rank(detail["type"]))
+    line = _explain_one(details[0], origins)
+    others = len(details) - 1
+    return f"{line} (and {others} more)" if others else line
+
+
+def _rank(kind: str) -> int:
+    """A misspelt key also makes the right one missing, so it comes first."""
+    return {"extra_forbidden": 0, "invalid_key": 0, "missing": 2}.get(kind, 1)
+
+
+def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
+    keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
+    name = ".".join(str(key) for key in keys)
+    kind, value = detail["type"], detail["input"]
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"{name}: unknown key{origins.of(keys)}; {_key_hint(keys)}"
+    if kind == "missing":
+        what = _description(keys)
+        return f"{name}: missing in {origins.file.path}; set it{f' ({what})' if what else ''}"
+    advice = _ADVICE.get(kind) or _as_advice(detail["msg"])
+    near = _nearest_choice(value, detail)
+    return f"{name}: {reprlib.repr(value)} cannot be used{origins.of(keys)}; {advice}{near}"
+
+
+def _as_advice(message: str) -> str:
+    return message.replace("Input should be", "it must be").removeprefix("Value error, ")
+
+
+def _nearest_choice(value: object, detail: Mapping[str, Any]) -> str:
+    if detail["type"] not in ("literal_error", "enum") or not isinstance(value, str):
+        return ""
+    choices = detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+    near = difflib.get_close_matches(value, choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _key_hint(keys: Sequence[str | int]) -> str:
+    section = _section(keys[:-1])
+    last = str(keys[-1])
+    names = list(section.model_fields) if section else []
+    near = difflib.get_close_matches(last, names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    elsewhere = [name for name in _all_fields(RunConfig) if name.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]!r}?"
+    return f"known here: {' '.join(names)}" if names else "remove it"
+
+
+def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
+    """Return the model that `keys` lead to, or None when they lead elsewhere."""
+    model: type[BaseModel] = RunConfig
+    for key in keys:
+        inner = _submodel(model, str(key))
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    info = model.model_fields.get(name)
+    kind = info.annotation if info is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _all_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name in model.model_fields:
+        yield prefix + name
+        inner = _submodel(model, name)
+        if inner is not None:
+            yield from _all_fields(inner, f"{prefix}{name}.")
+
+
+def _description(keys: Sequence[str | int]) -> str:
+    section = _section(keys[:-1])
+    info = section.model_fields.get(str(keys[-1])) if section else None
+    text = info.description if info is not None and info.description else ""
+    return " ".join(text.split()).split(". ")[0].rstrip(".")

@@ -1,0 +1,253 @@
+"""One gang of workers under torchrun's elastic agent, in a thread of the launcher.
+
+`launcher.job` starts and kills gangs; what happens to them comes back as supervisor events. Nobody else touches their
+processes. Imports torch: only `launcher.job` imports it, after the config is accepted.
+
+    Gang.start -> thread: GangAgent.run -> fork server forks ranks -> GangStarted
+                          polls every MONITOR_INTERVAL_S; all returned or one died -> GangExited
+"""
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from asyncflow.job import GangSpec
+from launcher.job_store import JobStore
+from launcher.supervisor import Event, GangExited, GangStarted
+from launcher.worker_entry import LOG_VARIABLE, enter
+
+MONITOR_INTERVAL_S = 0.2
+KILL_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Gang:
+    """The processes of one gang and the thread that watches them."""
+
+    def __init__(
+        self,
+        spec: GangSpec,
+        *,
+        entrypoint: str,
+        run_dir: Path,
+        store: JobStore,
+        events: "SimpleQueue[Event]",
+    ) -> None:
+        self.spec = spec
+        self._entrypoint = entrypoint
+        self._run_dir = run_dir
+        self._store = store
+        self._events = events
+        self._killed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"gang-{spec.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the ranks; returns at once."""
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Have the agent SIGKILL every rank at its next look, also those that are only about to start; idempotent."""
+        self._killed.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; returns whether it ended, or never began."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _watch(self) -> None:
+        """Run the agent. Whatever happens to this thread, the supervisor hears that the gang is gone."""
+        exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher.log", at=time.time())
+        try:
+            exited = self._run()
+        finally:
+            self._events.put(exited)
+
+    def _run(self) -> GangExited:
+        spec = self.spec
+        if self._killed.is_set():  # the fork server may be gone: asking it would start another
+            return GangExited(spec.name, -signal.SIGKILL, "killed before it started", at=time.time())
+        agent = GangAgent(
+            WorkerSpec(
+                role=spec.role,
+                local_world_size=spec.num_ranks,
+                rdzv_handler=OneNodeRendezvous(spec.name, self._store),
+                entrypoint=enter,
+                args=(self._entrypoint, str(self._run_dir), spec.name),
+                max_restarts=0,
+                monitor_interval=MONITOR_INTERVAL_S,
+            ),
+            RankLogs(spec, self._run_dir),
+            on_start=lambda: self._events.put(GangStarted(spec.name)),
+            killed=self._killed,
+        )
+        result = agent.run()
+        if result is not None and result.state is WorkerState.SUCCEEDED:
+            return GangExited(spec.name, 0, at=time.time())
+        failure = agent.failure or Failure(0, 1, "the elastic agent gave up; see logs/launcher.log", time.time())
+        return GangExited(spec.name, failure.code, failure.error, failure.rank, failure.at)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank of a gang that failed first; see `GangExited`."""
+
+    rank: int
+    code: int
+    error: str
+    at: float
+
+
+class GangAgent(LocalElasticAgent):
+    """torchrun's agent, which names the rank that failed first and ends the others at once.
+
+    The stock agent sends SIGTERM and waits 30 s; our workers ignore SIGTERM (a scheduler sends it to every process).
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: "RankLogs", *, on_start: Callable[[], None], killed: threading.Event
+    ) -> None:
+        super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
+        self.failure: Failure | None = None
+        self._logs = logs
+        self._on_start = on_start
+        self._killed = killed
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.failure = None
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._on_start()
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
+        if self._killed.is_set():
+            self._kill_all()
+        # A rank that returns waits for its agent before it exits, so one that is gone here, even with code 0, died.
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes())}
+        dead = {rank: code for rank, code in codes.items() if code is not None}
+        if not dead:
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+        self.failure = min((self._failure(rank, code) for rank, code in dead.items()), key=_causes_first)
+        self._kill_all()
+        return RunResult(state=WorkerState.FAILED)
+
+    def _kill_all(self) -> None:
+        processes = self._processes()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(KILL_TIMEOUT_S)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
+        super()._shutdown(signal.SIGKILL, timeout)
+
+    def _failure(self, rank: int, code: int) -> Failure:
+        recorded = self._logs.error(rank)
+        if recorded is not None:
+            return Failure(rank, code, *recorded)
+        if code < 0:
+            return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
+        return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
+
+    def _processes(self) -> list[BaseProcess]:
+        context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
+        return list(context._pc.processes) if context is not None and context._pc is not None else []
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """Rendezvous of the one agent that a gang has: nobody to meet, a fresh store prefix per attempt."""
+
+    def __init__(self, gang: str, store: JobStore) -> None:
+        self._gang = gang
+        self._endpoint = RendezvousStoreInfo(store.host, store.port)
+        self._client: TCPStore = store.client()
+        self._attempt = 0
+
+    def get_backend(self) -> str:
+        return "asyncflow"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        prefix = f"gang/{self._gang}/attempt{self._attempt}"
+        self._attempt += 1
+        return RendezvousInfo(PrefixStore(prefix, self._client), 0, 1, self._endpoint)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "asyncflow"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class RankLogs(LogsSpecs):
+    """`logs/ROLE/RANK.log` with stdout and stderr of a rank, appended to; RANK counts over all gangs of the role.
+
+    `worker_entry` opens the log: torchelastic's own redirection truncates, and cannot merge the two streams.
+    """
+
+    def __init__(self, gang: GangSpec, run_dir: Path) -> None:
+        super().__init__(str(run_dir / "logs"))
+        self._gang = gang
+        self._dir = run_dir / "logs" / gang.role
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self._dir.mkdir(parents=True, exist_ok=True)
+        for rank, variables in envs.items():
+            self._error_file(rank).unlink(missing_ok=True)
+            variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")
+            variables["TORCHELASTIC_ERROR_FILE"] = str(self._error_file(rank))
+        errors = {rank: str(self._error_file(rank)) for rank in envs}
+        return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
+
+    def error(self, rank: int) -> tuple[str, float] | None:
+        """Return what a rank recorded as its last error, in one line, and when; None if it recorded nothing."""
+        path = self._error_file(rank)
+        try:
+            message = json.loads(path.read_text())["message"]["message"]
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return " ".join(message.split()), path.stat().st_mtime
+
+    def _label(self, rank: int) -> int:
+        return self._gang.index * self._gang.num_ranks + rank
+
+    def _error_file(self, rank: int) -> Path:
+        return self._dir / f"{self._label(rank)}.error.json"
+
+
+def _causes_first(failure: Failure) -> tuple[bool, float]:
+    """Order the failures of one gang: a signal first, since the other ranks then raise errors about their lost peer."""
+    return failure.code >= 0, failure.at

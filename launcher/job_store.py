@@ -1,0 +1,71 @@
+"""The job store: a TCPStore in the head launcher, and the keys through which launcher and workers see each other.
+
+    phase              run | stop | exit                                        launcher -> workers
+    status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
+    done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
+    left/GANG/RANK     set at exit by ranks of external gangs; a value that      worker -> launcher
+                       starts with `error:` carries the failure
+    gang/NAME/attemptN/...   the elastic agent's own keys
+
+Imports torch: only `launcher.job` imports it, after the config is accepted. One client per thread: a blocked call
+stalls all others on the same client.
+"""
+
+import json
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from launcher.progress import Status
+from launcher.supervisor import Phase
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(seconds=60)
+
+
+class JobStore:
+    """The server and the main thread's client."""
+
+    def __init__(self, host: str = LOOPBACK) -> None:
+        # TCPStore would listen on every interface: it gets a socket that is already bound instead.
+        listener = socket.create_server((host, 0), backlog=1024)
+        self.host: str = host
+        self.port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._seen: list[str] = []
+
+    def client(self) -> TCPStore:
+        """Connect once more, for a thread of its own."""
+        return TCPStore(self.host, self.port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+
+    def set_phase(self, phase: Phase) -> None:
+        """Publish the phase."""
+        self._store.set("phase", phase.value)
+
+    def is_done(self) -> bool:
+        """Return whether the last step is trained and saved."""
+        return bool(self._store.check(["done"]))
+
+    def left(self, gang: str, rank: int) -> str | None:
+        """Return what a rank of an external gang said when it left; None while it has not."""
+        key = f"left/{gang}/{rank}"
+        return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
+
+    def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
+        """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""
+        keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
+        self._seen += [key for key in keys if key not in self._seen and self._store.check([key])]
+        wanted = [key for key in self._seen if key in keys]
+        if not wanted:
+            return {}
+        values = self._store.multi_get(wanted)
+        return {keys[key]: Status.from_json(json.loads(value)) for key, value in zip(wanted, values, strict=True)}

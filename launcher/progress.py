@@ -1,0 +1,260 @@
+"""Shows how a run goes: a live table in a terminal, plain lines elsewhere. Torch-free.
+
+`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, the
+lower half reads `metrics.jsonl` and writes to the terminal. It and the command line are the only code that prints.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from asyncflow.job import GangSpec
+from launcher.supervisor import DONE, FAILED, RESUMABLE
+
+STARTING = "starting"
+"""The state of a rank that is not at work yet; every other state counts as at work."""
+SILENT_S = 10.0
+"""A rank without news for so long is shown as such (s)."""
+VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd"})
+ROLE_ORDER = ("rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "controller", "storage")
+
+Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one rank says about itself, in the store key `status/GANG/RANK`.
+
+    Attributes:
+        state: what it does, a few words, e.g. `starting`, `generating`, `waiting for weights`.
+        detail: more about it, e.g. `48/64 answers`; shown when all ranks of the role agree.
+        step: the step it works for; 0 before the first.
+        version: step of the weights it holds; negative when it holds none.
+        time: when it said so (unix time, s).
+        pid: its process id.
+    """
+
+    state: str
+    detail: str = ""
+    step: int = 0
+    version: int = -1
+    time: float = 0.0
+    pid: int = 0
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> "Status":
+        """Build one from the store's JSON; unknown fields are ignored, so workers may say more."""
+        return Status(**{name: fields[name] for name in Status.__dataclass_fields__ if name in fields})
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the rank is done with starting."""
+        return self.state != STARTING
+
+
+Statuses = Mapping[tuple[str, int], Status]
+
+
+def role_rows(gangs: Iterable[GangSpec], statuses: Statuses, now: float) -> list[tuple[str, str, str, str]]:
+    """Summarise the ranks of each role.
+
+    Returns:
+        One (role, number of ranks, what they do, weight versions) per role, e.g.
+        `("rollout", "8", "6 generating, 2 waiting for weights", "v12")`.
+    """
+    ranks: dict[str, list[Status | None]] = {}
+    for gang in gangs:
+        ranks.setdefault(gang.role, []).extend(statuses.get((gang.name, rank)) for rank in range(gang.num_ranks))
+    roles = sorted(ranks, key=lambda role: (ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER), role))
+    return [(role, str(len(ranks[role])), _activity(ranks[role], now), _versions(role, ranks[role])) for role in roles]
+
+
+def _activity(ranks: Sequence[Status | None], now: float) -> str:
+    states = Counter(STARTING if status is None else status.state for status in ranks)
+    known = [status for status in ranks if status is not None]
+    details = {status.detail for status in known}
+    if len(states) == 1:
+        text = next(iter(states))
+        if len(known) == len(ranks) and len(details) == 1 and (detail := details.pop()):
+            text += f" {detail}"
+    else:
+        text = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    silence = max((now - status.time for status in known), default=0.0)
+    return f"{text} (no news for {silence:.0f} s)" if silence > SILENT_S else text
+
+
+def _versions(role: str, ranks: Sequence[Status | None]) -> str:
+    versions = [status.version for status in ranks if status is not None and status.version >= 0]
+    if role not in VERSIONED_ROLES or not versions:
+        return ""
+    low, high = min(versions), max(versions)
+    return f"v{low}" if low == high else f"v{low}-{high}"
+
+
+def headline(metrics: Metrics | None, last_step: int, elapsed_s: float) -> str:
+    """Return the newest step's figures in one line; those that are missing are left out."""
+    if metrics is None:
+        return f"step 0/{last_step} · {_clock(elapsed_s)}"
+    figures = [f"step {metrics['step']}/{last_step}", *_figures(metrics), _clock(elapsed_s)]
+    return " · ".join(figures)
+
+
+def step_line(metrics: Metrics, last_step: int) -> str:
+    """Return the plain line of one finished step."""
+    duration = metrics.get("step_time_s")
+    figures = _figures(metrics) + ([] if duration is None else [f"{duration:.2f} s"])
+    return f"step {metrics['step']}/{last_step}  " + "  ".join(figures)
+
+
+def _figures(metrics: Metrics) -> list[str]:
+    def shown(key: str, label: str, pattern: str) -> list[str]:
+        value = metrics.get(key)
+        return [] if value is None else [f"{label} {value:{pattern}}"]
+
+    mean, highest = metrics.get("staleness_mean"), metrics.get("staleness_max")
+    staleness = [] if mean is None else [f"staleness {mean:.2f}" + ("" if highest is None else f" (max {highest:g})")]
+    rate = metrics.get("train_tokens_per_s")
+    tokens = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+    return [*shown("reward_mean", "reward", ".3f"), *shown("accuracy", "accuracy", ".3f"), *staleness, *tokens]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def final_lines(
+    code: int, message: str, *, step: int, last_step: int, elapsed_s: float, run_dir: Path, resumable: bool
+) -> list[str]:
+    """Return the last lines of the command: where the run is, how to go on, and, last of all, how it ended.
+
+    Args:
+        code, message: the supervisor's `Finish`.
+        step: the newest finished step; 0 when this start finished none.
+        resumable: whether there is a checkpoint.
+    """
+    lines = [f"run directory: {run_dir}"]
+    progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
+    if code != DONE and resumable:
+        lines.append(f"resume with: asyncflow-launch --resume {run_dir}")
+    if code == FAILED:
+        lines += [f"logs: {run_dir / 'logs'}", f"failed ({progress}): {message}"]
+    elif code == RESUMABLE:
+        lines.append(f"stopped ({progress})" + ("" if message == "stopped" else f": {message}"))
+    else:
+        lines.append(f"done ({progress})" + ("" if message == "done" else f": {message}"))
+    return lines
+
+
+class MetricsTail:
+    """Reads the lines of `metrics.jsonl` as they are finished, each step of this lineage once and in order."""
+
+    def __init__(self, path: Path, *, lineage: int) -> None:
+        self._path = path
+        self._lineage = lineage
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self._last_step = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the steps that were finished since the last call; starts again when the file was cut or replaced."""
+        try:
+            facts = self._path.stat()
+        except FileNotFoundError:
+            return []
+        identity = (facts.st_dev, facts.st_ino)
+        if identity != self._identity or facts.st_size < self._offset:
+            self._identity, self._offset = identity, 0
+        if facts.st_size == self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        steps = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [step for step in steps if self._is_news(step)]
+
+    def _is_news(self, step: Metrics) -> bool:
+        if step.get("lineage", self._lineage) < self._lineage or step["step"] <= self._last_step:
+            return False
+        self._last_step = step["step"]
+        return True
+
+
+class Progress:
+    """The command's output while the run goes on; a context manager around it."""
+
+    def __init__(
+        self, gangs: Sequence[GangSpec], *, last_step: int, started_at: float, console: Console | None = None
+    ) -> None:
+        self._gangs = gangs
+        self._last_step = last_step
+        self._started_at = started_at
+        self._console = console or Console(highlight=False)
+        self._metrics: Metrics | None = None
+        self._statuses: Statuses = {}
+        self._note = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def last_finished_step(self) -> int:
+        """The newest finished step of this start; 0 before the first."""
+        return 0 if self._metrics is None else int(self._metrics["step"])
+
+    def ready(self, num_workers: int) -> None:
+        """All ranks are at work."""
+        self._say(f"started {num_workers} workers in {time.time() - self._started_at:.1f} s")
+
+    def step(self, metrics: Metrics) -> None:
+        """A step was finished."""
+        self._metrics = metrics
+        if self._live is None:
+            self._say(step_line(metrics, self._last_step))
+
+    def note(self, text: str) -> None:
+        """Something the user should know now, e.g. that a stop is under way."""
+        self._note = text
+        if self._live is None:
+            self._say(text)
+
+    def update(self, statuses: Statuses) -> None:
+        """Show what the ranks say; about twice a second."""
+        self._statuses = statuses
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, markup=False)
+        else:
+            click.echo(text)
+
+    def _render(self) -> Group:
+        now = time.time()
+        table = Table.grid(padding=(0, 2))
+        for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
+            table.add_row(Text(role, style="bold"), Text(count), Text(activity), Text(version, style="cyan"))
+        lines: list[Text | Table] = [Text(headline(self._metrics, self._last_step, now - self._started_at)), table]
+        return Group(*lines, *([Text(self._note, style="yellow")] if self._note else []))

@@ -1,0 +1,239 @@
+"""`--resume`: find the checkpoint, check that this command may continue from it, and cut the run back to it.
+
+A checkpoint is `checkpoints/step_000010/`, valid when it has `dcp/` and `meta.json` (which is written last). The run
+goes on in its own directory with the next lineage. Restoring state is the workers' part, not done here.
+
+    find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import FILE_NAME as JOB_FILE
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUNS
+from workers.config import RunConfig
+
+LATEST = "latest"
+ABANDONED = "abandoned"
+"""Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
+the user knows whether they are worth their disk; `latest` never looks there."""
+META_FILE = "meta.json"
+_CUT_FILES = (LEDGER_FILE, METRICS_FILE)
+_STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
+_START_SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A valid checkpoint.
+
+    Attributes:
+        path: its directory.
+        step: the step that it was saved after.
+        lineage: the lineage that wrote it.
+        fingerprint: of the model that the run started from.
+    """
+
+    path: Path
+    step: int
+    lineage: int
+    fingerprint: str
+
+    @property
+    def run_dir(self) -> Path:
+        """The run that it belongs to."""
+        return self.path.parent.parent
+
+
+def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
+    """Return the checkpoint that `--resume TARGET` means.
+
+    Args:
+        target: `latest`, a run directory, or one checkpoint directory.
+        run_dir: `--run-dir`, when given; for `latest` the run to look in, else it must be the target's run.
+    Raises:
+        ConfigError: nothing to resume, an incomplete checkpoint, or two different runs named.
+    """
+    if target == LATEST:
+        return _newest_in(run_dir.resolve() if run_dir is not None else _newest_run())
+    path = Path(target).expanduser().resolve()
+    if not path.is_dir():
+        raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
+    is_checkpoint = (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
+    if is_checkpoint and path.parent.name != CHECKPOINTS:
+        raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
+    checkpoint = _read_or_refuse(path) if is_checkpoint else _newest_in(path)
+    if run_dir is not None and run_dir.resolve() != checkpoint.run_dir:
+        raise ConfigError(
+            f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
+            f"directory; leave --run-dir out"
+        )
+    return checkpoint
+
+
+def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that `config` may continue from `checkpoint`; write nothing.
+
+    Raises:
+        ConfigError: its run is still running, the last step is reached already, the model is another one, or the
+            ledger or metrics cannot be read.
+    """
+    from workers.model_files import model_fingerprint
+
+    pid = running_launcher(checkpoint.run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {checkpoint.run_dir} is still running (launcher process {pid}); stop it first")
+    if config.steps <= checkpoint.step:
+        raise ConfigError(
+            f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
+            f"raise it with --steps N"
+        )
+    fingerprint = model_fingerprint(Path(config.model.path))
+    if fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
+            f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
+        )
+    for name in _CUT_FILES:
+        _kept_lines(checkpoint.run_dir / name, checkpoint.step)
+
+
+def running_launcher(run_dir: Path) -> int | None:
+    """Return the process id of the launcher that runs `run_dir` now, or None.
+
+    A launcher that was killed leaves `job.json` behind; its process id may since belong to somebody else, who then
+    started later than the job did.
+    """
+    try:
+        job = json.loads((run_dir / JOB_FILE).read_text())
+        pid, started_at = int(job["launcher_pid"]), float(job["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    process_start = _process_start(pid)
+    return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def rewind_run(checkpoint: Checkpoint) -> None:
+    """Cut the run back to the checkpoint's step: newer checkpoints aside, then ledger and metrics, each atomically.
+
+    In this order a crash in between leaves a run from which `--resume latest` does the rest.
+
+    Raises:
+        ConfigError: a line other than the last is not JSON.
+    """
+    _set_newer_aside(checkpoint)
+    for name in _CUT_FILES:
+        cut_lines(checkpoint.run_dir / name, checkpoint.step)
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """Keep the lines of a JSONL file whose `step` is at most `last_step`; replace the file atomically.
+
+    A last line that a crash tore is dropped. A missing file stays missing.
+
+    Raises:
+        ConfigError: another line is not a JSON object with a `step`, with file:line.
+    """
+    if not path.exists():
+        return
+    kept = _kept_lines(path, last_step)
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _kept_lines(path: Path, last_step: int) -> list[bytes]:
+    """Return the lines up to `last_step`, without newlines; nothing for a missing file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                continue
+            raise ConfigError(f"{path}:{number}: not a JSON object with a step; repair or remove the line") from error
+        if step <= last_step:
+            kept.append(line)
+    return kept
+
+
+def _set_newer_aside(checkpoint: Checkpoint) -> None:
+    root = checkpoint.path.parent
+    for path, step in list(_step_dirs(root)):
+        if step <= checkpoint.step:
+            continue
+        (root / ABANDONED).mkdir(exist_ok=True)
+        target = root / ABANDONED / f"{path.name}-before-lineage{checkpoint.lineage + 1}"
+        count = 1
+        while target.exists():
+            count += 1
+            target = target.with_name(f"{path.name}-before-lineage{checkpoint.lineage + 1}-{count}")
+        path.rename(target)
+
+
+def _newest_run() -> Path:
+    runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
+    if not runs:
+        raise ConfigError(
+            f"--resume: there is no run in {RUNS.resolve()}; name a run with --resume DIR or --run-dir DIR"
+        )
+    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
+
+
+def _newest_in(run_dir: Path) -> Checkpoint:
+    found = [checkpoint for path, _ in _step_dirs(run_dir / CHECKPOINTS) if (checkpoint := _read(path)) is not None]
+    if not found:
+        raise ConfigError(
+            f"--resume: {run_dir} holds no complete checkpoint, so there is nothing to resume; name another run"
+        )
+    return max(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _step_dirs(root: Path) -> Iterator[tuple[Path, int]]:
+    for path in root.glob("step_*"):
+        match = _STEP_DIR.fullmatch(path.name)
+        if match:
+            yield path, int(match[1])
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """Return the checkpoint in `path`, or None when it is not complete."""
+    try:
+        meta = json.loads((path / META_FILE).read_text())
+        checkpoint = Checkpoint(path, int(meta["step"]), int(meta["lineage"]), str(meta["model_fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return checkpoint if (path / "dcp").is_dir() else None
+
+
+def _read_or_refuse(path: Path) -> Checkpoint:
+    checkpoint = _read(path)
+    if checkpoint is None:
+        raise ConfigError(
+            f"--resume: {path} is not a complete checkpoint (it needs dcp/ and a readable {META_FILE}); name another, "
+            f"or the run {path.parent.parent}"
+        )
+    return checkpoint
+
+
+def _process_start(pid: int) -> float | None:
+    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    try:
+        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot_s = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
+        )
+    except (OSError, StopIteration):
+        return None
+    state, start_ticks = fields[0], int(fields[19])
+    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

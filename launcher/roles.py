@@ -1,0 +1,63 @@
+"""Parse and check `--roles rollout:8,actor:4,ref:2`: canonical role name -> number of ranks. Pure."""
+
+import difflib
+from collections.abc import Mapping
+
+from asyncflow.errors import ConfigError
+from workers.dataflow import ALIASES, ROLES
+
+REQUIRED = ("rollout", "actor")
+EXAMPLE = "rollout:8,actor:4,ref:2"
+
+
+def parse_roles(text: str) -> dict[str, int]:
+    """Parse the option's value.
+
+    Raises:
+        ConfigError: not `role:ranks` pairs, a role given twice, or what `check_roles` refuses.
+    """
+    roles: dict[str, int] = {}
+    for part in text.split(","):
+        name, colon, count = (piece.strip() for piece in part.partition(":"))
+        if not colon or not name:
+            raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {EXAMPLE}")
+        role = _canonical(name)
+        if role in roles:
+            raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")
+        try:
+            roles[role] = int(count)
+        except ValueError as error:
+            raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2") from error
+    return check_roles(roles)
+
+
+def check_roles(roles: Mapping[str, int]) -> dict[str, int]:
+    """Return `roles` with canonical names, in the order of `ROLES`.
+
+    Raises:
+        ConfigError: unknown role (with the nearest name), less than one rank, a required role missing, or one role
+            under two names.
+    """
+    counts: dict[str, int] = {}
+    for name, count in roles.items():
+        role = _canonical(name)
+        if role in counts:
+            raise ConfigError(f"roles: {role!r} is given twice (as {name!r} too); give it once")
+        if count < 1:
+            raise ConfigError(
+                f"roles: {name}:{count} must have at least 1 rank; give {name}:1 or more, or leave it out"
+            )
+        counts[role] = count
+    for role in REQUIRED:
+        if role not in counts:
+            raise ConfigError(f"roles: {role!r} is missing; add {role}:1 or more, e.g. --roles {EXAMPLE}")
+    return {role: counts[role] for role in ROLES if role in counts}
+
+
+def _canonical(name: str) -> str:
+    role = ALIASES.get(name, name)
+    if role not in ROLES:
+        near = difflib.get_close_matches(name, (*ROLES, *ALIASES), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known roles: {' '.join(ROLES)}"
+        raise ConfigError(f"roles: {name!r} is not a role; {hint}")
+    return role

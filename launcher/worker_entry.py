@@ -1,0 +1,63 @@
+"""First and last code of a worker process: its own log, its parent's life, its last error. Torch-free at import.
+
+`launcher.gang` hands `enter` to torchelastic; it runs in the forked child and calls the real entrypoint by name, which
+the launcher itself never imports.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+
+from asyncflow.lifeline import die_with_parent
+
+LOG_VARIABLE = "ASYNCFLOW_LOG"
+
+_fork_server_pid: int | None = None
+_sys_path: list[str] = []
+
+
+def remember_fork_server() -> None:
+    """Keep what children need to know of the fork server; called there once."""
+    global _fork_server_pid
+    _fork_server_pid = os.getpid()
+    _sys_path[:] = sys.path
+
+
+def enter(entrypoint: str, *args: str) -> None:
+    """Run `module:function` with `args`; an exception goes to the log and to torchelastic's error file, then exit 1.
+
+    Args:
+        entrypoint: `module:function`, imported here.
+        args: passed on.
+    """
+    die_with_parent(_fork_server_pid)
+    if _sys_path:
+        sys.path[:] = _sys_path  # multiprocessing put the launcher's there, which may hold the working directory
+    _redirect(os.environ[LOG_VARIABLE])
+    module, _, function = entrypoint.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(*args)
+    except Exception as error:  # noqa: BLE001 (the process boundary)
+        traceback.print_exc()
+        _record(error)
+        sys.exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _redirect(path: str) -> None:
+    """Append stdout and stderr, of Python and of C++, to one file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _record(error: Exception) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)

@@ -1,0 +1,124 @@
+"""What the workers of `test_gang` do. The fork server finds this file through PYTHONPATH.
+
+Each entrypoint gets the run directory and the name of its gang, like `workers.main:run_worker`.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from asyncflow.job import Job
+
+DEADLINE_S = 60.0
+SERVICES = ("controller", "storage")
+
+
+def leave_at_once(run_dir: str, gang: str) -> None:
+    """Exit 0, services when they are told."""
+    if gang.startswith(SERVICES):
+        obey_phase(run_dir, gang)
+    print(f"{gang} was here, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    sys.stderr.write("and on stderr\n")
+
+
+def raise_in_second_rollout(run_dir: str, gang: str) -> None:
+    """`rollout-1` fails, the others obey the phase."""
+    if gang == "rollout-1":
+        raise ValueError(f"no such token\n  in {gang}")
+    obey_phase(run_dir, gang)
+
+
+def raise_in_actor_rank_one(run_dir: str, gang: str) -> None:
+    """Rank 1 of the actor fails while rank 0 is stuck."""
+    if gang == "actor" and os.environ["RANK"] == "1":
+        raise RuntimeError("loss is not finite")
+    if gang == "actor":
+        _stuck()
+    obey_phase(run_dir, gang)
+
+
+def exit_without_finishing(run_dir: str, gang: str) -> None:
+    """The process is gone with code 0, but its function never returned."""
+    if gang == "rollout-0":
+        os._exit(0)
+    obey_phase(run_dir, gang)
+
+
+def never_leave(run_dir: str, gang: str) -> None:
+    """Say that work began and ignore everything."""
+    _report(_store(run_dir), gang, "stuck")
+    _stuck()
+
+
+def never_start(run_dir: str, gang: str) -> None:
+    """The rollout stays silent."""
+    if gang == "rollout-0":
+        _stuck()
+    obey_phase(run_dir, gang)
+
+
+def train_to_the_end(run_dir: str, gang: str) -> None:
+    """The actor finishes two steps, the others wait for it."""
+    if gang != "actor":
+        obey_phase(run_dir, gang)
+        return
+    store = _store(run_dir)
+    _report(store, gang, "training")
+    with (Path(run_dir) / "metrics.jsonl").open("a") as file:
+        for step in (1, 2):
+            file.write(json.dumps({"step": step, "lineage": 0, "reward_mean": step / 2}) + "\n")
+    store.set("done", b"1")
+
+
+def obey_phase(run_dir: str, gang: str) -> None:
+    """Say that work began; work gangs leave in `stop`, services in `exit`."""
+    store = _store(run_dir)
+    _report(store, gang, "generating")
+    leave = {b"exit"} if gang.startswith(SERVICES) else {b"stop", b"exit"}
+    deadline = time.monotonic() + DEADLINE_S
+    while store.get("phase") not in leave:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def touch_torch(run_dir: str, gang: str) -> None:
+    """Write down which modules this process had to import itself, and how it was set up."""
+    before = set(sys.modules)
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    facts = {
+        "imported": sorted(set(sys.modules) - before),
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+        "sys_path": sys.path,
+        "environment": dict(os.environ),
+        "gloo_interface": os.environ["GLOO_SOCKET_IFNAME"],
+        "threads": torch.get_num_threads(),
+        "rank": os.environ["RANK"],
+    }
+    (Path(run_dir) / f"{gang}-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+def _stuck() -> None:
+    """Block where neither a Python signal handler nor an exception gets in."""
+    ctypes.CDLL(None).sleep(int(DEADLINE_S))
+
+
+def _store(run_dir: str) -> TCPStore:
+    job = Job.load(Path(run_dir))
+    return TCPStore(
+        job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
+    )
+
+
+def _report(store: TCPStore, gang: str, state: str) -> None:
+    status = {"state": state, "detail": "", "step": 1, "version": 0, "time": time.time(), "pid": os.getpid()}
+    store.set(f"status/{gang}/{os.environ['RANK']}", json.dumps(status))

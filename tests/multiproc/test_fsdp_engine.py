@@ -1,0 +1,96 @@
+"""FSDP over two Gloo ranks trains the same parameters as one rank, also across a checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SCRIPT = Path(__file__).with_name("fsdp_rank.py")
+DEADLINE_S = 120
+
+
+def run_ranks(root: Path, mode: str, num_ranks: int) -> None:
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    processes = [
+        subprocess.Popen([sys.executable, SCRIPT, root, mode, str(rank), str(num_ranks)], env=environment)
+        for rank in range(num_ranks)
+    ]
+    try:
+        assert [process.wait(DEADLINE_S) for process in processes] == [0] * num_ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory after all runs. 13 rows of vocabulary and 5 of hidden units per head do not divide by two."""
+    root = tmp_path_factory.mktemp("fsdp")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13,
+        hidden_size=30,
+        intermediate_size=41,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(root / "model")
+    run_ranks(root, "train", 1)
+    run_ranks(root, "train", 2)
+    run_ranks(root, "resume", 1)
+    return root
+
+
+def exported(root: Path, name: str) -> dict[str, Tensor]:
+    return load_file(root / f"export-{name}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("other", ["train-2", "resume-1"])
+def test_parameters_equal_those_of_one_rank(root: Path, other: str) -> None:
+    initial = load_file(root / "model" / "model.safetensors")
+    expected, actual = exported(root, "train-1"), exported(root, other)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+        assert not value.equal(initial[name])
+
+
+def test_gradients_are_summed_over_ranks(root: Path) -> None:
+    one, two = (json.loads((root / f"norms-train-{num_ranks}-0.json").read_text()) for num_ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-4)
+    assert (root / "norms-train-2-1.json").read_text() == (root / "norms-train-2-0.json").read_text()
+
+
+def test_shards_of_two_ranks_make_the_whole_parameters(root: Path) -> None:
+    expected = exported(root, "train-2")
+    covered = {name: torch.full((value.numel(),), float("nan")) for name, value in expected.items()}
+    pieces = 0
+    for rank in range(2):
+        for name, shape, start, values in torch.load(root / f"shards-train-2-{rank}.pt"):
+            assert shape == expected[name].shape and values.dtype == torch.float32
+            assert bool(covered[name][start : start + values.numel()].isnan().all())
+            covered[name][start : start + values.numel()] = values
+            pieces += 1
+    assert pieces == 2 * len(expected)
+    for name, value in expected.items():
+        assert covered[name].equal(value.flatten()), name
+
+
+def test_export_of_two_ranks_is_loaded_by_transformers(root: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(root / "export-train-2")
+    assert model.model.embed_tokens.weight.equal(exported(root, "train-2")["model.embed_tokens.weight"])

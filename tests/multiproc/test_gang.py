@@ -1,0 +1,309 @@
+"""Real gangs: torchelastic's agents and forked workers under `run_job` in a launcher process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from asyncflow.job import Job
+from launcher.job import SAME_PRESS_S
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 60.0
+
+T = TypeVar("T")
+
+
+class Launcher:
+    """A launcher process and what is known about its descendants."""
+
+    def __init__(self, run_dir: Path, process: "subprocess.Popen[str]") -> None:
+        self.run_dir = run_dir
+        self.process = process
+        self.descendants: list[psutil.Process] = []
+
+    def collect(self) -> list[psutil.Process]:
+        """Note every process below the launcher."""
+        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+        return self.descendants
+
+    def wait_for_workers(self, count: int) -> dict[str, int]:
+        """Wait until `count` ranks reported; returns the process id of each "GANG/RANK"."""
+        eventually(lambda: (self.run_dir / "job.json").exists(), "job.json", self)
+        store = self.store()
+        names = [f"{gang.name}/{rank}" for gang in Job.load(self.run_dir).gangs for rank in range(gang.num_ranks)]
+
+        def reported() -> list[str]:
+            return [name for name in names if store.check([f"status/{name}"])]
+
+        eventually(lambda: len(reported()) == count, f"{count} workers", self)
+        self.collect()
+        return {name: json.loads(store.get(f"status/{name}"))["pid"] for name in reported()}
+
+    def store(self) -> TCPStore:
+        """Connect to the job store."""
+        job = Job.load(self.run_dir)
+        return TCPStore(
+            job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the end; returns the exit code and all that was printed."""
+        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, output
+
+    def log(self, role: str, rank: int) -> str:
+        """Return a rank's log."""
+        return (self.run_dir / "logs" / role / f"{rank}.log").read_text()
+
+
+Launch = Callable[..., Launcher]
+
+
+def eventually(condition: Callable[[], T], what: str, launcher: Launcher, deadline_s: float = DEADLINE_S) -> T:
+    """Return the condition's first true value."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            log = launcher.run_dir / "logs" / "launcher.log"
+            pytest.fail(f"{what}: not within {deadline_s} s\n{log.read_text() if log.exists() else ''}")
+        time.sleep(0.02)
+    return value
+
+
+def assert_all_gone(launcher: Launcher) -> None:
+    """Nothing of the launcher's is left within 10 s."""
+    assert launcher.descendants
+    _, alive = psutil.wait_procs(launcher.descendants, timeout=10)
+    assert alive == []
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started: list[Launcher] = []
+
+    def start(entrypoint: str, *, rollouts: int = 2, actor_ranks: int = 1, **settings: object) -> Launcher:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir(exist_ok=True)
+        arguments = [str(run_dir), entrypoint, str(rollouts), str(actor_ranks), json.dumps(settings)]
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(HERE / "run_gangs.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"},
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        started.append(Launcher(run_dir, process))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        if launcher.process.poll() is None:
+            launcher.collect()
+            launcher.process.kill()
+        launcher.process.wait(timeout=10)
+        _, alive = psutil.wait_procs(launcher.descendants, timeout=10)
+        for process in alive:
+            process.kill()
+        if launcher.process.stdout is not None:
+            launcher.process.stdout.close()
+
+
+def test_gangs_run_to_the_end(launch: Launch) -> None:
+    launcher = launch("train_to_the_end")
+    code, output = launcher.finish()
+    assert code == 0
+    lines = output.splitlines()
+    assert lines[-4:-2] == ["step 1/2  reward 0.500", "step 2/2  reward 1.000"]
+    assert lines[-2] == f"run directory: {launcher.run_dir}"
+    assert lines[-1].startswith("done (step 2/2")
+    assert not (launcher.run_dir / "job.json").exists()
+
+
+def test_logs_hold_both_streams_and_are_appended_to(launch: Launch) -> None:
+    for _ in range(2):
+        launcher = launch("leave_at_once", actor_ranks=2)
+        assert launcher.finish()[0] == 0
+    once = "rollout-1 was here, attempt 0\nand on stderr\n"
+    assert launcher.log("rollout", 1) == 2 * once
+    assert sorted(path.name for path in (launcher.run_dir / "logs" / "actor").iterdir()) == ["0.log", "1.log"]
+
+
+def test_exception_of_a_rollout_is_named_and_the_others_leave(launch: Launch) -> None:
+    launcher = launch("raise_in_second_rollout")
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("rollout rank 1 failed: ValueError: no such token in rollout-1")
+    assert "Traceback" in launcher.log("rollout", 1)
+
+
+def test_exception_of_one_actor_rank_ends_its_stuck_peer(launch: Launch) -> None:
+    launcher = launch("raise_in_actor_rank_one", actor_ranks=2)
+    started_at = time.monotonic()
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("actor rank 1 failed: RuntimeError: loss is not finite")
+    assert time.monotonic() - started_at < 25  # the stock agent would wait 30 s for the stuck rank
+
+
+def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> None:
+    code, output = launch("exit_without_finishing").finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("rollout rank 0 failed: exited with code 0 without finishing")
+
+
+def test_killed_worker_is_named_with_its_signal(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    pids = launcher.wait_for_workers(5)
+    os.kill(pids["rollout-1/0"], signal.SIGKILL)
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("rollout rank 1 failed: ended by SIGKILL")
+    assert_all_gone(launcher)
+
+
+def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
+    launcher = launch("obey_phase", actor_ranks=3)
+    launcher.wait_for_workers(7)
+    assert launcher.process.stdout is not None
+    assert launcher.process.stdout.readline().startswith("started 7 workers in ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_stop_is_resumable_and_leaves_nothing(launch: Launch, number: signal.Signals) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    launcher.process.send_signal(number)
+    requested_at = time.monotonic()
+    code, output = launcher.finish()
+    assert code == 75
+    assert output.splitlines()[-1].startswith("stopped (step 0/2")
+    assert time.monotonic() - requested_at < 5
+    assert_all_gone(launcher)
+
+
+def test_stop_during_the_imports_is_resumable(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    eventually(lambda: (launcher.run_dir / "logs" / "launcher.log").exists(), "the launcher's log", launcher)
+    launcher.collect()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
+
+
+def test_workers_that_do_not_stop_are_killed(launch: Launch) -> None:
+    launcher = launch("never_leave", stop_timeout_s=0.5)
+    launcher.wait_for_workers(5)
+    launcher.process.send_signal(signal.SIGTERM)
+    code, output = launcher.finish()
+    assert code == 75
+    assert "still running 0.5 s after the stop" in output.splitlines()[-1]
+    assert_all_gone(launcher)
+
+
+def test_second_interrupt_kills_at_once(launch: Launch) -> None:
+    launcher = launch("never_leave")
+    launcher.wait_for_workers(5)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.process.stdout is not None
+    line = ""
+    while not line.startswith("stopping"):
+        line = launcher.process.stdout.readline()
+        assert line
+    said_at = time.monotonic()
+    eventually(lambda: time.monotonic() > said_at + SAME_PRESS_S, "a press of its own", launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
+    assert_all_gone(launcher)
+
+
+def test_workers_that_never_start_are_named(launch: Launch) -> None:
+    launcher = launch("never_start", start_timeout_s=6.0)
+    code, output = launcher.finish()
+    assert code == 1
+    assert "rollout-0 rank 0: not at work 6 s after the start" in output.splitlines()[-1]
+
+
+def test_external_gang_is_waited_for(launch: Launch) -> None:
+    launcher = launch("train_to_the_end", external_gangs=["rollout-1"])
+    eventually(lambda: (launcher.run_dir / "job.json").exists(), "job.json", launcher)
+    store = launcher.store()
+    eventually(lambda: store.check(["phase"]) and store.get("phase") == b"stop", "phase stop", launcher)
+    launcher.collect()
+    assert launcher.process.poll() is None
+    store.set("left/rollout-1/0", b"0")
+    assert launcher.finish()[0] == 0
+    assert not (launcher.run_dir / "logs" / "rollout" / "1.log").exists()
+
+
+def test_failure_of_an_external_gang_is_named(launch: Launch) -> None:
+    launcher = launch("obey_phase", external_gangs=["rollout-1"])
+    launcher.wait_for_workers(4)
+    launcher.store().set("left/rollout-1/0", b"error: OSError: no space")
+    code, output = launcher.finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("rollout rank 1 failed: OSError: no space")
+
+
+def test_nothing_survives_a_killed_launcher(launch: Launch) -> None:
+    launcher = launch("never_leave", rollouts=3, actor_ranks=2)
+    launcher.wait_for_workers(7)
+    mapped = {Path(region.path) for region in psutil.Process(launcher.process.pid).memory_maps(grouped=True)}
+    semaphores = {path for path in mapped if path.is_relative_to("/dev/shm")}
+    assert semaphores
+    launcher.process.kill()
+    assert_all_gone(launcher)
+    assert not any(path.exists() for path in semaphores)
+    assert launcher.finish()[1].startswith("started 7 workers")
+
+
+def test_nothing_survives_a_launcher_killed_during_the_imports(launch: Launch) -> None:
+    launcher = launch("never_leave")
+    eventually(launcher.collect, "the fork server", launcher)
+    launcher.process.kill()
+    assert_all_gone(launcher)
+
+
+def test_every_socket_listens_on_loopback(launch: Launch) -> None:
+    launcher = launch("never_leave")
+    launcher.wait_for_workers(5)
+    processes = [psutil.Process(launcher.process.pid), *launcher.descendants]
+    listening = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert set(listening) == {"127.0.0.1"}
+
+
+def test_fork_server_has_one_thread(launch: Launch) -> None:
+    pids = launch("never_leave").wait_for_workers(5)
+    fork_server = psutil.Process(pids["actor/0"]).parent()
+    assert fork_server is not None
+    assert fork_server.num_threads() == 1
+
+
+def test_worker_is_set_up_for_work(launch: Launch) -> None:
+    launcher = launch("touch_torch", actor_ranks=2, threads_per_worker=1)
+    launcher.finish()
+    facts = json.loads((launcher.run_dir / "actor-1.json").read_text())
+    assert facts["imported"] == []
+    assert facts["main"] is None
+    assert facts["rank"] == "1"
+    assert facts["threads"] == 1
+    assert facts["gloo_interface"] == "lo"
+    assert str(launcher.run_dir.parent) not in facts["sys_path"]
+    assert "" not in facts["sys_path"]

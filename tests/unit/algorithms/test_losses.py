@@ -1,0 +1,87 @@
+"""Loss terms against plain-Python float64 references written from the papers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.algorithms.losses import (
+    LossCounts,
+    clipped_policy_loss,
+    kl_divergence,
+    loss_scale,
+    token_weights,
+)
+
+log_prob = st.floats(-8, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(log_prob, log_prob, st.floats(-3, 3), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_clipped_loss_is_ppo_equation_7(new: float, old: float, advantage: float, low: float, high: float) -> None:
+    ratio = math.exp(new - old)
+    surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    log_ratio = torch.tensor([new - old], dtype=torch.float64)
+    loss, clipped = clipped_policy_loss(
+        log_ratio, torch.tensor([advantage], dtype=torch.float64), eps_clip=low, eps_clip_high=high
+    )
+    assert float(loss) == pytest.approx(-surrogate, rel=1e-9, abs=1e-12)
+    assert bool(clipped) == (surrogate < ratio * advantage)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"),
+    [(1.0, 2.0, -2.0), (1.5, 1.0, 0.0), (1.5, -1.0, 1.5), (0.5, 1.0, -0.5), (0.5, -1.0, 0.0)],
+)
+def test_gradient_vanishes_only_where_the_clip_binds(ratio: float, advantage: float, gradient: float) -> None:
+    log_ratio = torch.tensor([ratio]).log().requires_grad_()
+    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([advantage]), eps_clip=0.2, eps_clip_high=0.2)
+    loss.sum().backward()
+    assert log_ratio.grad is not None and float(log_ratio.grad) == pytest.approx(gradient)
+
+
+def test_upper_clip_may_be_wider() -> None:
+    log_ratio, advantage = torch.tensor([1.25]).log(), torch.tensor([1.0])
+    symmetric, _ = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.2)
+    wide, clipped = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.28)
+    assert float(symmetric) == pytest.approx(-1.2) and float(wide) == pytest.approx(-1.25) and not clipped
+
+
+@settings(max_examples=200, deadline=None)
+@given(log_prob, log_prob)
+def test_kl_estimators_are_schulmans(new: float, ref: float) -> None:
+    ratio = math.exp(ref - new)
+    expected = {"k1": new - ref, "k2": (new - ref) ** 2 / 2, "k3": ratio - 1 - (ref - new)}
+    left, right = (torch.tensor([value], dtype=torch.float64) for value in (new, ref))
+    assert float(kl_divergence(left, right, "k1")) == pytest.approx(expected["k1"], abs=1e-12)
+    assert float(kl_divergence(left, right, "k2")) == pytest.approx(expected["k2"], abs=1e-12)
+    assert float(kl_divergence(left, right, "k3")) == pytest.approx(expected["k3"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimators_average_to_the_kl(estimator: str) -> None:
+    policy = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    estimate = (policy * kl_divergence(policy.log(), reference.log(), estimator)).sum()  # type: ignore[arg-type]
+    torch.testing.assert_close(estimate, (policy * (policy / reference).log()).sum())
+
+
+def test_extreme_differences_stay_finite() -> None:
+    log_ratio = torch.tensor([500.0, -500.0])
+    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([0.0, -1.0]), eps_clip=0.2, eps_clip_high=0.2)
+    assert bool(loss.isfinite().all())
+    assert bool(kl_divergence(torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0]), "k3").isfinite().all())
+
+
+def test_scales_and_weights_of_each_normalisation() -> None:
+    lengths, keep = torch.tensor([3, 2, 0, 1]), torch.tensor([True, True, True, False])
+    counts = LossCounts(tokens=5, sequences=3, answers=4)
+    assert token_weights("token", lengths, keep).tolist() == [1, 1, 1, 1, 1, 0]
+    assert token_weights("sequence", lengths, keep).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.5, 0.5, 0])
+    assert loss_scale("token", counts, max_response_tokens=8) == 1 / 5
+    assert loss_scale("sequence", counts, max_response_tokens=8) == 1 / 3
+    assert loss_scale("constant", counts, max_response_tokens=8) == 1 / 32
+    assert loss_scale("token", LossCounts(0, 0, 4), max_response_tokens=8) == 0.0
+    assert counts + LossCounts(1, 1, 1) == LossCounts(6, 4, 5)

@@ -1,0 +1,82 @@
+"""Tiny random models in temporary directories, and batches for them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from workers.engines.base import Sequences
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they give on models of this size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_model_dir(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that saves a random model of two layers; `eos` is token 1."""
+
+    def make(family: str = "qwen2", *, seed: int = 0, **changes: object) -> Path:
+        config_class, model_class = FAMILIES[family]
+        settings = {
+            "vocab_size": 13,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(settings | changes)))
+        path = tmp_path / f"{family}-{seed}-{'-'.join(changes)}"
+        model.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def model_dir(make_model_dir: Callable[..., Path]) -> Path:
+    return make_model_dir()
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def batch() -> Sequences:
+    """Five samples; two of one length, one with an empty answer."""
+    generator = torch.Generator().manual_seed(3)
+    prompts, answers = torch.tensor([3, 2, 5, 1, 4]), torch.tensor([4, 5, 1, 6, 0])
+    lengths = prompts + answers
+    return Sequences(
+        tokens_T=torch.randint(2, 13, (int(lengths.sum()),), generator=generator),
+        lengths_N=lengths.int(),
+        prompt_lengths_N=prompts.int(),
+    )

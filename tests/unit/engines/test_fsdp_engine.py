@@ -1,0 +1,159 @@
+"""The training engine in a process group of one; several ranks are in tests/multiproc."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from workers.config import ActorConfig, ModelConfig
+from workers.engines.base import Sequences
+from workers.engines.fsdp import FsdpEngine
+from workers.engines.packed_attention import PACKED_ATTENTION
+from workers.engines.packed_forward import PackedInputs, answer_log_probs
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+CPU = torch.device("cpu")
+
+
+def make_engine(path: Path, **actor: object) -> FsdpEngine:
+    config = ActorConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, "grad_clip": 0.5} | actor)
+    return FsdpEngine(path, ModelConfig(path=str(path)), actor=config, temperature=0.9, device=CPU, seed=0)
+
+
+def square_loss(log_probs: Tensor, _entropy: Tensor) -> Tensor:
+    return (log_probs + 1).square().sum()
+
+
+def weights(engine: FsdpEngine) -> dict[str, Tensor]:
+    return {shard.name: shard.values.reshape(shard.shape).clone() for shard in engine.shards()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_updates_equal_plain_adamw(make_model_dir: Callable[..., Path], batch: Sequences, tied: bool) -> None:
+    path = make_model_dir("llama", tie_word_embeddings=tied)
+    engine = make_engine(path)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    inputs = PackedInputs.of(batch, CPU)
+    for _ in range(3):
+        engine.forward_backward(batch, square_loss)
+        engine.forward_backward(None, square_loss)
+        stats = engine.step(1 / 16)
+        (square_loss(answer_log_probs(plain, inputs, 0.9)[0], inputs.targets_A) / 16).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert stats.grad_norm == pytest.approx(float(norm), rel=1e-4) and stats.lr == 1e-2
+    expected = dict(plain.named_parameters())
+    assert weights(engine).keys() == expected.keys()
+    for name, value in weights(engine).items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("actor", [{"gradient_checkpointing": True}, {"autocast": "bfloat16"}])
+def test_options_change_gradients_by_rounding_only(model_dir: Path, batch: Sequences, actor: dict[str, object]) -> None:
+    norms = []
+    for changes in ({}, actor):
+        engine = make_engine(model_dir, **changes)
+        engine.forward_backward(batch, square_loss)
+        norms.append(engine.step(1.0).grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=0.1 if "autocast" in actor else 1e-5)
+
+
+def test_micro_batches_add_up(model_dir: Path, batch: Sequences) -> None:
+    whole, parts = make_engine(model_dir), make_engine(model_dir)
+    whole.forward_backward(batch, square_loss)
+    for tokens, length, prompt in zip(
+        batch.tokens_T.split(batch.lengths_N.tolist()), batch.lengths_N, batch.prompt_lengths_N, strict=True
+    ):
+        parts.forward_backward(Sequences(tokens, length[None], prompt[None]), square_loss)
+    assert parts.step(1.0).grad_norm == pytest.approx(whole.step(1.0).grad_norm, rel=1e-5)
+
+
+def test_learning_rate_rises_over_the_warm_up(model_dir: Path, batch: Sequences) -> None:
+    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=4)
+    rates = []
+    for _ in range(5):
+        engine.forward_backward(batch, square_loss)
+        rates.append(engine.step(1.0).lr)
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_zero_grad_abandons_the_step(model_dir: Path, batch: Sequences) -> None:
+    engine = make_engine(model_dir)
+    engine.forward_backward(batch, square_loss)
+    engine.zero_grad()
+    engine.forward_backward(None, square_loss)
+    assert engine.step(1.0).grad_norm == 0.0
+
+
+def test_gradient_that_is_not_finite_changes_nothing(
+    model_dir: Path, batch: Sequences, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(model_dir)
+    before = weights(engine)
+    engine.forward_backward(batch, lambda log_probs, _: log_probs.sum() * float("inf"))
+    with caplog.at_level(logging.WARNING):
+        engine.step(1.0)
+    assert "update 1 skipped" in caplog.text
+    assert all(value.equal(before[name]) for name, value in weights(engine).items())
+
+
+def test_checkpoint_restores_the_next_update_exactly(model_dir: Path, batch: Sequences, tmp_path: Path) -> None:
+    first = make_engine(model_dir, lr_warmup_steps=8)
+    for _ in range(2):
+        first.forward_backward(batch, square_loss)
+        first.step(1.0)
+    dcp.save(first.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+
+    second = make_engine(model_dir, lr_warmup_steps=8)
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    second.load_state_dict(state)
+    for engine in (first, second):
+        engine.forward_backward(batch, square_loss)
+    assert first.step(1.0) == second.step(1.0)
+    restored = weights(second)
+    assert all(value.equal(restored[name]) for name, value in weights(first).items())
+
+
+def test_checkpoint_before_the_first_update_starts_adam_afresh(
+    model_dir: Path, batch: Sequences, tmp_path: Path
+) -> None:
+    saved = make_engine(model_dir)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    restored, fresh = make_engine(model_dir), make_engine(model_dir)
+    state = restored.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    restored.load_state_dict(state)
+    for engine in (saved, restored, fresh):
+        engine.forward_backward(batch, square_loss)
+        engine.step(1.0)
+    expected = weights(fresh)
+    for engine in (saved, restored):
+        assert all(value.equal(expected[name]) for name, value in weights(engine).items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_is_loaded_by_transformers(
+    make_model_dir: Callable[..., Path], batch: Sequences, tmp_path: Path, tied: bool
+) -> None:
+    path = make_model_dir(tie_word_embeddings=tied)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
+    engine = make_engine(path)
+    engine.forward_backward(batch, square_loss)
+    engine.step(1.0)
+    engine.export_hf(tmp_path / "export")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    parameters = dict(loaded.named_parameters())
+    assert all(value.equal(parameters[name]) for name, value in weights(engine).items())
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= {
+        p.name for p in (tmp_path / "export").iterdir()
+    }

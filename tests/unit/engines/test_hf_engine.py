@@ -1,0 +1,137 @@
+"""Generation: log-probabilities, independence of the batch, ends of answers, weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncflow.errors import ConfigError, PlanError
+from workers.config import ModelConfig, RolloutConfig
+from workers.engines.base import GenerateRequest, Generation
+from workers.engines.hf import HfEngine
+
+CPU = torch.device("cpu")
+
+
+def weights_of(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def make_engine(path: Path, **rollout: object) -> HfEngine:
+    settings = {"max_response_tokens": 8, "batch_size": 64} | rollout
+    engine = HfEngine(path, ModelConfig(path=str(path)), rollout=RolloutConfig.model_validate(settings), device=CPU)
+    engine.load_weights(weights_of(path))
+    return engine
+
+
+def make_requests(num: int, *, first: int = 0) -> list[GenerateRequest]:
+    """Groups of two answers; prompts of one to four tokens."""
+    prompts = [torch.arange(2, 3 + group % 4) + group % 5 for group in range(num)]
+    return [GenerateRequest(first + i, prompts[i // 2], seed=100 + i) for i in range(num)]
+
+
+def by_index(answers: list[Generation]) -> list[Generation]:
+    return sorted(answers, key=lambda answer: answer.index)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_log_probs_equal_those_of_a_full_forward(make_model_dir: Callable[..., Path], family: str) -> None:
+    path = make_model_dir(family)
+    requests = make_requests(24)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    answers = by_index(list(make_engine(path, temperature=0.8).generate(requests)))
+    assert [answer.index for answer in answers] == list(range(24))
+    for request, answer in zip(requests, answers, strict=True):
+        tokens = torch.cat([request.prompt_P, answer.response_R])
+        with torch.no_grad():
+            logits = model(tokens.unsqueeze(0)).logits[0, request.prompt_P.numel() - 1 : -1] / 0.8
+        expected = logits.log_softmax(-1).gather(-1, answer.response_R[:, None]).squeeze(-1)
+        assert answer.log_probs_R.dtype == torch.float32
+        torch.testing.assert_close(answer.log_probs_R, expected, rtol=0, atol=2e-5)
+
+
+def test_answers_end_at_eos_or_are_flagged(model_dir: Path) -> None:
+    answers = list(make_engine(model_dir).generate(make_requests(40)))
+    assert {answer.truncated for answer in answers} == {True, False}
+    for answer in answers:
+        assert 1 not in answer.response_R[:-1]
+        assert (answer.response_R[-1] == 1) != answer.truncated
+        assert not answer.truncated or len(answer.response_R) == 8
+        assert not answer.response_R.is_inference() and not answer.log_probs_R.is_inference()
+
+
+def test_short_answers_come_first(model_dir: Path) -> None:
+    lengths = [len(answer.response_R) for answer in make_engine(model_dir).generate(make_requests(40))]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9}])
+def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str, float]) -> None:
+    requests = make_requests(24)
+    engine = make_engine(model_dir, **sampling)
+    together = by_index(list(engine.generate(requests)))
+    in_fives = by_index(list(make_engine(model_dir, batch_size=5, **sampling).generate(requests)))
+    alone = [next(engine.generate([request])) for request in requests]
+    for answers in (in_fives, alone):
+        for left, right in zip(together, answers, strict=True):
+            assert left.response_R.equal(right.response_R)
+            torch.testing.assert_close(left.log_probs_R, right.log_probs_R, rtol=0, atol=2e-5)
+
+
+def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]) -> None:
+    old, new = make_model_dir(seed=0), make_model_dir(seed=1)
+    engine = make_engine(old)
+    before = by_index(list(engine.generate(make_requests(8))))
+    engine.load_weights(weights_of(new))
+    after = by_index(list(engine.generate(make_requests(8))))
+    fresh = by_index(list(make_engine(new).generate(make_requests(8))))
+    assert any(not a.response_R.equal(b.response_R) for a, b in zip(before, after, strict=True))
+    for left, right in zip(after, fresh, strict=True):
+        assert left.response_R.equal(right.response_R) and left.log_probs_R.equal(right.log_probs_R)
+
+
+def test_weights_are_cast_to_the_configured_type(model_dir: Path) -> None:
+    config = ModelConfig(path=str(model_dir), dtype="bfloat16")
+    engine = HfEngine(model_dir, config, rollout=RolloutConfig(max_response_tokens=4), device=CPU)
+    engine.load_weights(weights_of(model_dir))
+    answers = list(engine.generate(make_requests(4)))
+    assert len(answers) == 4 and all(answer.log_probs_R.dtype == torch.float32 for answer in answers)
+
+
+def test_tied_weights_are_asked_for_once(make_model_dir: Callable[..., Path]) -> None:
+    engine = make_engine(make_model_dir("llama", tie_word_embeddings=True))
+    specs = engine.weight_specs()
+    assert "lm_head.weight" not in specs and specs["model.embed_tokens.weight"] == (13, 32)
+    assert list(engine.generate(make_requests(2)))
+
+
+def test_weights_that_do_not_fit_are_named(model_dir: Path) -> None:
+    engine = make_engine(model_dir)
+    before = next(engine.generate(make_requests(1)))
+    weights = weights_of(model_dir)
+    missing = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+    with pytest.raises(PlanError, match=r"missing model\.norm\.weight, unknown none"):
+        engine.load_weights(missing)
+    with pytest.raises(PlanError, match=r"unknown extra"):
+        engine.load_weights(weights | {"extra": torch.zeros(1)})
+    with pytest.raises(PlanError, match=r"model\.norm\.weight.*\(3,\).*\(32,\)"):
+        engine.load_weights(
+            {name: torch.zeros_like(t) for name, t in weights.items()} | {"model.norm.weight": torch.zeros(3)}
+        )
+    assert next(engine.generate(make_requests(1))).log_probs_R.equal(before.log_probs_R)
+
+
+def test_all_end_tokens_of_generation_config_count(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
+    answers = list(make_engine(model_dir).generate(make_requests(40)))
+    assert {int(answer.response_R[-1]) for answer in answers if not answer.truncated} == {1, 4}
+
+
+def test_model_without_end_token_is_refused(make_model_dir: Callable[..., Path]) -> None:
+    path = make_model_dir("llama", eos_token_id=None)
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        make_engine(path)

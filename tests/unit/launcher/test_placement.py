@@ -1,0 +1,71 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
+from launcher.config import load_config
+from launcher.devices import Devices
+from launcher.placement import place_gangs
+from workers.config import RunConfig
+
+Configure = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def configure(write_config: Callable[..., Path]) -> Configure:
+    def build(roles: str, **sections: Any) -> RunConfig:
+        return load_config(write_config(**sections), roles=roles)
+
+    return build
+
+
+def test_services_come_first_and_every_rollout_is_its_own_gang(configure: Configure) -> None:
+    gangs = place_gangs(configure("rollout:2,actor:4,ref:1"), Devices("cpu"))
+    assert [(gang.name, gang.num_ranks) for gang in gangs] == [
+        ("controller", 1),
+        ("storage-0", 1),
+        ("storage-1", 1),
+        ("actor", 4),
+        ("rollout-0", 1),
+        ("rollout-1", 1),
+        ("ref-0", 1),
+    ]
+    assert {device for gang in gangs for device in gang.devices} == {"cpu"}
+
+
+def test_accelerators_go_to_actor_then_rollout_then_ref(configure: Configure) -> None:
+    gangs = place_gangs(configure("rollout:2,actor:2,ref:1"), Devices("cuda", 8))
+    by_name = {gang.name: gang.devices for gang in gangs}
+    assert by_name["actor"] == ("cuda:0", "cuda:1")
+    assert by_name["rollout-0"] == ("cuda:2",)
+    assert by_name["rollout-1"] == ("cuda:3",)
+    assert by_name["ref-0"] == ("cuda:4",)
+    assert by_name["controller"] == ("cpu",)
+
+
+def test_reward_and_advantages_take_no_device(configure: Configure) -> None:
+    gangs = place_gangs(configure("rollout:1,actor:1,reward:2,advantages:1"), Devices("npu", 2))
+    assert gangs[-3:] == (
+        GangSpec("reward-0", "reward", 0, 1, ("cpu",)),
+        GangSpec("reward-1", "reward", 1, 1, ("cpu",)),
+        GangSpec("advantages-0", "advantages", 0, 1, ("cpu",)),
+    )
+
+
+def test_number_of_storage_units_is_configured(configure: Configure) -> None:
+    gangs = place_gangs(configure("rollout:1,actor:1", tq={"num_storage_units": 3}), Devices("cpu"))
+    assert [gang.index for gang in gangs if gang.role == "storage"] == [0, 1, 2]
+
+
+def test_more_ranks_than_devices_are_refused(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="rollout:2,actor:4 needs 6 npu devices, but 4 are there"):
+        place_gangs(configure("rollout:2,actor:4"), Devices("npu", 4))
+
+
+def test_unknown_external_gang_is_refused(configure: Configure) -> None:
+    config = configure("rollout:1,actor:1", launcher={"external_gangs": ["rollout-1"]})
+    with pytest.raises(ConfigError, match=r"launcher.external_gangs: 'rollout-1'.*rollout-0"):
+        place_gangs(config, Devices("cpu"))

@@ -1,0 +1,156 @@
+"""What the user reads while a run goes on."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncflow.job import GangSpec
+from launcher.progress import MetricsTail, Progress, Status, final_lines, headline, role_rows, step_line
+
+NOW = 1000.0
+ROLLOUTS = tuple(GangSpec(f"rollout-{index}", "rollout", index, 1, ("cpu",)) for index in range(3))
+ACTOR = GangSpec("actor", "actor", 0, 2, ("cpu", "cpu"))
+STEP = {
+    "step": 7,
+    "lineage": 0,
+    "reward_mean": 0.71234,
+    "accuracy": 0.5,
+    "staleness_mean": 0.875,
+    "staleness_max": 1,
+    "train_tokens_per_s": 12345.6,
+    "step_time_s": 0.4211,
+}
+
+
+def status(state: str, detail: str = "", *, version: int = 12, at: float = NOW) -> Status:
+    return Status(state, detail, step=13, version=version, time=at, pid=1)
+
+
+def test_role_line_counts_states_most_frequent_first() -> None:
+    statuses = {
+        ("rollout-0", 0): status("waiting for weights"),
+        ("rollout-1", 0): status("generating", version=11),
+        ("rollout-2", 0): status("generating"),
+    }
+    assert role_rows(ROLLOUTS, statuses, NOW) == [("rollout", "3", "2 generating, 1 waiting for weights", "v11-12")]
+
+
+def test_role_line_shows_a_detail_that_all_ranks_share() -> None:
+    statuses = {("actor", rank): status("training", "micro-batch 3/8") for rank in (0, 1)}
+    assert role_rows([ACTOR], statuses, NOW) == [("actor", "2", "training micro-batch 3/8", "v12")]
+
+
+def test_ranks_without_a_status_are_starting() -> None:
+    assert role_rows([ACTOR], {}, NOW) == [("actor", "2", "starting", "")]
+    assert role_rows([ACTOR], {("actor", 0): status("training")}, NOW)[0][2] == "1 training, 1 starting"
+
+
+def test_silent_ranks_are_noticed() -> None:
+    statuses = {("actor", 0): status("training", at=NOW - 42.4), ("actor", 1): status("training")}
+    assert role_rows([ACTOR], statuses, NOW)[0][2] == "training (no news for 42 s)"
+
+
+def test_roles_come_in_the_order_of_the_dataflow_and_services_last() -> None:
+    gangs = [GangSpec(role, role, 0, 1, ("cpu",)) for role in ("storage", "odd", "ref", "actor", "rollout")]
+    assert [row[0] for row in role_rows(gangs, {}, NOW)] == ["rollout", "actor", "ref", "storage", "odd"]
+
+
+def test_services_show_no_version() -> None:
+    gang = GangSpec("storage-0", "storage", 0, 1, ("cpu",))
+    assert role_rows([gang], {("storage-0", 0): status("serving")}, NOW) == [("storage", "1", "serving", "")]
+
+
+def test_headline() -> None:
+    expected = "step 7/60 · reward 0.712 · accuracy 0.500 · staleness 0.88 (max 1) · 12,346 tokens/s · 1:01:05"
+    assert headline(STEP, 60, 3665.9) == expected
+    assert headline(None, 60, 5.0) == "step 0/60 · 0:05"
+
+
+def test_step_line() -> None:
+    expected = "step 7/60  reward 0.712  accuracy 0.500  staleness 0.88 (max 1)  12,346 tokens/s  0.42 s"
+    assert step_line(STEP, 60) == expected
+
+
+def test_missing_figures_are_left_out() -> None:
+    assert step_line({"step": 1, "accuracy": None}, 2) == "step 1/2  "
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "last"),
+    [
+        (0, "done", "done (step 7/60, 1:05)"),
+        (75, "stopped", "stopped (step 7/60, 1:05)"),
+        (75, "actor: killed", "stopped (step 7/60, 1:05): actor: killed"),
+        (
+            1,
+            "rollout rank 3 failed: ended by SIGKILL",
+            "failed (step 7/60, 1:05): rollout rank 3 failed: ended by SIGKILL",
+        ),
+    ],
+)
+def test_last_line_says_how_it_ended(code: int, message: str, last: str) -> None:
+    run_dir = Path("runs/x")
+    lines = final_lines(code, message, step=7, last_step=60, elapsed_s=65.0, run_dir=run_dir, resumable=True)
+    assert lines[0] == "run directory: runs/x"
+    assert lines[-1] == last
+    assert ("resume with: asyncflow-launch --resume runs/x" in lines) == (code != 0)
+
+
+def test_no_resume_line_without_a_checkpoint() -> None:
+    lines = final_lines(75, "stopped", step=0, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=False)
+    assert lines == ["run directory: x", "stopped (step 0/60, 0:01)"]
+
+
+def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path, lineage=0)
+    assert tail.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert tail.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert tail.read() == [{"step": 2}]
+    assert tail.read() == []
+
+
+def test_tail_skips_steps_of_earlier_lineages_and_survives_the_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    tail = MetricsTail(path, lineage=1)
+    assert tail.read() == []
+    beside = tmp_path / "cut"
+    new = {"step": 3, "lineage": 1}
+    beside.write_text("".join(json.dumps(line) + "\n" for line in [*old[:2], new]))
+    beside.replace(path)
+    assert tail.read() == [new]
+
+
+def test_status_takes_what_it_knows() -> None:
+    assert Status.from_json({"state": "training", "step": 3, "color": "red"}) == Status("training", step=3)
+    assert not Status("starting").at_work
+    assert Status("training").at_work
+
+
+def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(force_terminal=False)
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
+        progress.update({("actor", 0): status("training")})
+        progress.step(STEP)
+    assert capsys.readouterr().out == step_line(STEP, 60) + "\n"
+    assert progress.last_finished_step == 7
+
+
+def test_terminal_shows_headline_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(force_terminal=True, width=100, color_system=None)
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
+        progress.step(STEP)
+        progress.note("stopping: ...")
+        progress.update({("actor", rank): status("training", at=time.time()) for rank in (0, 1)})
+    shown = capsys.readouterr().out
+    assert "step 7/60 · reward 0.712" in shown
+    assert "actor  2  training  v12" in shown
+    assert "stopping: ..." in shown

@@ -1,0 +1,143 @@
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import Job
+from launcher.resume import cut_lines, find_checkpoint, rewind_run, running_launcher
+
+
+def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0, fingerprint: str = "f") -> Path:
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    (path / "dcp").mkdir(parents=True)
+    (path / "meta.json").write_text(json.dumps({"step": step, "lineage": lineage, "model_fingerprint": fingerprint}))
+    return path
+
+
+def make_run(path: Path, *steps: int) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("steps: 1\n")
+    for step in steps:
+        make_checkpoint(path, step)
+    return path
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, *steps: int, torn: str = "") -> None:
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + torn)
+
+
+def test_latest_is_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20)
+    (make_checkpoint(run, 30) / "meta.json").unlink()
+    (make_checkpoint(run, 40) / "dcp").rmdir()
+    (make_checkpoint(run, 50) / "meta.json").write_text('{"step": 50, "line')
+    (make_checkpoint(run, 60) / "meta.json").write_text('{"step": 60}')
+    assert find_checkpoint("latest", run).step == 20
+
+
+def test_latest_without_run_dir_means_the_run_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    older, newer = make_run(tmp_path / "runs/b", 30), make_run(tmp_path / "runs/a", 10)
+    os.utime(older / "config.yaml", (1000, 1000))
+    checkpoint = find_checkpoint("latest", None)
+    assert (checkpoint.run_dir, checkpoint.step) == (newer, 10)
+
+
+def test_run_or_checkpoint_may_be_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20)
+    assert find_checkpoint(str(run), None).step == 20
+    assert find_checkpoint(str(run / "checkpoints/step_000010"), None).step == 10
+    assert find_checkpoint(str(run / "checkpoints/step_000010"), run).run_dir == run
+
+
+@pytest.mark.parametrize("target", ["latest", "missing", "empty", "empty/checkpoints/step_000005"])
+def test_nothing_to_resume_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "empty")
+    (tmp_path / "empty/checkpoints/step_000005").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^--resume: .*; (name|give)"):
+        find_checkpoint(target, None)
+
+
+def test_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for target, run_dir in (("latest", run), (str(run), None), ("latest", tmp_path / "missing")):
+        with pytest.raises(ConfigError, match=r"^--resume: .* holds no complete checkpoint"):
+            find_checkpoint(target, run_dir)
+
+
+def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run", 10), make_run(tmp_path / "other", 10)
+    with pytest.raises(ConfigError, match=r"--run-dir: .*leave --run-dir out"):
+        find_checkpoint(str(run), other)
+
+
+def test_rewind_cuts_ledger_and_metrics_and_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20, 30)
+    write_steps(run / "metrics.jsonl", *range(1, 34))
+    write_steps(run / "ledger.jsonl", *(step for step in range(1, 34) for _ in range(2)), torn='{"step": 3')
+    rewind_run(find_checkpoint(str(run / "checkpoints/step_000020"), None))
+    assert steps_in(run / "metrics.jsonl") == list(range(1, 21))
+    assert steps_in(run / "ledger.jsonl") == [step for step in range(1, 21) for _ in range(2)]
+    assert (run / "checkpoints/abandoned/step_000030-before-lineage1/meta.json").is_file()
+    assert find_checkpoint("latest", run).step == 20
+    assert not list(run.glob("*.tmp"))
+
+
+def test_rewinding_twice_keeps_both_abandoned_checkpoints(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 30)
+    oldest = str(run / "checkpoints/step_000010")
+    rewind_run(find_checkpoint(oldest, None))
+    make_checkpoint(run, 30)
+    rewind_run(find_checkpoint(oldest, None))
+    abandoned = list((run / "checkpoints/abandoned").iterdir())
+    assert len(abandoned) == 2
+    with pytest.raises(ConfigError, match="is not in the checkpoints/ of a run"):
+        find_checkpoint(str(abandoned[0]), None)
+
+
+def test_torn_last_line_is_dropped_and_a_whole_one_without_newline_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2, torn='{"step"')
+    cut_lines(path, 2)
+    assert steps_in(path) == [1, 2]
+    path.write_text('{"step": 1}\n{"step": 2}')
+    cut_lines(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_broken_line_in_the_middle_is_refused_and_the_file_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    text = '{"step": 1}\nnonsense\n{"step": 2}\n'
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"ledger.jsonl:2: not a JSON object"):
+        cut_lines(path, 1)
+    assert path.read_text() == text
+
+
+def make_job(run_dir: Path, pid: int, started_at: float) -> None:
+    run_dir.mkdir(exist_ok=True)
+    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at).save(run_dir)
+
+
+def test_live_launcher_is_seen(tmp_path: Path) -> None:
+    make_job(tmp_path, os.getpid(), time.time())
+    assert running_launcher(tmp_path) == os.getpid()
+
+
+def test_launcher_that_is_gone_or_whose_process_id_was_reused_is_not_running(tmp_path: Path) -> None:
+    assert running_launcher(tmp_path) is None
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    make_job(tmp_path, ended.pid, time.time())
+    assert running_launcher(tmp_path) is None
+    make_job(tmp_path, os.getpid(), time.time() - 10 * 24 * 3600)
+    assert running_launcher(tmp_path) is None

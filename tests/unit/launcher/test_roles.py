@@ -1,0 +1,41 @@
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.roles import check_roles, parse_roles
+
+
+def test_roles_are_parsed_into_canonical_order() -> None:
+    assert list(parse_roles("ref:2, actor:4,rollout:8").items()) == [("rollout", 8), ("actor", 4), ("ref", 2)]
+
+
+def test_reference_is_an_alias_of_ref() -> None:
+    assert parse_roles("rollout:1,actor:1,reference:2") == {"rollout": 1, "actor": 1, "ref": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rolout:8,actor:4", "'rolout' is not a role; did you mean 'rollout'?"),
+        ("rollout:8,actor:4,xyz:1", "'xyz' is not a role; known roles: rollout actor"),
+        ("rollout:0,actor:4", "rollout:0 must have at least 1 rank"),
+        ("rollout:2,actor:-4", "actor:-4 must have at least 1 rank"),
+        ("rollout:2.5,actor:4", "rollout:2.5 is not a whole number"),
+        ("rollout:two,actor:4", "rollout:two is not a whole number"),
+        ("rollout:,actor:4", "rollout: is not a whole number"),
+        ("rollout,actor:4", "'rollout' is not role:ranks"),
+        ("", "'' is not role:ranks"),
+        ("rollout:1,actor:1,rollout:2", "'rollout' is given twice"),
+        ("rollout:1,actor:1,ref:1,reference:1", "'ref' is given twice"),
+        ("actor:4", "'rollout' is missing"),
+        ("rollout:8", "'actor' is missing"),
+    ],
+)
+def test_bad_roles_are_refused_with_name_and_value(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=r"^(--)?roles: ") as caught:
+        parse_roles(text)
+    assert expected in str(caught.value)
+
+
+def test_alias_beside_its_role_is_refused_in_a_file_too() -> None:
+    with pytest.raises(ConfigError, match="'ref' is given twice"):
+        check_roles({"rollout": 1, "actor": 1, "ref": 1, "reference": 1})

@@ -1,0 +1,52 @@
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config import load_config
+from launcher.rundir import check_new_run_dir, create_run_dir, default_run_dir
+
+NOW = datetime(2026, 9, 1, 12, 30, 5)
+
+
+def test_default_is_named_after_run_and_time_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = default_run_dir("tiny", NOW)
+    assert first == tmp_path / "runs" / "tiny-20260901-123005"
+    first.mkdir(parents=True)
+    assert default_run_dir("tiny", NOW) == tmp_path / "runs" / "tiny-20260901-123005-2"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a\nb"])
+def test_name_that_is_no_directory_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name: .* cannot name a run directory"):
+        default_run_dir(name, NOW)
+
+
+def test_missing_and_unrelated_directories_may_become_runs(tmp_path: Path) -> None:
+    (tmp_path / "slurm-17.out").touch()
+    check_new_run_dir(tmp_path)
+    check_new_run_dir(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs"])
+def test_directory_with_any_part_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"already holds a run \({name}\); continue it with --resume"):
+        check_new_run_dir(tmp_path)
+
+
+def test_layout_is_made_with_the_resolved_configuration(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    config = load_config(write_config())
+    create_run_dir(tmp_path / "runs" / "a", config)
+    made = sorted(path.name for path in (tmp_path / "runs" / "a").iterdir())
+    assert made == ["checkpoints", "config.yaml", "logs", "samples", "timeline"]
+    assert load_config(tmp_path / "runs" / "a" / "config.yaml") == config
+
+
+def test_directory_that_the_system_refuses_is_an_input_error(write_config: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="run directory: /proc/asyncflow cannot be written"):
+        create_run_dir(Path("/proc/asyncflow"), load_config(write_config()))

@@ -1,0 +1,213 @@
+"""The supervisor's answers to everything that can happen to a run."""
+
+import pytest
+
+from asyncflow.job import GangSpec
+from launcher.supervisor import (
+    AllReady,
+    Arm,
+    DeadlinePassed,
+    Finish,
+    GangExited,
+    GangStarted,
+    Instruction,
+    KillGang,
+    LastStepDone,
+    Phase,
+    SetPhase,
+    StopRequested,
+    Supervisor,
+    Timer,
+)
+
+STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
+EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 10.0)]
+NAMES = ("controller", "storage-0", "rollout-0", "rollout-1", "actor")
+
+
+def new_run() -> Supervisor:
+    def gang(name: str, num_ranks: int = 1) -> GangSpec:
+        role, _, index = name.partition("-")
+        return GangSpec(name, role, int(index or 0), num_ranks, ("cpu",) * num_ranks)
+
+    gangs = [gang(name, 4 if name == "actor" else 1) for name in NAMES]
+    return Supervisor(gangs, start_timeout_s=300.0, stop_timeout_s=30.0)
+
+
+def started_run() -> Supervisor:
+    supervisor = new_run()
+    for name in NAMES:
+        assert supervisor.handle(GangStarted(name)) == []
+    assert supervisor.handle(AllReady()) == []
+    return supervisor
+
+
+def leave(supervisor: Supervisor, *names: str) -> list[Instruction]:
+    return [instruction for name in names for instruction in supervisor.handle(GangExited(name, 0))]
+
+
+def test_run_begins_in_phase_run_with_a_deadline_for_the_start() -> None:
+    assert new_run().start() == [SetPhase(Phase.RUN), Arm(Timer.START, 300.0)]
+
+
+def test_services_leave_after_the_work_and_the_run_is_done() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(LastStepDone()) == []
+    assert leave(supervisor, "rollout-0", "rollout-1") == []
+    assert leave(supervisor, "actor") == [*STOP, *EXIT]
+    assert leave(supervisor, "controller") == []
+    assert leave(supervisor, "storage-0") == [Finish(0, "done")]
+
+
+def test_rollouts_are_told_to_leave_when_the_actor_has_left() -> None:
+    supervisor = started_run()
+    assert leave(supervisor, "actor") == STOP
+    assert leave(supervisor, "rollout-0", "rollout-1") == EXIT
+
+
+def test_requested_stop_is_resumable() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(StopRequested(1)) == STOP
+    assert leave(supervisor, "rollout-0", "rollout-1", "actor") == EXIT
+    assert leave(supervisor, "controller", "storage-0") == [Finish(75, "stopped")]
+
+
+def test_stop_after_the_last_step_is_done() -> None:
+    supervisor = started_run()
+    supervisor.handle(LastStepDone())
+    assert supervisor.handle(StopRequested(1)) == STOP
+    assert leave(supervisor, *reversed(NAMES))[-1] == Finish(0, "done")
+
+
+def test_stop_before_the_start_ends_at_once() -> None:
+    assert new_run().handle(StopRequested(1)) == [Finish(75, "stopped")]
+
+
+def test_second_stop_kills_at_once() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    leave(supervisor, "rollout-0")
+    assert supervisor.handle(StopRequested(2)) == [
+        KillGang("controller"),
+        KillGang("storage-0"),
+        KillGang("rollout-1"),
+        KillGang("actor"),
+        Finish(75, "stopped"),
+    ]
+
+
+def test_stop_that_takes_too_long_kills_and_stays_resumable() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    leave(supervisor, "rollout-0", "rollout-1")
+    assert supervisor.handle(DeadlinePassed(Timer.STOP)) == [
+        KillGang("controller"),
+        KillGang("storage-0"),
+        KillGang("actor"),
+        Finish(
+            75,
+            "controller, storage-0, actor: still running 30 s after the stop (launcher.stop_timeout_s); killed",
+        ),
+    ]
+
+
+def test_failed_rollout_lets_the_actor_save() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(GangExited("rollout-1", 1, "ValueError: no", 0, 10.0)) == STOP
+    assert leave(supervisor, "rollout-0", "actor") == EXIT
+    assert leave(supervisor, "controller", "storage-0") == [Finish(1, "rollout rank 1 failed: ValueError: no")]
+
+
+def test_failed_actor_ends_the_run_at_once() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(GangExited("actor", -9, "ended by SIGKILL", 2, 10.0)) == EXIT
+    last = leave(supervisor, "rollout-0", "rollout-1", "controller", "storage-0")
+    assert last == [Finish(1, "actor rank 2 failed: ended by SIGKILL")]
+
+
+def test_failed_service_ends_the_run_at_once() -> None:
+    assert started_run().handle(GangExited("storage-0", 1, "OSError: full", 0, 10.0)) == EXIT
+
+
+def test_actor_that_fails_while_it_saves_ends_the_run_at_once() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(GangExited("rollout-0", 1, "ValueError: no", 0, 10.0)) == STOP
+    assert supervisor.handle(GangExited("actor", 1, "OSError: disk full", 0, 11.0)) == EXIT
+
+
+def test_service_that_leaves_too_early_is_a_failure() -> None:
+    supervisor = started_run()
+    assert supervisor.handle(GangExited("controller", 0, at=10.0)) == EXIT
+    last = leave(supervisor, "rollout-0", "rollout-1", "actor", "storage-0")
+    assert last == [Finish(1, "controller rank 0 failed: it left while the run was going on")]
+
+
+def test_cause_is_named_before_its_consequences() -> None:
+    supervisor = started_run()
+    supervisor.handle(GangExited("rollout-0", 1, "TransportError: storage-0 closed", 0, 10.0))
+    supervisor.handle(GangExited("actor", 1, "TransportError: storage-0 closed", 0, 9.9))
+    supervisor.handle(GangExited("storage-0", -9, "ended by SIGKILL", 0, 10.2))
+    last = leave(supervisor, "rollout-1", "controller")
+    assert last == [Finish(1, "storage rank 0 failed: ended by SIGKILL (then 2 more gangs)")]
+
+
+def test_first_of_several_exceptions_is_named() -> None:
+    supervisor = started_run()
+    supervisor.handle(GangExited("rollout-0", 1, "later", 0, 11.0))
+    supervisor.handle(GangExited("rollout-1", 1, "first", 0, 10.0))
+    assert leave(supervisor, "actor", "controller", "storage-0")[-1] == Finish(
+        1, "rollout rank 1 failed: first (then 1 more gang)"
+    )
+
+
+def test_failure_outranks_a_requested_stop() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    supervisor.handle(GangExited("rollout-0", 1, "ValueError: no", 0, 10.0))
+    assert supervisor.handle(StopRequested(2))[-1] == Finish(1, "rollout rank 0 failed: ValueError: no")
+
+
+def test_workers_that_never_start_are_killed_and_named() -> None:
+    supervisor = new_run()
+    for name in NAMES:
+        supervisor.handle(GangStarted(name))
+    *kills, finish = supervisor.handle(DeadlinePassed(Timer.START, "rollout-1 rank 0"))
+    assert kills == [KillGang(name) for name in NAMES]
+    assert finish == Finish(
+        1, "rollout-1 rank 0: not at work 300 s after the start (launcher.start_timeout_s); see logs/"
+    )
+
+
+@pytest.mark.parametrize("timer", [Timer.START, Timer.STOP])
+def test_deadlines_of_a_phase_that_is_over_mean_nothing(timer: Timer) -> None:
+    supervisor = started_run()
+    supervisor.handle(GangExited("actor", 1, "RuntimeError: no", 0, 10.0))
+    assert supervisor.handle(DeadlinePassed(timer)) == []
+
+
+def test_start_deadline_means_nothing_once_all_are_at_work() -> None:
+    assert started_run().handle(DeadlinePassed(Timer.START)) == []
+
+
+def test_service_that_does_not_leave_is_killed_and_the_run_is_done() -> None:
+    supervisor = started_run()
+    supervisor.handle(LastStepDone())
+    leave(supervisor, "rollout-0", "rollout-1", "actor", "controller")
+    assert supervisor.handle(DeadlinePassed(Timer.EXIT)) == [KillGang("storage-0"), Finish(0, "done")]
+
+
+def test_rollout_that_outlives_an_actor_without_a_last_step_fails_the_run() -> None:
+    supervisor = started_run()
+    leave(supervisor, "actor", "rollout-0")
+    finish = supervisor.handle(DeadlinePassed(Timer.STOP))[-1]
+    assert isinstance(finish, Finish)
+    assert finish.code == 1
+    assert "rollout-1" in finish.message
+
+
+def test_nothing_follows_the_end() -> None:
+    supervisor = started_run()
+    supervisor.handle(StopRequested(1))
+    supervisor.handle(StopRequested(2))
+    assert supervisor.handle(GangExited("actor", -9, "ended by SIGKILL")) == []
+    assert supervisor.handle(StopRequested(3)) == []

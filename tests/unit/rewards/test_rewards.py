@@ -1,0 +1,69 @@
+"""Built-in rewards."""
+
+import pytest
+
+from workers.rewards.base import Score
+from workers.rewards.digits import digits_reward
+from workers.rewards.exact import exact_reward
+from workers.rewards.math import math_reward
+
+
+def test_exact_ignores_space_around() -> None:
+    assert exact_reward("3+5=", " 8\n", "8") == Score(1.0, True)
+    assert exact_reward("3+5=", "08", "8") == Score(0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("12", 1.0), ("13", 0.25), ("1", 0.25), ("21", 0.0), ("", 0.0), ("123", 1 / 3)]
+)
+def test_digits_gives_partial_credit_by_place(response: str, reward: float) -> None:
+    assert digits_reward("5+7=", response, "12") == Score(pytest.approx(reward), response == "12")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is 42.", "42"),
+        ("6*7 = 42", "We get 6*7=<<6*7=42>>42\n#### 42"),
+        ("#### 1,234,567", "#### 1234567"),
+        ("It costs $1,000.50", "1000.5"),
+        (r"So 3, thus \boxed{-5} (not 7)", "-5"),
+        ("x = −5", "-5"),
+        ("12-5=7", "7"),
+        ("12-5", "5"),
+        ("5.00", "5"),
+        (".5", "1/2"),
+        (r"\boxed{\frac{3}{4}}", "0.75"),
+        (r"\boxed{x = -\dfrac{1}{2}}", r"-\frac{1}{2}"),
+        ("No.5", "5"),
+        ("1,2,3", "3"),
+        (r"\boxed{50\%}", "50"),
+        ("7 apples", "7 apples"),
+        (r"so \boxed{2 \sqrt{3}}", r"2\sqrt{3}"),
+        (r"\boxed{\text{Monday}}", "Monday"),
+        (r"first \boxed{1}, then \boxed{2", "2"),
+        ("9" * 5000 + " or 3", "3"),
+    ],
+)
+def test_math_accepts_equal_answers(response: str, answer: str) -> None:
+    assert math_reward("", response, answer) == Score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is 41.", "42"),
+        ("", "42"),
+        ("none", "42"),
+        ("42 or 43", "42"),
+        ("5", "-5"),
+        ("1/0", "1"),
+        ("9" * 5000, "9"),
+        (r"\boxed{2\sqrt{3}}", "3"),
+        ("3", r"2\sqrt{3}"),
+        (r"\boxed{Tuesday}", "Monday"),
+        (r"42 \boxed{43}", "#### 42"),
+    ],
+)
+def test_math_refuses_other_answers(response: str, answer: str) -> None:
+    assert math_reward("", response, answer) == Score(0.0, False)

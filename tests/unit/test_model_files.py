@@ -1,0 +1,109 @@
+"""Model directories: complete, broken, alike."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import configs
+from asyncflow.errors import ConfigError
+from workers.model_files import INDEX_FILE, check_model_dir, model_fingerprint, read_safetensors_header
+
+QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(QUICKSTART, tmp_path / "model"))
+
+
+def edit_config(model_dir: Path, **changes: object) -> None:
+    file = model_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def shard(model_dir: Path) -> None:
+    """Split the weights over two files with an index."""
+    weights = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: weights[name] for name in names if weight_map[name] == file}, model_dir / file)
+    (model_dir / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def test_complete_directories_pass(model_dir: Path) -> None:
+    check_model_dir(model_dir)
+    shard(model_dir)
+    check_model_dir(model_dir)
+
+
+def test_header_lists_the_tensors() -> None:
+    header = read_safetensors_header(QUICKSTART / "model.safetensors")
+    assert header["lm_head.weight"]["shape"] == [16, 64]
+    assert "__metadata__" not in header
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: shutil.rmtree(path), "does not exist; name a Hugging Face model directory"),
+        (lambda path: (path / "config.json").unlink(), "cannot read .*config.json, the model's configuration: No such"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json is malformed JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), "config.json does not hold a JSON object"),
+        (lambda path: edit_config(path, architectures=None), "names no architectures"),
+        (lambda path: (path / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda path: (path / "tokenizer.json").write_text("version"), "tokenizer.json is malformed JSON"),
+        (lambda path: (path / "model.safetensors").unlink(), r"holds no \*.safetensors weights; copy them"),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            "convert pytorch_model.bin to safetensors",
+        ),
+        (lambda path: truncate(path / "model.safetensors"), "it has 381854 bytes instead of 381864"),
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "0 bytes cannot hold its header"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"no"), "its header is not one"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"[]"), "its header is not one"),
+        (
+            lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            "is a Git LFS pointer, not the weights; run `git lfs pull`",
+        ),
+    ],
+)
+def test_damage_is_named(model_dir: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(model_dir)
+    with pytest.raises(ConfigError, match=f"^model.path: .*{message}") as caught:
+        check_model_dir(model_dir)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "part-1.safetensors").unlink(), "lacks 1 of 2 weight files, the first is part-1"),
+        (lambda path: truncate(path / "part-1.safetensors"), "part-1.safetensors is not a complete safetensors file"),
+        (lambda path: (path / INDEX_FILE).write_text("{}"), "has no weight_map"),
+        (lambda path: save_file({"x": torch.ones(1)}, path / "part-1.safetensors"), "it lacks .*, which model"),
+    ],
+)
+def test_damage_of_shards_is_named(model_dir: Path, damage: Callable[[Path], object], message: str) -> None:
+    shard(model_dir)
+    damage(model_dir)
+    with pytest.raises(ConfigError, match=message):
+        check_model_dir(model_dir)
+
+
+def test_fingerprint_follows_the_architecture_only(model_dir: Path) -> None:
+    original = model_fingerprint(QUICKSTART)
+    edit_config(model_dir, dtype="bfloat16", transformers_version="9", bos_token_id=1)
+    assert model_fingerprint(model_dir) == original
+    edit_config(model_dir, num_hidden_layers=3)
+    assert model_fingerprint(model_dir) != original

@@ -1,0 +1,101 @@
+"""Prompts as tokens, and their order."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import configs
+from asyncflow.errors import ConfigError
+from workers.config import DataConfig
+from workers.data import PromptRow
+from workers.prompt_dataset import PromptDataset, epoch_order
+from workers.tokenizer import load_tokenizer
+
+MODEL_DIR = Path(configs.__path__[0]) / "quickstart" / "model"
+ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def dataset(rows: list[PromptRow] = ROWS, *, seed: int = 0, **settings: object) -> PromptDataset:
+    config = DataConfig.model_validate({"path": "rows.jsonl", **settings})
+    return PromptDataset(rows, config, model_dir=MODEL_DIR, seed=seed)
+
+
+@given(seed=SEEDS, epoch=st.integers(0, 10**6), num_prompts=st.integers(1, 200))
+def test_every_epoch_visits_every_prompt_once(seed: int, epoch: int, num_prompts: int) -> None:
+    order = epoch_order(seed, epoch, num_prompts)
+    assert sorted(order.tolist()) == list(range(num_prompts))
+    epoch_order.cache_clear()
+    assert (epoch_order(seed, epoch, num_prompts) == order).all()
+
+
+def test_order_differs_between_seeds_and_epochs_and_is_the_same_for_ever() -> None:
+    orders = {tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    assert epoch_order(1, 2, 8).tolist() == [4, 2, 0, 6, 1, 5, 7, 3]
+
+
+def test_groups_run_on_into_the_next_epoch() -> None:
+    prompts = [dataset(seed=3).prompt(group) for group in range(12)]
+    assert [prompt.epoch for prompt in prompts] == [0] * 5 + [1] * 5 + [2] * 2
+    for epoch in (0, 1):
+        assert Counter(prompt.position for prompt in prompts if prompt.epoch == epoch) == Counter(range(5))
+    again = dataset(seed=3).prompt(7)
+    assert (again.position, again.text) == (prompts[7].position, prompts[7].text)
+
+
+def test_without_shuffle_the_order_is_the_file_s() -> None:
+    prompts = [dataset(shuffle=False).prompt(group) for group in range(7)]
+    assert [prompt.position for prompt in prompts] == [0, 1, 2, 3, 4, 0, 1]
+    assert [prompt.answer for prompt in prompts] == ["0", "2", "4", "6", "8", "0", "2"]
+
+
+def test_prompt_is_tokenized_with_its_template() -> None:
+    prompt = dataset(shuffle=False, prompt_template="1+{prompt}").prompt(2)
+    assert prompt.text == "1+2+2="
+    assert prompt.tokens.dtype == torch.int64
+    assert load_tokenizer(MODEL_DIR).decode(prompt.tokens.tolist()) == "1+2+2="
+
+
+def test_overlong_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    data = dataset([*ROWS, PromptRow("1+1+1=", "3", 6)], max_prompt_tokens=4, shuffle=False)
+    assert (len(data), data.num_skipped) == (5, 1)
+    assert "1 of 6 prompts" in caplog.text
+    assert data.prompt(5).epoch == 1
+
+
+def test_overlong_prompts_are_rejected_by_line() -> None:
+    rows = [*ROWS, PromptRow("1+1+1=", "3", 6)]
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:6: the prompt has 6 tokens, more than data.max_prompt_tokens = 4"
+    ):
+        dataset(rows, max_prompt_tokens=4, overlong="reject")
+
+
+def test_a_data_set_of_overlong_prompts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.max_prompt_tokens: all 5 prompts of rows.jsonl are longer than 3"):
+        dataset(max_prompt_tokens=3)
+
+
+def test_missing_chat_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.chat_template: the tokenizer of .* has none"):
+        dataset(chat_template=True)
+
+
+def test_chat_template_frames_the_prompt(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(MODEL_DIR)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    config = DataConfig(path="r", chat_template=True, system_prompt="7", prompt_template="{prompt}0", shuffle=False)
+    prompt = PromptDataset(ROWS, config, model_dir=tmp_path, seed=0).prompt(1)
+    assert prompt.text == "s7u1+1=0="
+    assert prompt.tokens.numel() == len(prompt.text)
+
+
+def test_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path: cannot load the tokenizer of"):
+        load_tokenizer(tmp_path)

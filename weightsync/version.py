@@ -1,0 +1,15 @@
+"""Which weights: (lineage, step). Newer lineage beats newer step."""
+
+from typing import NamedTuple
+
+
+class Version(NamedTuple):
+    """Ordered: the newest weights compare greatest.
+
+    Attributes:
+        lineage: number of actor restores before these weights.
+        step: whose update made them; 0 is the initial model.
+    """
+
+    lineage: int
+    step: int

@@ -1,0 +1,234 @@
+"""The actor loop: for every step, train micro-batches as they arrive, update once, publish weights, record, save.
+
+next step -> rounds of (batch -> advantages -> micro-batches -> forward_backward) -> step
+          -> publish weights -> ack rows -> ledger, metrics -> checkpoint -> next step
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import get_default_backend_for_device
+
+from asyncflow.errors import WeightSyncError
+from tq.batch import Column, PackedBatch
+from tq.dataloader import StreamingDataLoader
+from weightsync.groups import agree_on_plan, connect_sender
+from weightsync.sender import WeightSender, describe
+from weightsync.version import Version
+from workers.checkpoint import Checkpointer
+from workers.context import WorkerContext
+from workers.engines.frozen import FrozenModel
+from workers.engines.fsdp import FsdpEngine
+from workers.gather import gather_json
+from workers.ledger import ledger_lines
+from workers.membership import weight_members
+from workers.model_files import model_fingerprint
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.records import StepRecord, StepRecorder
+from workers.step_totals import StepTotals
+from workers.tasks import launched_tasks
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 15.0
+"""How long a broken weight transfer waits for the stop that the launcher sends when a receiver died (s)."""
+
+
+def run_actor(context: WorkerContext) -> None:
+    """Train until the last step or a stop; save what was completed."""
+    backend = get_default_backend_for_device(context.device)
+    dist.init_process_group(backend, store=context.group_store(), rank=context.rank, world_size=context.gang.num_ranks)
+    actor = Actor(context)
+    actor.train()
+    actor.close()
+    dist.destroy_process_group()
+
+
+class Actor:
+    """One rank of the training gang."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        self._context = context
+        self._config = config
+        self._timeline = context.timeline
+        model_dir = Path(config.model.path)
+        temperature = config.rollout.temperature
+        self._engine = FsdpEngine(
+            model_dir,
+            config.model,
+            actor=config.actor,
+            temperature=temperature,
+            device=context.device,
+            seed=config.seed,
+        )
+        self._checkpointer = Checkpointer(
+            context.run_dir, keep_last=config.checkpoint.keep_last, export_hf=config.checkpoint.export_hf
+        )
+        if context.job.resume_from:
+            self._checkpointer.restore(self._engine, Path(context.job.resume_from))
+        self._task = next(task for task in launched_tasks(context.config, context.job) if task.role == "actor")
+        self._algorithm = algorithm_of(config)
+        self._reference = None
+        if "ref_log_probs" in self._task.fused:
+            self._reference = FrozenModel(model_dir, config.model, temperature=temperature, device=context.device)
+        self._completed = self._saved = context.start_step
+        self._recorder = StepRecorder(context) if context.rank == 0 else None
+        self._sender = self._meet_receivers()
+        self._client = context.queue_client()
+        self._loader = StreamingDataLoader(
+            self._client,
+            self._task.name,
+            self._task.inputs,
+            first_partition=context.start_step + 1,
+            last_partition=context.job.last_step,
+            rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
+            rank=context.rank,
+            num_ranks=context.gang.num_ranks,
+            timeout_s=config.tq.request_timeout_s,
+        )
+
+    def train(self) -> None:
+        """Run every step; a stop abandons the one in progress and saves the last completed one."""
+        self._publish(self._completed)
+        while step := self._loader.next_partition():
+            record = self._train_step(step)
+            if record is None:
+                break
+            stopped = self._publish(step) is None
+            self._finish_step(record)
+            if stopped:
+                break
+            if self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0:
+                self._save()
+        self._save()
+        if self._context.rank == 0 and self._completed >= self._context.job.last_step:
+            self._context.mark_done()
+            self._client.stop()
+
+    def close(self) -> None:
+        """Leave queue and weight groups."""
+        self._loader.close()
+        self._sender.close()
+        self._client.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _train_step(self, step: int) -> StepRecord | None:
+        record = StepRecord(step)
+        self._context.report("waiting for rows", step=step)
+        waited_from = self._timeline.now()
+        for batch, _ in self._loader:
+            self._timeline.record("wait for rows", waited_from, self._timeline.now(), step=step)
+            record.arrived()
+            self._context.report("training", f"step {step}, {record.num_rows + len(batch)} answers", step=step)
+            self._train_round(batch, record)
+            waited_from = self._timeline.now()
+        self._timeline.record("wait for rows", waited_from, self._timeline.now(), step=step)
+        if self._loader.stopped:
+            self._engine.zero_grad()
+            return None
+        parts = gather_json(vars(record.totals), device=self._context.device)
+        record.totals = StepTotals.merged(StepTotals(**part) for part in parts)
+        record.scale = self._algorithm.scale(record.totals.counts)
+        with self._timeline.span("optimizer", step=step):
+            record.stats = self._engine.step(record.scale)
+        self._completed = step
+        return record
+
+    def _train_round(self, batch: PackedBatch, record: StepRecord) -> None:
+        size = self._config.actor.micro_batch_size
+        if len(batch):
+            batch = self._with_advantages(batch)
+            lines = ledger_lines(batch, step=record.step, lineage=self._context.job.lineage, time_s=self._elapsed())
+            record.add_rows(len(batch), lines)
+        for start in range(0, self._loader.round_rows, size):
+            positions = range(start, min(start + size, len(batch)))
+            with self._timeline.span("forward_backward", step=record.step, rows=len(positions)):
+                self._train_micro_batch(batch.select(positions) if positions else None, record)
+
+    def _train_micro_batch(self, batch: PackedBatch | None, record: StepRecord) -> None:
+        if batch is None:
+            self._engine.forward_backward(None, _no_loss)
+            return
+        if self._reference is not None:
+            log_probs = self._reference.log_probs(sequences_of(batch)).cpu()
+            reference = {"ref_log_probs": Column(log_probs, batch["responses"].lengths)}
+            batch = PackedBatch(batch.indices, {**batch.columns, **reference}, batch.groups)
+        loss = self._algorithm.loss(batch, device=self._context.device)
+        self._engine.forward_backward(sequences_of(batch), loss)
+        record.totals.add_batch(batch, self._algorithm.counts(batch), step=record.step)
+        record.totals.add_loss(loss.stats)
+
+    def _with_advantages(self, batch: PackedBatch) -> PackedBatch:
+        if "compute_advantages_and_returns" not in self._task.fused:
+            return batch
+        size = self._config.schedule.n_samples_per_prompt
+        advantages = self._algorithm.advantages(batch["rewards"].values, group_size=size)
+        columns = {**batch.columns, "advantages": Column.of_scalars(advantages)}
+        return PackedBatch(batch.indices, columns, batch.groups)
+
+    def _publish(self, step: int) -> float | None:
+        """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
+        version = Version(self._context.job.lineage, step)
+        self._context.report("publishing weights", step=step, version=step)
+        try:
+            with self._timeline.span("publish weights", step=step):
+                held_up_s = self._sender.publish(
+                    version, self._engine.shards(), timeout_s=self._config.weightsync.timeout_s
+                )
+                self._exposed_s = held_up_s
+        except WeightSyncError:
+            if self._context.stopping.wait(STOP_GRACE_S):
+                logger.warning("weights of step %d were not sent: the run is stopping", step)
+                return None
+            raise
+        if self._context.rank == 0:
+            self._client.publish_version(step)
+        return held_up_s
+
+    def _finish_step(self, record: StepRecord) -> None:
+        self._loader.ack()
+        parts = gather_json(record.ledger, device=self._context.device)
+        sync_bytes = gather_json(self._sender.bytes_per_version, device=self._context.device)
+        if self._recorder is not None:
+            record.ledger = [line for part in parts for line in part]
+            record.sync_exposed_s = self._exposed_s
+            record.sync_bytes = sum(sync_bytes)
+            self._recorder.write(record)
+
+    def _save(self) -> None:
+        if self._saved == self._completed:
+            return
+        self._context.report("saving", f"step {self._completed}")
+        if self._recorder is not None:
+            self._recorder.sync()
+        meta = {
+            "lineage": self._context.job.lineage,
+            "model_fingerprint": model_fingerprint(Path(self._config.model.path)),
+            "admitted_groups": self._completed * self._config.schedule.rollout_batch_size,
+        }
+        with self._timeline.span("checkpoint", step=self._completed):
+            self._checkpointer.save(self._engine, step=self._completed, meta=meta)
+        self._saved = self._completed
+
+    def _elapsed(self) -> float:
+        return time.time() - self._context.job.started_at
+
+    def _meet_receivers(self) -> WeightSender:
+        context = self._context
+        members = weight_members(context.job)
+        store = context.new_store()
+        sync = self._config.weightsync
+        held = describe(self._engine.shards())
+        plan = agree_on_plan(store, members, context.rank, held, bucket_bytes=sync.bucket_bytes, dtype=sync.dtype)
+        group = connect_sender(store, members, context.rank, context.device)
+        return WeightSender(group, plan, context.rank, context.device)
+
+
+def _no_loss(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.Tensor:
+    return log_probs_A.sum() * 0.0

@@ -1,0 +1,29 @@
+"""Settings of the algorithms. Torch-free: `--dry-run` reads this."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncflow.settings import Settings
+
+
+class AlgorithmConfig(Settings):
+    """Objective of the actor."""
+
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm; GRPO: Shao et al. 2024 (arXiv 2402.03300)."""
+    eps_clip: float = Field(0.2, gt=0, lt=1)
+    """Lower clip: the ratio counts down to 1 - eps_clip."""
+    eps_clip_high: float | None = Field(None, gt=0)
+    """Upper clip: the ratio counts up to 1 + eps_clip_high; unset: `eps_clip` (DAPO uses 0.28)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty to the reference policy inside the loss; 0 drops the reference task."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators; k3 is GRPO's (non-negative, unbiased)."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "token"
+    """`token`: mean over all answer tokens of the step; `sequence`: mean per answer, then over answers (GRPO's paper);
+    `constant`: sum over tokens / (answers x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+    scale_advantages_by_std: bool = True
+    """Divide the centred rewards by the group's standard deviation; Dr. GRPO does not."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the deviation, so that a group of equal rewards yields zeros."""

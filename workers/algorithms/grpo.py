@@ -1,0 +1,130 @@
+"""GRPO: group-relative policy optimisation.
+
+The actor's loop asks, in this order: `advantages` of whole groups (unless a role of its own computed them), `counts`
+of every micro-batch, `loss` for each `forward_backward`, and `scale` once at the step's end. Pure; the graph of its
+tasks is in `workers.algorithms.graph`.
+
+Legend of shapes: N answers, G answers of a prompt, A tokens of the answers, packed.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tq.batch import PackedBatch
+from workers.algorithms.advantages import group_advantages
+from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.losses import (
+    LossCounts,
+    clipped_policy_loss,
+    kl_divergence,
+    loss_scale,
+    token_weights,
+)
+
+
+class GRPO:
+    """The objective: clipped surrogate with group-relative advantages, and optionally a KL penalty.
+
+    Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3, with the behaviour policy as the old one.
+    """
+
+    def __init__(self, config: AlgorithmConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        """Keep the settings.
+
+        Args:
+            config: of the algorithm.
+            max_response_tokens: longest answer, for the normalisation `constant`.
+            mask_truncated: answers that were cut do not count.
+        """
+        self._config = config
+        self._max_response_tokens = max_response_tokens
+        self._mask_truncated = mask_truncated
+
+    def advantages(self, reward_N: Tensor, *, group_size: int) -> Tensor:
+        """Return float32 [N]: one advantage per answer.
+
+        Args:
+            reward_N: floating [N]; the G answers of a prompt are neighbours.
+            group_size: G.
+        """
+        scale_by_std = self._config.scale_advantages_by_std
+        reward_BG = reward_N.reshape(-1, group_size)
+        return group_advantages(reward_BG, scale_by_std=scale_by_std, eps=self._config.advantage_eps).flatten()
+
+    def counts(self, batch: PackedBatch) -> LossCounts:
+        """Return what a micro-batch adds to the divisor; reads `responses` and `truncated`."""
+        keep_N = self._keep(batch)
+        length_N = batch["responses"].lengths
+        return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=len(batch))
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> "PolicyLoss":
+        """Return the loss of a micro-batch.
+
+        Args:
+            batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row), `truncated`, and with a KL
+                penalty `ref_log_probs`.
+            device: where the engine computes.
+        """
+        length_N = batch["responses"].lengths.long()
+        weight_A = token_weights(self._config.loss_normalization, length_N, self._keep(batch))
+        advantage_A = batch["advantages"].values.float().repeat_interleave(length_N)
+        return PolicyLoss(
+            config=self._config,
+            weight_A=weight_A.to(device),
+            advantage_A=advantage_A.to(device),
+            old_log_probs_A=batch["rollout_log_probs"].values.to(device),
+            ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
+        )
+
+    def scale(self, counts: LossCounts) -> float:
+        """Return the factor for `TrainEngine.step`, from the counts of all micro-batches of the step on all ranks."""
+        return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
+
+    def _keep(self, batch: PackedBatch) -> Tensor:
+        truncated_N = batch["truncated"].values.bool()
+        return ~truncated_N if self._mask_truncated else torch.ones_like(truncated_N)
+
+
+@dataclass
+class PolicyLoss:
+    """The loss of one micro-batch: called once by the engine, then holds `stats`.
+
+    Attributes:
+        weight_A: of each token inside the sum; 0 where masked.
+        advantage_A: of each token's answer.
+        old_log_probs_A: under the policy that generated the tokens.
+        ref_log_probs_A: under the reference; None without a KL penalty.
+        stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the step's loss), and sums
+            over the tokens that count: `tokens`, `entropy`, `ratio`, `clipped`, `kl` (to the reference; 0 without),
+            `drift` (k3 to the behaviour policy).
+    """
+
+    config: AlgorithmConfig
+    weight_A: Tensor
+    advantage_A: Tensor
+    old_log_probs_A: Tensor
+    ref_log_probs_A: Tensor | None = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
+        """Return the unnormalised sum, a scalar with gradient."""
+        config = self.config
+        high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+        log_ratio_A = log_probs_A - self.old_log_probs_A
+        loss_A, clipped_A = clipped_policy_loss(
+            log_ratio_A, self.advantage_A, eps_clip=config.eps_clip, eps_clip_high=high
+        )
+        kl_A = torch.zeros_like(loss_A)
+        if self.ref_log_probs_A is not None:
+            kl_A = kl_divergence(log_probs_A, self.ref_log_probs_A, config.kl_estimator)
+            loss_A = loss_A + config.kl_coef * kl_A
+        total = (loss_A * self.weight_A).sum()
+        with torch.no_grad():
+            drift_A = kl_divergence(self.old_log_probs_A, log_probs_A, "k3")
+            terms = (entropy_A, log_ratio_A.exp(), clipped_A.float(), kl_A, drift_A)
+            sums = torch.stack(terms) @ (self.weight_A > 0).float()
+            self.stats = dict(zip(("entropy", "ratio", "clipped", "kl", "drift"), sums.unbind(), strict=True))
+            self.stats |= {"loss": total.detach(), "tokens": (self.weight_A > 0).sum()}
+        return total

@@ -1,0 +1,171 @@
+"""The whole run's configuration, composed of the sections that live beside their code. Torch-free.
+
+The launcher reads, checks and resolves it (`launcher.config`); workers load the resolved `config.yaml` of the run.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field
+
+from asyncflow.settings import Settings
+from tq.config import QueueConfig, ScheduleConfig
+from weightsync.config import WeightSyncConfig
+from workers.algorithms.config import AlgorithmConfig
+
+
+class ModelConfig(Settings):
+    """The policy, which is also the reference."""
+
+    path: str
+    """Hugging Face model directory: config.json, *.safetensors, tokenizer. Relative: beside the config file, else
+    in the working directory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the generating and reference copies; the trainer's master weights are float32."""
+
+
+class DataConfig(Settings):
+    """Prompts: a JSONL file (one object a line)."""
+
+    path: str
+    """JSONL file. Relative: beside the config file, else in the working directory."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt's text (GSM8K: `question`; DeepScaleR: `problem`)."""
+    answer_field: str = "answer"
+    """Field that holds the reference answer, passed to the reward."""
+    prompt_template: str = "{prompt}"
+    """Text around the prompt, applied before the chat template; `{prompt}` stands for the field."""
+    chat_template: bool = False
+    """Wrap the prompt as one user message in the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message in front of the user's; needs `chat_template`."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt (tokens)."""
+    overlong: Literal["reject", "skip"] = "skip"
+    """Prompts beyond `max_prompt_tokens`: `reject` refuses the run, `skip` counts them and goes on."""
+    shuffle: bool = True
+    """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
+
+
+class RewardConfig(Settings):
+    """How an answer is scored."""
+
+    function: str = "exact"
+    """`exact`, `digits`, `math`, or any Python callable as `module:function`."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call of a user's function (s)."""
+
+
+class RolloutConfig(Settings):
+    """Generation."""
+
+    engine: Literal["hf"] = "hf"
+    """Generating engine; `hf`: transformers."""
+    batch_size: int = Field(64, ge=1)
+    """Answers generated at the same time by one instance; rounded down to whole groups, at least one."""
+    max_response_tokens: int = Field(ge=1)
+    """Longest answer (tokens); a longer one is cut and flagged."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 keeps every token."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    truncated: Literal["train", "mask"] = "train"
+    """Answers cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
+    samples_per_step: int = Field(8, ge=0)
+    """Prompts with their answers written to `samples/` per step."""
+
+
+class ActorConfig(Settings):
+    """Training."""
+
+    engine: Literal["fsdp"] = "fsdp"
+    """Training engine; `fsdp`: FSDP2 over all actor ranks."""
+    micro_batch_size: int = Field(16, ge=1)
+    """Answers per rank and forward-backward."""
+    lr: float = Field(1e-6, gt=0)
+    """AdamW's learning rate after warm-up."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly to `lr`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global L2 norm of the gradient."""
+    autocast: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the forward and backward computation."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+class RefConfig(Settings):
+    """The frozen reference."""
+
+    micro_batch_size: int = Field(32, ge=1)
+    """Answers per forward."""
+
+
+class CheckpointConfig(Settings):
+    """What is saved, and how often."""
+
+    interval: int = Field(20, ge=0)
+    """Save every so many steps; 0: only at the end or when stopped."""
+    keep_last: int = Field(2, ge=1)
+    """Older checkpoints are removed."""
+    export_hf: bool = True
+    """Also write a Hugging Face directory that `transformers` loads."""
+
+
+class LauncherConfig(Settings):
+    """Processes and devices."""
+
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where model ranks run; `auto`: the accelerator that is there, else the CPU."""
+    threads_per_worker: int = Field(1, ge=1)
+    """Intra-op threads of every worker on the CPU."""
+    external_gangs: tuple[str, ...] = ()
+    """Gangs (e.g. `rollout-1`) that the user starts by hand with the `torchrun` line that `--dry-run` prints."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Deadline for all workers to load and meet (s)."""
+    stop_timeout_s: float = Field(30.0, gt=0)
+    """After a stop request, how long workers may take to save and leave before they are killed (s)."""
+
+
+class RunConfig(Settings):
+    """One run."""
+
+    name: str = "run"
+    """Default run directory: `runs/NAME-TIMESTAMP`."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of data order, sampling and initialisation."""
+    steps: int = Field(ge=1)
+    """Number of the last step."""
+    roles: dict[str, int]
+    """Ranks per role when `--roles` is not given."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    schedule: ScheduleConfig
+    rollout: RolloutConfig
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    tq: QueueConfig = QueueConfig()
+    weightsync: WeightSyncConfig = WeightSyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launcher: LauncherConfig = LauncherConfig()
+
+    def save(self, run_dir: Path) -> None:
+        """Write the resolved `config.yaml`."""
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        (run_dir / "config.yaml").write_text(text)
+
+    @staticmethod
+    def load(run_dir: Path) -> "RunConfig":
+        """Read the resolved `config.yaml` of a run; workers call this, so the file is known to be valid."""
+        return RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))

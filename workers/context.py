@@ -1,0 +1,167 @@
+"""What every worker process has: its place in the run, the job store, a timeline, and a heartbeat.
+
+The heartbeat is a thread with a store client of its own. Twice a second it says what this rank does (`status/...`)
+and reads the run's phase; when the store is gone, the launcher is, and the process ends at once.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from asyncflow.device import open_device
+from asyncflow.job import GangSpec, Job
+from asyncflow.timeline import Timeline
+from asyncflow.transport.handshake import Credentials
+from tq.client import QueueClient
+from workers.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+STARTING = "starting"
+CONTROLLER = "controller"
+
+
+@dataclass
+class _Status:
+    state: str = STARTING
+    detail: str = ""
+    step: int = 0
+    version: int = -1
+
+
+class WorkerContext:
+    """One rank's surroundings; a context manager."""
+
+    def __init__(self, run_dir: Path, gang: str) -> None:
+        """Join the run.
+
+        Args:
+            run_dir: of the run; holds `job.json` and `config.yaml`.
+            gang: this process's gang. Its rank and attempt come from torchrun's environment variables.
+        """
+        self.run_dir = run_dir
+        self.config = RunConfig.load(run_dir)
+        self.job = Job.load(run_dir)
+        self.gang: GangSpec = self.job.gang(gang)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.name = f"{gang}/{self.rank}"
+        self.stopping = threading.Event()
+        """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
+        self.exiting = threading.Event()
+        """Services leave too."""
+        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl")
+        torch.set_num_threads(self.config.launcher.threads_per_worker)
+        self.device = open_device(self.gang.devices[self.rank])
+        self._status = _Status()
+        self._store = self.new_store()
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    def __enter__(self) -> "WorkerContext":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._heart.join(timeout=5)
+        self.timeline.close()
+        left = "ok" if error is None else f"error: {type(error).__name__}: {error}"
+        self._store.set(f"left/{self.gang.name}/{self.rank}", left)
+
+    @property
+    def start_step(self) -> int:
+        """Step of the weights that this run starts from; 0 for a fresh one."""
+        return int(Path(self.job.resume_from).name.removeprefix("step_")) if self.job.resume_from else 0
+
+    def new_store(self, timeout_s: float | None = None) -> TCPStore:
+        """Return a client of the job store; each thread that may block in it needs its own."""
+        timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
+        host, port = self.job.store_host, self.job.store_port
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def group_store(self) -> Store:
+        """Return the store for this gang's own process group, new for every attempt: old addresses are never read."""
+        return PrefixStore(f"pg/{self.gang.name}/{self.job.lineage}/{self.attempt}", self.new_store())
+
+    def credentials(self) -> Credentials:
+        """Return what opens channels of this job."""
+        timeout_s = self.config.launcher.start_timeout_s
+        return Credentials(self.new_store(), bytes.fromhex(self.job.secret), timeout_s)
+
+    def queue_client(self) -> QueueClient:
+        """Return this process's access to the queue."""
+        return QueueClient(self.credentials(), self.name, controller=CONTROLLER, config=self.config.tq)
+
+    def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
+        """Say what this rank does from now on; the next heartbeat carries it.
+
+        Args:
+            state: a few words, e.g. `generating`, `waiting for weights`.
+            detail: more, e.g. `64 answers`.
+            step, version: as before when None.
+        """
+        old = self._status
+        self._status = _Status(
+            state,
+            detail,
+            old.step if step is None else step,
+            old.version if version is None else version,
+        )
+
+    def mark_done(self) -> None:
+        """Tell the launcher that the last step is trained and saved."""
+        self._store.set("done", "1")
+
+    def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:
+        """Return, per role, (unix time, seconds spent waiting so far) of every rank that reported."""
+        keys = [(gang.role, f"status/{gang.name}/{k}") for gang in self.job.gangs for k in range(gang.num_ranks)]
+        present = [(role, key) for role, key in keys if self._store.check([key])]
+        values = self._store.multi_get([key for _, key in present]) if present else []
+        waiting: dict[str, list[tuple[float, float]]] = {}
+        for (role, _), value in zip(present, values, strict=True):
+            fields = json.loads(value)
+            waiting.setdefault(role, []).append((fields["time"], fields["waiting_s"]))
+        return waiting
+
+    def _beat(self) -> None:
+        store = self.new_store(timeout_s=30)
+        try:
+            while True:
+                self._say(store)
+                if store.check(["phase"]):
+                    self._obey(bytes(store.get("phase")).decode())
+                if self._closed.wait(HEARTBEAT_S):
+                    return
+        except RuntimeError:
+            if not self._closed.is_set():
+                logger.error("%s: the job store is gone, so the launcher is; leaving", self.name)
+                os._exit(1)
+
+    def _say(self, store: TCPStore) -> None:
+        status = {
+            **vars(self._status),
+            "time": time.time(),
+            "pid": os.getpid(),
+            "waiting_s": self.timeline.waiting_s,
+        }
+        store.set(f"status/{self.gang.name}/{self.rank}", json.dumps(status))
+        self.timeline.flush()
+
+    def _obey(self, phase: str) -> None:
+        if phase in ("stop", "exit"):
+            self.stopping.set()
+        if phase == "exit":
+            self.exiting.set()

@@ -1,0 +1,104 @@
+"""Reads prompts and their reference answers from a JSONL file. Torch-free: `--dry-run` and workers read the same way.
+
+Never tokenizes: that is `workers.prompt_dataset`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from asyncflow.errors import ConfigError
+from workers.config import DataConfig
+
+PLACEHOLDER = "{prompt}"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One line of the file.
+
+    Attributes:
+        prompt: text of the prompt field, before any template.
+        answer: text of the answer field as it stands there (GSM8K: the whole solution); a number as Python writes it.
+        line: line number in the file, from 1.
+    """
+
+    prompt: str
+    answer: str
+    line: int
+
+
+def read_prompt_rows(path: Path, config: DataConfig) -> list[PromptRow]:
+    """Read all rows; blank lines are passed over.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no rows; a row is malformed or lacks a field (with file:line);
+            or the `data` section contradicts itself.
+    """
+    check_templates(config)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a JSONL file") from error
+    decoder = msgspec.json.Decoder()
+    lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
+    rows = [_read_row(decoder, text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
+    if not rows:
+        raise ConfigError(f"data.path: {path} holds no rows; write one JSON object a line")
+    return rows
+
+
+def check_templates(config: DataConfig) -> None:
+    """Raise ConfigError when the fields around the prompt contradict each other."""
+    if PLACEHOLDER not in config.prompt_template:
+        raise ConfigError(
+            f"data.prompt_template: {config.prompt_template!r} lacks {PLACEHOLDER}, where the prompt goes; put it in"
+        )
+    if config.system_prompt is not None and not config.chat_template:
+        raise ConfigError(
+            "data.system_prompt: is set, but data.chat_template is false; set that to true or remove this"
+        )
+
+
+def _read_row(decoder: msgspec.json.Decoder[Any], text: bytes, path: Path, line: int, config: DataConfig) -> PromptRow:
+    try:
+        row = decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}:{line}: malformed JSON: {error}; write one JSON object a line") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}:{line}: the row is {_kind(row)}, not a JSON object; write one object a line")
+    try:
+        prompt, answer = row[config.prompt_field], row[config.answer_field]
+    except KeyError:
+        _refuse_missing(row, path, line, config)
+    if type(prompt) is not str:
+        raise ConfigError(
+            f"{path}:{line}: {config.prompt_field!r} is {_kind(prompt)}; data.prompt_field must name text"
+        )
+    if not prompt.strip():
+        raise ConfigError(f"{path}:{line}: {config.prompt_field!r} is empty; remove the row or write a prompt")
+    if type(answer) is int or type(answer) is float:
+        answer = str(answer)
+    if type(answer) is not str:
+        raise ConfigError(
+            f"{path}:{line}: {config.answer_field!r} is {_kind(answer)}; data.answer_field must name text or a number"
+        )
+    return PromptRow(prompt, answer, line)
+
+
+def _refuse_missing(row: dict[str, Any], path: Path, line: int, config: DataConfig) -> NoReturn:
+    key, field = next(
+        (key, field)
+        for key, field in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field))
+        if field not in row
+    )
+    found = ", ".join(sorted(row)) or "none"
+    raise ConfigError(f"{path}:{line}: no field {field!r}; found: {found}; set data.{key} to the right one")
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

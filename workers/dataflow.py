@@ -1,0 +1,113 @@
+"""An algorithm's dataflow graph: tasks that read and write columns, and which role runs each. Pure and torch-free.
+
+An algorithm declares its tasks once; `place_tasks` decides, from the roles that were launched, which process runs
+what. A task whose role was not launched is fused into its host: the host reads the fused task's inputs and computes
+its outputs itself, so that they never travel.
+
+    prompts -> actor_rollout -> responses ... -> rewards (in rollout) -> rewards
+                             \\-> ref_log_probs -> ref_log_probs
+    all of them -> compute_advantages_and_returns (in actor) -> actor_train
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from asyncflow.errors import ConfigError
+
+ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages")
+ALIASES = {"reference": "ref"}
+
+PROMPT_COLUMNS = ("prompts", "answers", "epochs")
+"""Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One node of the graph.
+
+    Attributes:
+        name: e.g. `actor_rollout`.
+        role: the role that runs it when launched.
+        host: the role that runs it otherwise; equal to `role` for tasks that cannot move.
+        inputs, outputs: column names.
+        whole_groups: rows are ready only when all rows of their group are.
+    """
+
+    name: str
+    role: str
+    host: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    whole_groups: bool = False
+
+
+@dataclass(frozen=True)
+class PlacedTask:
+    """A task that a controller serves: what the queue must know, with fused tasks folded in.
+
+    Attributes:
+        name: of the task.
+        role: which role's processes fetch it.
+        inputs: columns that must be written before a row is ready; computed outputs of fused tasks are not among them.
+        outputs: columns that this role puts.
+        whole_groups: hand out whole groups only.
+        fused: names of the tasks that the role computes inside this one, in order.
+    """
+
+    name: str
+    role: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    whole_groups: bool
+    fused: tuple[str, ...]
+
+
+def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:
+    """Assign every task to a launched role; fold all tasks of a role, hosted ones too, into its last own task.
+
+    A task is folded *after* that main task when it reads what the main task writes (rewards into rollout), otherwise
+    before it (reference and advantages into actor_train).
+
+    Args:
+        tasks: producers before consumers.
+        launched: canonical role names.
+    Raises:
+        ConfigError: a launched role has no task in this graph, a task's host was not launched, or a task would wait
+            for a column that only exists inside another role's task.
+    """
+    useful = {task.role for task in tasks}
+    for role in launched:
+        if role not in useful:
+            raise ConfigError(
+                f"roles: {role!r} has no task in this algorithm's dataflow; its roles are {' '.join(sorted(useful))}"
+            )
+    main = {task.role: task for task in tasks if task.role in launched}
+    fused: dict[str, list[Task]] = {role: [] for role in main}
+    for task in tasks:
+        role = task.role if task.role in main else task.host
+        if role not in main:
+            raise ConfigError(f"roles: {role!r} is missing; task {task.name} runs there")
+        if task is not main[role]:
+            fused[role].append(task)
+    placed = tuple(_fold(task, fused[role]) for role, task in main.items())
+    _refuse_unreachable_columns(placed)
+    return placed
+
+
+def _refuse_unreachable_columns(placed: Collection[PlacedTask]) -> None:
+    """A column that a role computes for itself never reaches the queue, so nobody else may read it."""
+    reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
+    for task in placed:
+        for name in task.inputs:
+            if name not in reachable:
+                raise ConfigError(f"roles: {task.role!r} reads column {name}, which no other launched role writes")
+
+
+def _fold(task: Task, fused: list[Task]) -> PlacedTask:
+    computed = set(task.outputs) | {name for other in fused for name in other.outputs}
+    wanted = [name for part in (task, *fused) for name in part.inputs]
+    inputs = tuple(dict.fromkeys(name for name in wanted if name not in computed))
+    after = [other for other in fused if set(other.inputs) & set(task.outputs)]
+    outputs = task.outputs + tuple(name for other in after for name in other.outputs)
+    whole_groups = task.whole_groups or any(other.whole_groups for other in fused)
+    return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, tuple(other.name for other in fused))

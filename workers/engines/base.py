@@ -1,0 +1,135 @@
+"""The two engine protocols. A role's loop knows these and never which engine runs.
+
+Legend of shapes: N samples, P prompt tokens, R answer tokens, T tokens of a packed micro-batch (prompts and answers of
+all its samples, one after another, no padding), A answer tokens of a packed micro-batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One answer to generate.
+
+    Attributes:
+        index: global row index.
+        prompt_P: int64 [P].
+        seed: of this answer's random numbers; the same seed gives the same draws whatever else is in the batch.
+    """
+
+    index: int
+    prompt_P: Tensor
+    seed: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished answer.
+
+    Attributes:
+        index: the request's row index.
+        response_R: int64 [R], with the end-of-sequence token when it was produced.
+        log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
+        truncated: cut at `max_response_tokens`.
+    """
+
+    index: int
+    response_R: Tensor
+    log_probs_R: Tensor
+    truncated: bool
+
+
+class GenerateEngine(Protocol):
+    """Generates answers with the newest weights that were loaded."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
+        """Yield each answer as soon as it is finished, in any order."""
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated."""
+
+    def weight_specs(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every weight that `load_weights` needs, by HF name; tied weights once."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A packed micro-batch of N samples.
+
+    Attributes:
+        tokens_T: int64 [T], prompt then answer of each sample, one sample after another.
+        lengths_N: int32 [N], prompt plus answer.
+        prompt_lengths_N: int32 [N].
+    """
+
+    tokens_T: Tensor
+    lengths_N: Tensor
+    prompt_lengths_N: Tensor
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer update reports.
+
+    Attributes:
+        grad_norm: global L2 norm of the scaled gradient before clipping.
+        lr: learning rate of the update.
+    """
+
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One contiguous piece of one parameter that this rank holds.
+
+    Attributes:
+        name: HF name.
+        shape: of the whole parameter.
+        start: offset of the piece in the flattened parameter (elements).
+        values: 1-D view of the piece on this rank's device, float32; may be empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised. Entropy carries no gradient."""
+
+
+class TrainEngine(Protocol):
+    """Trains the policy; every method is collective over the actor's ranks."""
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient."""
+
+    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
+        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
+
+    def step(self, scale: float) -> StepStats:
+        """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients: the step in progress was abandoned."""
+
+    def shards(self) -> Iterable[LocalShard]:
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then
+        `load_state_dict`)."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def export_hf(self, target: Path) -> None:
+        """Write a Hugging Face directory (safetensors, config, tokenizer) from rank 0."""

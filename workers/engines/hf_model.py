@@ -1,0 +1,110 @@
+"""Builds causal language models from a Hugging Face directory without reading or initialising weights.
+
+Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from the files, the generator from
+the trainer. Knows config.json and generation_config.json; never opens a weight file.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncflow.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Element types by their configuration name."""
+
+
+def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
+    """Build the model with parameters on the meta device and real buffers on the CPU, in evaluation mode.
+
+    Dropout is off in training mode too: the probability ratio of a policy update compares two forward passes.
+
+    Args:
+        model_dir: holds config.json.
+        dtype: of the parameters.
+        attention: name in transformers' attention interface.
+    Raises:
+        ConfigError: config.json is missing, or no causal language model of transformers fits it.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"model.path: {model_dir} has no config.json; give a Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with _parameters_on_meta():
+            build: Any = AutoModelForCausalLM.from_config
+            model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
+    except ValueError as error:
+        raise ConfigError(f"model.path: transformers cannot build {model_dir}: {error}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.eval()
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter uninitialised memory on `device`; buffers keep their values, tied weights stay tied."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.tie_weights()  # type: ignore[operator]
+
+
+def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every parameter's name, tied weights once, with the other names of the same weight."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {group[0]: tuple(group[1:]) for group in names.values()}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a transformers model, which declares their classes as indivisible."""
+    indivisible = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in indivisible]
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of generation_config.json, else of config.json.
+
+    Raises:
+        ConfigError: neither file names one.
+    """
+    for file in ("generation_config.json", "config.json"):
+        ids = _read_json(model_dir / file).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    raise ConfigError(f"model.path: {model_dir} names no eos_token_id; add it to generation_config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return loaded
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it; buffers stay real.
+
+    Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
+    offers no public way to compute them again.
+    """
+    register = nn.Module.register_parameter
+    patched: Any = nn.Module
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    patched.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        patched.register_parameter = register

@@ -1,0 +1,125 @@
+"""Reads and writes the safetensors of a Hugging Face directory, piece by piece.
+
+A trainer rank reads only the rows that it holds; an export never keeps more than one file's tensors in memory.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncflow.errors import ConfigError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
+
+
+class HfWeights:
+    """The weights in the safetensors files of one directory; opened lazily, by name."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Find which file holds which weight.
+
+        Raises:
+            ConfigError: no safetensors file, or one that cannot be read.
+        """
+        self._files: dict[str, Any] = {}
+        paths = sorted(model_dir.glob("*.safetensors"))
+        if (model_dir / INDEX_FILE).is_file():
+            listed = json.loads((model_dir / INDEX_FILE).read_text())["weight_map"]
+            paths = sorted({model_dir / file for file in listed.values()})
+        if not paths:
+            raise ConfigError(f"model.path: {model_dir} has no *.safetensors; convert the weights first")
+        for path in paths:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"model.path: cannot read {path}: {error}") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+        self._model_dir = model_dir
+
+    def find(self, name: str, aliases: Iterable[str] = ()) -> str:
+        """Return the first of the names that is in the files.
+
+        Raises:
+            ConfigError: none is.
+        """
+        for candidate in (name, *aliases):
+            if candidate in self._files:
+                return candidate
+        raise ConfigError(f"model.path: {self._model_dir} lacks the weight {name} that its config.json asks for")
+
+    def read_rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` (of dimension 0) of a weight in the file's element type.
+
+        Raises:
+            ConfigError: the weight's shape is not `shape`.
+        """
+        piece = self._files[name].get_slice(name)
+        if tuple(piece.get_shape()) != shape:
+            raise ConfigError(
+                f"model.path: weight {name} in {self._model_dir} has shape {tuple(piece.get_shape())}, "
+                f"but config.json asks for {shape}"
+            )
+        rows: Tensor = piece[start:stop] if shape else piece[...]
+        return rows
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a whole weight in the file's element type; errors as in `read_rows`."""
+        return self.read_rows(name, shape, 0, shape[0] if shape else 1)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the element type of a weight."""
+        dtype: torch.dtype = self._files[name].get_slice(name)[:0].dtype
+        return dtype
+
+
+def write_weights(
+    target: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    *,
+    file_bytes: int = 4 * 2**30,
+) -> None:
+    """Write weights as safetensors files of at most about `file_bytes`, with an index when there are several.
+
+    Args:
+        target: existing directory.
+        shapes: of every weight, in the order of writing.
+        read: called once per name, in that order; returns the contiguous CPU tensor to store.
+        file_bytes: size from which a new file is begun, counted at 4 bytes an element.
+    """
+    groups: list[list[str]] = [[]]
+    size_bytes = 0
+    for name, shape in shapes.items():
+        weight_bytes = 4 * int(torch.Size(shape).numel())
+        if groups[-1] and size_bytes + weight_bytes > file_bytes:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(name)
+        size_bytes += weight_bytes
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, names in enumerate(groups, start=1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors = {name: read(name) for name in names}
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (target / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def copy_without_weights(source: Path, target: Path) -> None:
+    """Copy config.json, generation_config.json, tokenizer and template files, creating `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)

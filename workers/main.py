@@ -1,0 +1,59 @@
+"""Entry of every worker process, under the launcher's elastic agent or a literal `torchrun` line:
+
+torchrun --nproc-per-node 1 -m workers.main RUN_DIR GANG
+"""
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+from workers.context import WorkerContext
+
+ROLE_LOOPS = {
+    "rollout": "workers.rollout:run_rollout",
+    "actor": "workers.actor:run_actor",
+    "ref": "workers.scoring:run_ref",
+    "reward": "workers.scoring:run_reward",
+    "advantages": "workers.scoring:run_advantages",
+    "storage": "workers.services:run_storage",
+    "controller": "workers.services:run_controller",
+}
+"""Role -> its loop, `module:function(context)`."""
+
+
+def run_worker(run_dir: str, gang: str) -> None:
+    """Run this process's role to its end.
+
+    Stop signals are ignored here: the launcher receives them and tells the workers through the store.
+
+    Raises:
+        AsyncFlowError: whatever the role could not handle.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
+    with WorkerContext(Path(run_dir), gang) as context:
+        module, _, function = ROLE_LOOPS[context.gang.role].partition(":")
+        getattr(importlib.import_module(module), function)(context)
+
+
+def _main() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from asyncflow.lifeline import die_with_parent
+
+    die_with_parent()
+    if len(sys.argv) != 3:
+        raise ConfigError(f"workers.main: expected RUN_DIR GANG, got {sys.argv[1:]}")
+    record(run_worker)(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads that wait in C++ would otherwise end the process with an abort
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,156 @@
+"""Checks a Hugging Face model directory without loading it. Torch-free: `--dry-run` and `--resume` call it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit."""
+LFS_POINTER = b"version https://git-lfs"
+ARCHITECTURE_KEYS = (
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+"""Keys of config.json that decide which weights exist and what shapes they have."""
+
+
+def check_model_dir(path: Path) -> None:
+    """Check that config, tokenizer and every weight file are there and complete.
+
+    Reads the headers of weight files, not the weights.
+
+    Raises:
+        ConfigError: the first thing that is missing or broken.
+    """
+    if not path.is_dir():
+        state = "is not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"model.path: {path} {state}; name a Hugging Face model directory")
+    read_model_config(path)
+    _check_tokenizer(path)
+    _check_weights(path)
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Return config.json of a model directory.
+
+    Raises:
+        ConfigError: it is missing, malformed, or names no architecture.
+    """
+    config = _read_object(path / "config.json", "the model's configuration")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ConfigError(
+            f"model.path: {path / 'config.json'} names no architectures (found {architectures!r}); "
+            "use the config.json that belongs to the weights"
+        )
+    return config
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a SHA-256 (hex) over what config.json says about the weights' names and shapes.
+
+    Two directories with the same fingerprint can load each other's weights; element type and version of transformers
+    do not count.
+
+    Raises:
+        ConfigError: config.json is missing or malformed.
+    """
+    config = read_model_config(path)
+    parts: list[Mapping[str, Any]] = [config]
+    if isinstance(config.get("text_config"), dict):
+        parts.append(config["text_config"])
+    shape = [{key: part[key] for key in ARCHITECTURE_KEYS if part.get(key) is not None} for part in parts]
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+
+
+def read_safetensors_header(path: Path) -> dict[str, Any]:
+    """Return tensor name -> {dtype, shape, data_offsets} of a complete safetensors file.
+
+    Raises:
+        ConfigError: the file is missing, cut off, or something else.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as stream:
+            prefix = stream.read(len(LFS_POINTER))
+            if prefix == LFS_POINTER:
+                raise ConfigError(f"model.path: {path} is a Git LFS pointer, not the weights; run `git lfs pull` there")
+            header_bytes = int.from_bytes(prefix[:8], "little")
+            if size_bytes < 8 or header_bytes > min(size_bytes - 8, MAX_HEADER_BYTES):
+                raise _broken_weights(path, f"{size_bytes} bytes cannot hold its header")
+            stream.seek(8)
+            header = json.loads(stream.read(header_bytes))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error.strerror}") from error
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
+        raise _broken_weights(path, "its header is not one") from error
+    if 8 + header_bytes + end != size_bytes:
+        raise _broken_weights(path, f"it has {size_bytes} bytes instead of {8 + header_bytes + end}")
+    return entries
+
+
+def _check_tokenizer(path: Path) -> None:
+    found = [name for name in TOKENIZER_FILES if (path / name).is_file()]
+    if not found and not ((path / "vocab.json").is_file() and (path / "merges.txt").is_file()):
+        raise ConfigError(
+            f"model.path: {path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it from the model"
+        )
+    if "tokenizer.json" in found:
+        _read_object(path / "tokenizer.json", "the tokenizer")
+
+
+def _check_weights(path: Path) -> None:
+    if (path / INDEX_FILE).is_file():
+        _check_shards(path)
+        return
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        others = sorted(file.name for file in path.glob("*.bin"))
+        hint = f"convert {others[0]} to safetensors" if others else "copy them from the model"
+        raise ConfigError(f"model.path: {path} holds no *.safetensors weights; {hint}")
+    for file in files:
+        read_safetensors_header(file)
+
+
+def _check_shards(path: Path) -> None:
+    weight_map = _read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"model.path: {path / INDEX_FILE} has no weight_map; copy it from the model again")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model.path: {path} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}; "
+            "finish the download"
+        )
+    held = {shard: read_safetensors_header(path / shard).keys() for shard in shards}
+    for weight, shard in weight_map.items():
+        if weight not in held[shard]:
+            raise _broken_weights(path / shard, f"it lacks {weight}, which {INDEX_FILE} puts there")
+
+
+def _read_object(file: Path, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: cannot read {file}, {what}: {error.strerror}; name a complete Hugging Face model directory"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is malformed JSON: {error}; copy it from the model again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path: {file} does not hold a JSON object; copy it from the model again")
+    return value
+
+
+def _broken_weights(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"model.path: {file} is not a complete safetensors file: {reason}; download it again")

@@ -1,0 +1,113 @@
+"""What a finished step leaves behind: a line in `metrics.jsonl`, lines in `ledger.jsonl`. Actor rank 0 writes."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.context import WorkerContext
+from workers.engines.base import StepStats
+from workers.ledger import JsonLines
+from workers.step_totals import StepTotals
+from workers.tasks import SERVICE_ROLES
+
+
+@dataclass
+class StepRecord:
+    """One step while it is trained.
+
+    Attributes:
+        step: its number.
+        started_at, first_batch_at: monotonic seconds; the second is None before the first micro-batch.
+        num_rows: rows that this rank got.
+        ledger: lines of this rank's groups.
+        totals: sums, of this rank, later of all.
+        scale: factor that turned the loss sum into the step's loss.
+        stats: of the update.
+        sync_exposed_s: seconds that publishing held up this rank.
+        sync_bytes: of one version, over all senders, to each receiver.
+    """
+
+    step: int
+    started_at: float = field(default_factory=time.monotonic)
+    first_batch_at: float | None = None
+    num_rows: int = 0
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    totals: StepTotals = field(default_factory=StepTotals)
+    scale: float = 1.0
+    stats: StepStats = field(default_factory=lambda: StepStats(0.0, 0.0))
+    sync_exposed_s: float = 0.0
+    sync_bytes: int = 0
+
+    def arrived(self) -> None:
+        """A micro-batch is there."""
+        if self.first_batch_at is None:
+            self.first_batch_at = time.monotonic()
+
+    def add_rows(self, num_rows: int, lines: list[dict[str, Any]]) -> None:
+        """Count rows of this rank and keep their ledger lines."""
+        self.num_rows += num_rows
+        self.ledger += lines
+
+
+class StepRecorder:
+    """Writes records in order."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._metrics = JsonLines(context.run_dir / "metrics.jsonl")
+        self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
+        self._last_at = time.monotonic()
+        self._waiting: dict[str, list[tuple[float, float]]] = {}
+
+    def write(self, record: StepRecord) -> None:
+        """Write a finished step's lines: the ledger first."""
+        now = time.monotonic()
+        step_time_s, self._last_at = now - self._last_at, now
+        waited_s = (record.first_batch_at or now) - record.started_at
+        totals = record.totals.metrics(record.scale)
+        tokens_per_s = totals["train_tokens"] / step_time_s
+        metrics = {
+            "step": record.step,
+            "lineage": self._context.job.lineage,
+            "time_s": round(time.time() - self._context.job.started_at, 3),
+            "step_time_s": round(step_time_s, 4),
+            **totals,
+            "train_tokens_per_s": round(tokens_per_s, 1),
+            "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
+            "grad_norm": record.stats.grad_norm,
+            "lr": record.stats.lr,
+            "sync_exposed_s": round(record.sync_exposed_s, 4),
+            "sync_bytes": record.sync_bytes,
+            "first_micro_batch_wait_s": round(waited_s, 4),
+            "idle_fraction": self._idle_fractions(),
+        }
+        self._ledger.write(record.ledger)
+        self._metrics.write([metrics])
+
+    def sync(self) -> None:
+        """Make everything written durable."""
+        self._ledger.sync()
+        self._metrics.sync()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._ledger.close()
+        self._metrics.close()
+
+    def _num_devices(self) -> int:
+        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role not in SERVICE_ROLES)
+
+    def _idle_fractions(self) -> dict[str, float]:
+        """Return, per role, the share of time that its ranks spent waiting since the last step."""
+        now = self._context.waiting_seconds()
+        fractions = {}
+        for role, ranks in now.items():
+            before = self._waiting.get(role)
+            if before is None or len(before) != len(ranks) or role in SERVICE_ROLES:
+                continue
+            elapsed = sum(new[0] - old[0] for new, old in zip(ranks, before, strict=True))
+            waited = sum(new[1] - old[1] for new, old in zip(ranks, before, strict=True))
+            if elapsed > 0:
+                fractions[role] = round(min(1.0, max(0.0, waited / elapsed)), 4)
+        self._waiting = now
+        return fractions

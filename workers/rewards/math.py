@@ -1,0 +1,79 @@
+r"""Reward of 1 for the right final answer of a worked solution.
+
+The final answer of a text is, in this order: what the last `\boxed{}` holds, what follows the last `####` (GSM8K), its
+last number. Numbers are compared as exact fractions; formulas (`2\sqrt{3}`) as text.
+"""
+
+import re
+from fractions import Fraction
+
+from workers.rewards.base import Score
+
+MAX_DIGITS = 1000
+"""A longer run of digits is no answer, and Python refuses to convert it."""
+
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?{_UNSIGNED}(?:/{_UNSIGNED})?")
+"""A minus after a letter, digit or bracket subtracts; elsewhere it is a sign."""
+_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}")
+_FORMULA = re.compile(r"[\\^_(\[{]")
+_NOISE = re.compile(r"\\(?:left|right|text|mathrm|!|,|;|%|\$)|[\s$%{}]")
+
+
+def math_reward(prompt: str, response: str, answer: str) -> Score:
+    """Return 1 when the final answer of `response` equals that of `answer`, else 0."""
+    wanted = final_answer(answer, is_reference=True)
+    if isinstance(wanted, Fraction):
+        correct = final_answer(response) == wanted
+    else:
+        marked = _marked(response)
+        correct = _as_text(response if marked is None else marked) == wanted
+    return Score(float(correct), correct)
+
+
+def final_answer(text: str, *, is_reference: bool = False) -> Fraction | str:
+    r"""Return the number or formula that a text ends in; formulas without spaces and dollar signs.
+
+    Args:
+        is_reference: the text is an answer of the data set: without a mark, all of it may be a formula.
+    """
+    marked = _marked(text)
+    part = text if marked is None else marked
+    number = last_number(part)
+    is_formula = _FORMULA.search(_plain(part)) and (is_reference or marked is not None)
+    return _as_text(part) if number is None or is_formula else number
+
+
+def last_number(text: str) -> Fraction | None:
+    r"""Return the last number of a text: signs, thousands commas, decimals, `a/b` and `\frac{a}{b}`; or None."""
+    numbers = _NUMBER.findall(_plain(text))
+    return _as_fraction(numbers[-1]) if numbers else None
+
+
+def _marked(text: str) -> str | None:
+    r"""Return what the last closed `\boxed{}` holds, else what follows the last `####` on its line, else None."""
+    _, boxed, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, character in enumerate(rest if boxed else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:end]
+    _, marker, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0] if marker else None
+
+
+def _plain(text: str) -> str:
+    r"""Return the text with plain minus signs and `a/b` for `\frac{a}{b}`."""
+    return _FRACTION.sub(r" \1\2/\3 ", text.replace("−", "-").replace("\\$", "").replace("\\%", ""))
+
+
+def _as_fraction(number: str) -> Fraction | None:
+    if len(number) > MAX_DIGITS:
+        return None
+    above, _, below = number.replace(",", "").partition("/")
+    divisor = Fraction(below or 1)
+    return Fraction(above) / divisor if divisor else None
+
+
+def _as_text(text: str) -> str:
+    return _NOISE.sub("", text).rstrip(".").lower()

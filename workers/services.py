@@ -1,0 +1,69 @@
+"""The queue's processes as workers: storage units, and the controller with its admission."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from asyncflow.errors import RoleFailed
+from tq.admission import AdmittedGroup
+from tq.batch import Column
+from tq.controller import ControllerService
+from tq.storage import StorageUnit
+from workers.context import CONTROLLER, WorkerContext
+from workers.data import read_prompt_rows
+from workers.prompt_dataset import PromptDataset
+from workers.tasks import launched_tasks, task_specs
+
+
+class DatasetPrompts:
+    """Admission's source of prompts: the data set, in its shuffled order."""
+
+    def __init__(self, dataset: PromptDataset) -> None:
+        self._dataset = dataset
+
+    def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
+        """Return `prompts`, `answers`, `epochs` of every row, group after group."""
+        prompts = [self._dataset.prompt(group.group) for group in groups for _ in group.rows]
+        return {
+            "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
+            "answers": Column.of_texts([prompt.answer for prompt in prompts]),
+            "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
+        }
+
+
+def run_storage(context: WorkerContext) -> None:
+    """Serve one storage unit until the run is over."""
+    unit = StorageUnit(context.credentials(), context.gang.name, context.config.tq, controller=CONTROLLER)
+    context.report("serving")
+    context.exiting.wait()
+    unit.close()
+
+
+def run_controller(context: WorkerContext) -> None:
+    """Serve the control plane and admission until the run is over; pass a stop on to everybody who waits.
+
+    Raises:
+        RoleFailed: a part of the service died.
+    """
+    config = context.config
+    rows = read_prompt_rows(Path(config.data.path), config.data)
+    dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
+    service = ControllerService(
+        context.credentials(),
+        CONTROLLER,
+        units=[gang.name for gang in context.job.of_role("storage")],
+        tasks=task_specs(launched_tasks(context.config, context.job), config.schedule.mode),
+        config=config.tq,
+        schedule=config.schedule,
+        prompts=DatasetPrompts(dataset),
+        version=context.start_step,
+        last_step=context.job.last_step,
+    )
+    context.report("serving")
+    while not context.stopping.wait(0.2):
+        if service.failed.is_set():
+            raise RoleFailed(f"controller: {service.failure}") from service.failure
+    service.stop()
+    context.exiting.wait()
+    service.close()

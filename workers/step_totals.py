@@ -1,0 +1,99 @@
+"""What one training step adds up, on one rank, then over all ranks. Pure."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tq.batch import PackedBatch
+from workers.algorithms.losses import LossCounts
+
+
+@dataclass
+class StepTotals:
+    """Sums over the samples of a step; plain numbers, so that they travel as JSON.
+
+    Attributes:
+        sums: named sums.
+        staleness_max: largest staleness of any sample; -1 without samples.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    staleness_max: int = -1
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a named sum."""
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def add_batch(self, batch: PackedBatch, counts: LossCounts, *, step: int) -> None:
+        """Count the samples of a batch (columns `responses rewards correct truncated versions prompts`)."""
+        staleness = [step - 1 - int(row.min()) for row in batch["versions"].rows()]
+        rewards = batch["rewards"].values.double()
+        lengths = batch["responses"].lengths.double()
+        self.add("samples", len(batch))
+        self.add("reward", float(rewards.sum()))
+        self.add("reward_squared", float((rewards**2).sum()))
+        self.add("correct", float(batch["correct"].values.sum()))
+        self.add("truncated", float(batch["truncated"].values.sum()))
+        self.add("response_tokens", float(lengths.sum()))
+        self.add("response_tokens_squared", float((lengths**2).sum()))
+        self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
+        self.add("staleness", float(sum(staleness)))
+        self.staleness_max = max(self.staleness_max, *staleness)
+        self.add("loss_tokens", counts.tokens)
+        self.add("loss_sequences", counts.sequences)
+        self.add("loss_answers", counts.answers)
+
+    def add_loss(self, stats: Mapping[str, Tensor]) -> None:
+        """Add the loss's own sums."""
+        for name, value in stats.items():
+            self.add(f"loss/{name}", float(value))
+
+    @property
+    def counts(self) -> LossCounts:
+        """The divisor's parts."""
+        names = ("loss_tokens", "loss_sequences", "loss_answers")
+        tokens, sequences, answers = (round(self.sums.get(name, 0)) for name in names)
+        return LossCounts(tokens=tokens, sequences=sequences, answers=answers)
+
+    @staticmethod
+    def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
+        """Return the totals over several ranks."""
+        whole = StepTotals()
+        for part in parts:
+            for name, value in part.sums.items():
+                whole.add(name, value)
+            whole.staleness_max = max(whole.staleness_max, part.staleness_max)
+        return whole
+
+    def metrics(self, scale: float) -> dict[str, float]:
+        """Return means and deviations under their public names; `scale` turns the loss sum into the step's loss."""
+        sums = self.sums
+        samples = sums["samples"]
+        tokens = max(1.0, sums["loss/tokens"])
+        reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], samples)
+        tokens_mean, tokens_std = _moments(sums["response_tokens"], sums["response_tokens_squared"], samples)
+        return {
+            "reward_mean": reward_mean,
+            "reward_std": reward_std,
+            "accuracy": sums["correct"] / samples,
+            "response_tokens_mean": tokens_mean,
+            "response_tokens_std": tokens_std,
+            "samples": int(samples),
+            "truncated_fraction": sums["truncated"] / samples,
+            "train_tokens": int(sums["response_tokens"] + sums["prompt_tokens"]),
+            "loss": sums["loss/loss"] * scale,
+            "kl": sums["loss/kl"] / tokens,
+            "behaviour_kl": sums["loss/drift"] / tokens,
+            "ratio_mean": sums["loss/ratio"] / tokens,
+            "clip_fraction": sums["loss/clipped"] / tokens,
+            "entropy": sums["loss/entropy"] / tokens,
+            "staleness_mean": sums["staleness"] / samples,
+            "staleness_max": self.staleness_max,
+        }
+
+
+def _moments(total: float, squared: float, count: float) -> tuple[float, float]:
+    mean = total / count
+    return mean, math.sqrt(max(0.0, squared / count - mean**2))

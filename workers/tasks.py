@@ -1,0 +1,33 @@
+"""This run's tasks: the algorithm's graph placed over the roles that were launched."""
+
+from collections.abc import Sequence
+
+from asyncflow.job import Job
+from tq.config import ScheduleMode
+from tq.task_state import TaskSpec
+from workers.algorithms.graph import algorithm_tasks
+from workers.config import RunConfig
+from workers.dataflow import PlacedTask, place_tasks
+
+SERVICE_ROLES = frozenset({"storage", "controller"})
+
+
+def task_specs(tasks: Sequence[PlacedTask], mode: ScheduleMode) -> list[TaskSpec]:
+    """Return what the controller must know of each placed task under a schedule."""
+    return [
+        TaskSpec(
+            name=task.name,
+            inputs=frozenset(task.inputs),
+            whole_groups=task.whole_groups or task.role == "rollout",
+            gated=task.role == "rollout",
+            barrier=mode is ScheduleMode.SYNC and task.role != "rollout",
+            keeps_leases=task.role == "actor",
+        )
+        for task in tasks
+    ]
+
+
+def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
+    """Return the tasks of this run, placed over the roles that were launched."""
+    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICE_ROLES)
+    return place_tasks(algorithm_tasks(config.algorithm), list(roles))
