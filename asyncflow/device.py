@@ -4,10 +4,10 @@ Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu
 """
 
 import torch
-from torch.distributed import ProcessGroup, Store, get_default_backend_for_device
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
 from asyncflow.errors import ConfigError
-from asyncflow.transport.channel import gloo_group
+from asyncflow.transport.channel import abort_gloo, gloo_group
 
 
 def open_device(name: str) -> torch.device:
@@ -50,3 +50,11 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
     raise ConfigError(
         f"launcher.device: no group can be built over backend {backend!r} of {device}; use cpu, cuda, npu"
     )
+
+
+def abort_group(group: ProcessGroup) -> None:
+    """End a group of `connect_group` from any thread: whoever waits in it, on any rank, gets a RuntimeError."""
+    if isinstance(group, ProcessGroupGloo):
+        abort_gloo(group)
+    else:
+        group.abort()

@@ -133,4 +133,5 @@ def _absolute(config: RunConfig, name: str, beside: Path, *, first_cwd: bool) ->
         if candidate.exists():
             return candidate
     where = " nor at ".join(str(candidate) for candidate in candidates)
-    raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct the path or --set {name}=PATH")
+    hint = ", or make it with `asyncflow import-gguf`" if name == "model.path" else ""
+    raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")

@@ -9,6 +9,7 @@ client.put("ref_log_probs", granted, batch.indices, {"ref_log_probs": column})
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar, overload
 
 from torch import Tensor
@@ -73,10 +74,13 @@ class QueueClient:
         self._config = config
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
+        self._connecting: dict[str, threading.Lock] = {}
+        self._closed = False
 
     def close(self) -> None:
         """Say goodbye everywhere; leases return. Idempotent."""
         with self._lock:
+            self._closed = True
             connections = list(self._connections.values())
             self._connections.clear()
         for connection in connections:
@@ -190,18 +194,30 @@ class QueueClient:
 
     def _connection(self, service: str) -> Connection:
         with self._lock:
-            connection = self._connections.get(service)
-            if connection is None:
-                replies = CONTROLLER_REPLIES if service == self._controller else UNIT_REPLIES
-                limits = Limits(payload_bytes=self._config.max_message_bytes)
-                connection = Connection(self._credentials, service, self._name, replies, limits=limits)
-                self._connections[service] = connection
-            return connection
+            one_at_a_time = self._connecting.setdefault(service, threading.Lock())
+        with one_at_a_time:
+            with self._lock:
+                connection = self._connections.get(service)
+                if self._closed:
+                    raise TransportError(f"{self._name}: the queue client is closed")
+            if connection is not None and not connection.closed:
+                return connection
+            replies = CONTROLLER_REPLIES if service == self._controller else UNIT_REPLIES
+            limits = Limits(payload_bytes=self._config.max_message_bytes)
+            connection = Connection(self._credentials, service, self._name, replies, limits=limits)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._connections[service] = connection
+        if closed:
+            connection.close()
+            raise TransportError(f"{self._name}: the queue client is closed")
+        return connection
 
     def _await(self, unit: str, future: "Future[Reply]", what: str) -> Reply:
         try:
             return future.result(self._config.request_timeout_s)
-        except TimeoutError as error:
+        except FutureTimeout as error:
             raise TransportError(
                 f"{self._name}: {unit} did not answer {what} within {self._config.request_timeout_s:g} s"
             ) from error

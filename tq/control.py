@@ -178,8 +178,11 @@ class ControlState:
             raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
         if not isinstance(fetch, FetchRound):
             return
-        if not 0 <= fetch.rank < fetch.num_ranks:
-            raise PeerRefused(f"{fetch.task}: rank {fetch.rank} of {fetch.num_ranks} asked for a round")
+        if not 0 <= fetch.rank < fetch.num_ranks or not task.join_rounds(fetch.partition, fetch.num_ranks):
+            raise PeerRefused(
+                f"{fetch.task}: rank {fetch.rank} of {fetch.num_ranks} asked for a round of partition "
+                f"{fetch.partition}; all ranks must count the same gang"
+            )
         formed = task.num_rounds(fetch.partition)
         if not task.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
             raise PeerRefused(

@@ -38,6 +38,7 @@ from tq.task_state import TaskSpec
 logger = logging.getLogger(__name__)
 
 _GROUPS_PER_PUT = 64
+_LONGEST_PARK_S = 3600.0
 
 
 class PromptSource(Protocol):
@@ -117,6 +118,9 @@ class ControllerService:
 
     def disconnected(self, session: Session) -> None:
         """A client's leases return, except a trainer's."""
+        with self._lock:
+            for request in [number for number, call in self._calls.items() if call.session == session]:
+                del self._calls[request]
         self._apply(OwnerGone(_owner(session)))
 
     def handle(self, call: Call) -> None:
@@ -148,8 +152,9 @@ class ControllerService:
             except TransportError:
                 del self._calls[request]
                 raise
+            timeout_s = min(message.timeout_s, _LONGEST_PARK_S) if message.timeout_s > 0 else 0.0
             if not any(isinstance(instruction, Answer) for instruction in instructions):
-                heapq.heappush(self._deadlines, (time.monotonic() + message.timeout_s, request))
+                heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request))
                 self._wake_deadlines.notify_all()
             answers = self._sort(instructions)
         self._send(answers)

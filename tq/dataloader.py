@@ -9,11 +9,11 @@
 Rank 0 of a data-parallel replica fetches and broadcasts one packed buffer to the other ranks of its replica.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
 
-from asyncflow.errors import AsyncFlowError
 from tq.batch import PackedBatch
 from tq.client import QueueClient
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
@@ -74,8 +74,9 @@ class StreamingDataLoader:
         self._replica = replica
         self._timeout_s = timeout_s
         self._held: list[Granted] = []
+        self._failure: Exception | None = None
         self._closing = threading.Event()
-        self._ahead: queue.Queue[tuple[Granted, PackedBatch] | NoRowsReason | AsyncFlowError]
+        self._ahead: queue.Queue[tuple[Granted, PackedBatch] | NoRowsReason | Exception]
         self._ahead = queue.Queue(max(1, prefetch))
         self._thread = threading.Thread(target=self._prefetch, name=f"prefetch-{task}", daemon=True)
         if client is not None:
@@ -114,15 +115,26 @@ class StreamingDataLoader:
                 self._client.put(self._task, granted, granted.rows, {})
 
     def close(self) -> None:
-        """Stop reading ahead; idempotent. Does not wait for a parked fetch."""
+        """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
         self._closing.set()
+        while True:
+            try:
+                self._ahead.put_nowait(NoRowsReason.STOP)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._ahead.get_nowait()
+                continue
+            return
 
     def _next(self) -> tuple[Granted, PackedBatch] | NoRowsReason:
         if self._client is None:
             assert self._replica is not None
             return self._replica.broadcast(None)
+        if self._failure is not None:
+            raise self._failure
         item = self._ahead.get()
-        if isinstance(item, AsyncFlowError):
+        if isinstance(item, Exception):
+            self._failure = item
             raise item
         return item if self._replica is None else self._replica.broadcast(item)
 
@@ -131,7 +143,7 @@ class StreamingDataLoader:
             for partition in range(self._first, self._last + 1):
                 if not self._prefetch_partition(partition):
                     return
-        except AsyncFlowError as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: the iteration raises it
             self._offer(error)
 
     def _prefetch_partition(self, partition: int) -> bool:
@@ -161,7 +173,7 @@ class StreamingDataLoader:
             timeout_s=self._timeout_s,
         )
 
-    def _offer(self, item: tuple[Granted, PackedBatch] | NoRowsReason | AsyncFlowError) -> bool:
+    def _offer(self, item: tuple[Granted, PackedBatch] | NoRowsReason | Exception) -> bool:
         while not self._closing.is_set():
             try:
                 self._ahead.put(item, timeout=0.5)

@@ -57,6 +57,7 @@ class PartitionState:
     """One partition of one task."""
 
     num_rows: int | None = None
+    num_ranks: int | None = None
     ready: list[Parcel] = field(default_factory=list)
     num_ready_ever: int = 0
     num_ready: int = 0
@@ -117,8 +118,8 @@ class TaskState:
             partition: of the rows.
             parcels: what is left of each group.
         """
-        state = self.partition(partition)
         for parcel in parcels:
+            state = self.partition(partition)
             if self.spec.whole_groups:
                 self._push(state, parcel)
             else:
@@ -158,6 +159,15 @@ class TaskState:
         most = max(len(parcel) for parcel in rows)
         state.rounds.append([Share(parcel, most, last) for parcel in rows])
         return state.rounds[-1][rank]
+
+    def join_rounds(self, partition: int, num_ranks: int) -> bool:
+        """Note how many ranks share the partition's rounds; False when an earlier request said otherwise."""
+        if partition in self._finished:
+            return True
+        state = self.partition(partition)
+        if state.num_ranks is None:
+            state.num_ranks = num_ranks
+        return state.num_ranks == num_ranks
 
     def num_rounds(self, partition: int) -> int:
         """Return how many rounds of the partition were formed."""

@@ -13,6 +13,7 @@ from weightsync.version import Version
 
 _TRAILER = struct.Struct("<4sIQQQQ")
 TRAILER_BYTES = _TRAILER.size
+_CHECKSUM_BYTES = 8
 _MAGIC = b"AFWB"
 
 
@@ -35,9 +36,10 @@ def values_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 def seal(buffer: Tensor, bucket: Bucket, version: Version, kind: TrailerKind = TrailerKind.WEIGHTS) -> None:
     """Write the trailer; the values must be in place (and on the CPU)."""
-    checksum = _checksum(buffer)
-    trailer = _TRAILER.pack(_MAGIC, kind, version.lineage, version.step, bucket.index, checksum)
+    trailer = _TRAILER.pack(_MAGIC, kind, version.lineage, version.step, bucket.index, 0)
     buffer[-TRAILER_BYTES:] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+    checksum = _checksum(buffer).to_bytes(_CHECKSUM_BYTES, "little")
+    buffer[-_CHECKSUM_BYTES:] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
 
 def unseal(buffer: Tensor, bucket: Bucket) -> Version | None:
@@ -49,12 +51,11 @@ def unseal(buffer: Tensor, bucket: Bucket) -> Version | None:
     magic, kind, lineage, step, index, checksum = _TRAILER.unpack(buffer[-TRAILER_BYTES:].numpy().tobytes())
     if magic != _MAGIC or index != bucket.index:
         raise WeightSyncError(f"bucket {bucket.index}: its trailer says {magic!r}, bucket {index}")
-    if kind == TrailerKind.END:
-        return None
     if _checksum(buffer) != checksum:
         raise WeightSyncError(f"bucket {bucket.index} of step {step}: checksum does not match")
-    return Version(lineage, step)
+    return None if kind == TrailerKind.END else Version(lineage, step)
 
 
 def _checksum(buffer: Tensor) -> int:
-    return int(xxhash.xxh3_64_intdigest(buffer[:-TRAILER_BYTES].numpy().data))
+    """Return the checksum of everything before it: the values and what the trailer says of them."""
+    return int(xxhash.xxh3_64_intdigest(buffer[:-_CHECKSUM_BYTES].numpy().data))

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from asyncflow.device import connect_group
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import PlanError, WeightSyncError
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
 
@@ -31,6 +31,11 @@ class Membership:
     receivers: tuple[str, ...]
 
 
+class _Published(msgspec.Struct):
+    plan: TransferPlan | None
+    error: str
+
+
 def agree_on_plan(
     store: Store, members: Membership, rank: int, held: Sequence[ShardSpec], *, bucket_bytes: int, dtype: str
 ) -> TransferPlan:
@@ -47,8 +52,11 @@ def agree_on_plan(
             msgspec.msgpack.decode(_wait(keys, f"held/{k}", f"trainer rank {k}"), type=list[ShardSpec])
             for k in range(members.num_senders)
         ]
-        plan = plan_transfer(everybody, bucket_bytes=bucket_bytes, dtype=dtype)
-        keys.set("plan", msgspec.msgpack.encode(plan))  # type: ignore[arg-type]  # the stub lacks bytes
+        try:
+            published = _Published(plan_transfer(everybody, bucket_bytes=bucket_bytes, dtype=dtype), "")
+        except PlanError as error:
+            published = _Published(None, str(error))
+        keys.set("plan", msgspec.msgpack.encode(published))  # type: ignore[arg-type]  # the stub lacks bytes
     return read_plan(store, members)
 
 
@@ -57,9 +65,13 @@ def read_plan(store: Store, members: Membership) -> TransferPlan:
 
     Raises:
         WeightSyncError: the trainer published none within the store's timeout.
+        PlanError: the trainer could make none; see `plan_transfer`.
     """
     data = _wait(_prefixed(store, members), "plan", "the trainer")
-    return msgspec.msgpack.decode(data, type=TransferPlan)
+    published = msgspec.msgpack.decode(data, type=_Published)
+    if published.plan is None:
+        raise PlanError(published.error)
+    return published.plan
 
 
 def connect_sender(store: Store, members: Membership, rank: int, device: torch.device) -> ProcessGroup:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asyncflow.device import abort_group
 from asyncflow.errors import WeightSyncError
 from weightsync.bucket import bucket_buffer, unseal, values_of
 from weightsync.plan import Bucket, TransferPlan
@@ -92,20 +93,26 @@ class WeightReceiver:
         return True
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the trainer's end of transmission."""
+        """Wait for the trainer's end of transmission; when it does not come in time, leave the groups."""
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abort()
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             while (version := self._receive_version()) is not None:
                 with self._changed:
+                    if self._version is not None and version <= self._version:
+                        continue
                     self._incoming, self._complete = self._complete, self._incoming
                     self._version = version
                     self._changed.notify_all()
             self._end("the trainer ended")
-        except (RuntimeError, WeightSyncError) as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: `wait_for` raises it
             logger.warning("weights: %s", error)
             self._end(str(error))
+            self._abort()
 
     def _receive_version(self) -> Version | None:
         version: Version | None = None
@@ -139,6 +146,11 @@ class WeightReceiver:
             start = self._offsets[piece.name] + piece.start
             self._incoming[start : start + piece.numel] = values[offset : offset + piece.numel]
             offset += piece.numel
+
+    def _abort(self) -> None:
+        """Cut the groups: a sender, or a receiver behind this one in a broadcast, would wait for this rank."""
+        for group in self._groups:
+            abort_group(group)
 
     def _end(self, reason: str) -> None:
         with self._changed:

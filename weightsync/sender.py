@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asyncflow.device import abort_group
 from asyncflow.errors import WeightSyncError
 from weightsync.bucket import TrailerKind, bucket_buffer, seal, values_of
 from weightsync.plan import ShardSpec, TransferPlan
@@ -64,6 +65,7 @@ class WeightSender:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
         self._thread.start()
 
@@ -81,9 +83,11 @@ class WeightSender:
             timeout_s: deadline for the previous transfer to end.
 
         Raises:
-            WeightSyncError: the previous transfer failed or did not end in time.
+            WeightSyncError: the previous transfer failed or did not end in time, or the sender is closed.
         """
         began = time.monotonic()
+        if self._closed:
+            raise WeightSyncError(f"weights of step {version.step}: the sender is closed")
         self.wait(timeout_s)
         flat = {(shard.name, shard.start): shard.values for shard in shards}
         for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
@@ -108,9 +112,16 @@ class WeightSender:
             raise WeightSyncError(f"weights: broadcast failed, a receiver is gone ({self._error})") from self._error
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Tell the receivers that nothing follows and end the thread; idempotent."""
-        if self._thread.is_alive():
+        """Tell the receivers that nothing follows and end the thread; idempotent.
+
+        A version in progress is sent to its end; receivers that do not take it within `timeout_s` are cut off.
+        """
+        if not self._closed:
+            self._closed = True
             self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            abort_group(self._group)
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -123,9 +134,10 @@ class WeightSender:
                 for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
                     seal(buffer, bucket, version)
                     self._broadcast(buffer)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: `wait` raises it
                 logger.warning("weights: broadcast failed: %s", error)
                 self._error = error
+                abort_group(self._group)  # the other receivers would wait for the rest
             finally:
                 self._idle.set()
 

@@ -7,6 +7,7 @@ moved into a fresh model of the same architecture. The source is a file, or an i
 import importlib.metadata
 import importlib.util
 import logging
+import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -91,14 +92,15 @@ def _convert(file: Path, target: Path, dtype: Literal["float32", "bfloat16"]) ->
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **options)
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         packed = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=getattr(torch, dtype), **options)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"import-gguf: transformers cannot read {file}: {error}") from error
-    model = type(packed)(_plain_config(packed.config, dtype, tokenizer))
+    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:
+        raise ConfigError(f"import-gguf: cannot read {file}: {error}; is the file complete?") from error
+    causal_lm: Any = AutoModelForCausalLM
+    model = causal_lm.from_config(_plain_config(packed.config, dtype, tokenizer), dtype=getattr(torch, dtype))
     model.load_state_dict(packed.state_dict())
     with TemporaryDirectory(dir=_existing_parent(target), prefix=".import-gguf-") as scratch:
         model.save_pretrained(scratch)

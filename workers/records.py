@@ -58,6 +58,7 @@ class StepRecorder:
         self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
         self._last_at = time.monotonic()
         self._waiting: dict[str, list[tuple[float, float]]] = {}
+        self._idle: dict[str, float] = {}
 
     def write(self, record: StepRecord) -> None:
         """Write a finished step's lines: the ledger first."""
@@ -98,16 +99,17 @@ class StepRecorder:
         return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role not in SERVICE_ROLES)
 
     def _idle_fractions(self) -> dict[str, float]:
-        """Return, per role, the share of time that its ranks spent waiting since the last step."""
-        now = self._context.waiting_seconds()
-        fractions = {}
-        for role, ranks in now.items():
+        """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""
+        for role, ranks in self._context.waiting_seconds().items():
             before = self._waiting.get(role)
-            if before is None or len(before) != len(ranks) or role in SERVICE_ROLES:
+            if role in SERVICE_ROLES:
+                continue
+            if before is None or len(before) != len(ranks):
+                self._waiting[role] = ranks
                 continue
             elapsed = sum(new[0] - old[0] for new, old in zip(ranks, before, strict=True))
-            waited = sum(new[1] - old[1] for new, old in zip(ranks, before, strict=True))
-            if elapsed > 0:
-                fractions[role] = round(min(1.0, max(0.0, waited / elapsed)), 4)
-        self._waiting = now
-        return fractions
+            if elapsed > 0:  # else no rank of the role has reported since the last step
+                waited = sum(new[1] - old[1] for new, old in zip(ranks, before, strict=True))
+                self._idle[role] = round(min(1.0, max(0.0, waited / elapsed)), 4)
+                self._waiting[role] = ranks
+        return dict(self._idle)

@@ -78,6 +78,8 @@ def decode_frame(data: bytes, limits: Limits) -> Frame:
     Raises:
         TransportError: not a frame, unknown kind, or a length beyond `limits`.
     """
+    if len(data) != FRAME_BYTES:
+        raise TransportError(f"frame: {len(data)} bytes, not {FRAME_BYTES}")
     magic, kind, _, request_id, meta_bytes, _, payload_bytes, checksum = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise TransportError(f"frame: starts with {magic!r}, not {_MAGIC!r}; the peer speaks another protocol")

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import click
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "+-=0123456789"
@@ -29,19 +28,10 @@ IGNORED = -100
 """Label of a position that has no loss."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character; what it does not know becomes `<unk>`."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNK)])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Return Qwen2's tokenizer with one token per character and no merges; it drops what it does not know."""
+    return Qwen2Tokenizer(
+        vocab=VOCABULARY, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=MAX_LENGTH
     )
 
 

@@ -73,7 +73,7 @@ def train_to_the_end(run_dir: str, gang: str) -> None:
     with (Path(run_dir) / "metrics.jsonl").open("a") as file:
         for step in (1, 2):
             file.write(json.dumps({"step": step, "lineage": 0, "reward_mean": step / 2}) + "\n")
-    store.set("done", b"1")
+    store.set("done", "1")
 
 
 def obey_phase(run_dir: str, gang: str) -> None:

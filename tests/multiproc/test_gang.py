@@ -242,7 +242,7 @@ def test_external_gang_is_waited_for(launch: Launch) -> None:
     eventually(lambda: store.check(["phase"]) and store.get("phase") == b"stop", "phase stop", launcher)
     launcher.collect()
     assert launcher.process.poll() is None
-    store.set("left/rollout-1/0", b"0")
+    store.set("left/rollout-1/0", "0")
     assert launcher.finish()[0] == 0
     assert not (launcher.run_dir / "logs" / "rollout" / "1.log").exists()
 
@@ -250,7 +250,7 @@ def test_external_gang_is_waited_for(launch: Launch) -> None:
 def test_failure_of_an_external_gang_is_named(launch: Launch) -> None:
     launcher = launch("obey_phase", external_gangs=["rollout-1"])
     launcher.wait_for_workers(4)
-    launcher.store().set("left/rollout-1/0", b"error: OSError: no space")
+    launcher.store().set("left/rollout-1/0", "error: OSError: no space")
     code, output = launcher.finish()
     assert code == 1
     assert output.splitlines()[-1].endswith("rollout rank 1 failed: OSError: no space")
@@ -265,7 +265,7 @@ def test_nothing_survives_a_killed_launcher(launch: Launch) -> None:
     launcher.process.kill()
     assert_all_gone(launcher)
     assert not any(path.exists() for path in semaphores)
-    assert launcher.finish()[1].startswith("started 7 workers")
+    assert "resource_tracker" not in launcher.finish()[1]
 
 
 def test_nothing_survives_a_launcher_killed_during_the_imports(launch: Launch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import configs
@@ -63,9 +64,11 @@ def test_folder_is_small_and_complete() -> None:
 
 def test_tokenizer_has_one_token_per_character() -> None:
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
-    tokens = tokenizer("12+3=\n")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "2", "+", "3", "=", "<unk>"]
-    assert tokenizer.decode([*tokens[:5], tokenizer.eos_token_id], skip_special_tokens=True) == "12+3="
+    text = "12+34-567890="
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(tokens) == list(text)
+    assert Tokenizer.from_file(str(QUICKSTART / "model" / "tokenizer.json")).encode(text).ids == tokens
+    assert tokenizer.decode([*tokens, tokenizer.eos_token_id], skip_special_tokens=True) == text
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 16)
 
 

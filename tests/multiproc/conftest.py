@@ -1,0 +1,85 @@
+"""Real processes around a store on loopback: started from a fork server, ended by process id whatever happens."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+sys.path.insert(0, str(Path(__file__).parent))  # children import `peers` by name
+
+import peers
+
+DEADLINE_S = 60.0
+
+
+class Child:
+    """A process that runs a function of `peers`."""
+
+    def __init__(self, context: Any, target: Callable[..., None], port: int, *arguments: Any) -> None:
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(port, theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, deadline_s: float = DEADLINE_S) -> Any:
+        """Return what the process says next."""
+        assert self._pipe.poll(deadline_s), f"{self.process} said nothing for {deadline_s:g} s"
+        return self._pipe.recv()
+
+    def tell(self, message: Any) -> None:
+        """Send it something."""
+        self._pipe.send(message)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        os.kill(self.process.pid, number)
+
+    def end(self) -> int:
+        """Wait for its own end; returns the exit code."""
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode is not None, f"{self.process} did not end"
+        return int(self.process.exitcode)
+
+    def kill(self) -> None:
+        """End it and wait."""
+        self.process.kill()
+        self.process.join(DEADLINE_S)
+        self._pipe.close()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """A job store on loopback."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture
+def start(store: TCPStore) -> Iterator[Callable[..., Child]]:
+    """Return a function that starts `peers.FUNCTION` with arguments."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "tq.dataloader", "tq.controller", "weightsync.sender"]
+    )
+    children: list[Child] = []
+
+    def start_child(target: Callable[..., None], *arguments: Any) -> Child:
+        child = Child(context, target, store.port, *arguments)
+        children.append(child)
+        return child
+
+    yield start_child
+    for child in children:
+        child.kill()
+
+
+@pytest.fixture
+def credentials(store: TCPStore) -> peers.Credentials:
+    """What this process needs to open channels."""
+    return peers.credentials(store.port)

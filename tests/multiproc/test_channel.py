@@ -1,0 +1,257 @@
+"""Channels between real processes: what travels, who is refused, what a death does."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peers import SECRET, Credentials, Echo, Ping, Pong, echo_server, vanishing_client
+from torch.distributed import TCPStore
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Ask, ask_key
+from asyncflow.transport.server import ChannelServer
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(name="connect")
+def _connect(credentials: Credentials) -> Iterator[Callable[..., Connection]]:
+    opened: list[Connection] = []
+
+    def connect(name: str = "client", mine: Credentials = credentials) -> Connection:
+        opened.append(Connection(mine, "echo", name, Pong))
+        return opened[-1]
+
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture(name="server")
+def _server(start: Start) -> Any:
+    server = start(echo_server)
+    assert server.hear() == "ready"
+    return server
+
+
+Connect = Callable[..., Connection]
+
+
+def test_large_message_and_payload_come_back_as_they_were(server: Any, connect: Connect) -> None:
+    payload = torch.randint(0, 256, (2**25 + 3,), dtype=torch.uint8)
+    reply, echoed = connect().call(Ping("x" * 100_000), payload, timeout_s=30)
+    assert reply.text == "x" * 100_000
+    assert torch.equal(echoed, payload)
+
+
+def test_many_threads_share_a_channel_and_each_gets_its_own_answer(server: Any, connect: Connect) -> None:
+    connection = connect()
+    wrong: list[str] = []
+
+    def ask(k: int) -> None:
+        for i in range(20):
+            payload = torch.full((k * 5000 + i,), k, dtype=torch.uint8)
+            reply, echoed = connection.call(Ping(f"{k}/{i}"), payload, timeout_s=30)
+            if reply.text != f"{k}/{i}" or not torch.equal(echoed, payload):
+                wrong.append(reply.text)
+
+    threads = [threading.Thread(target=ask, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_wrong_secret_is_refused_while_others_are_served(
+    server: Any, connect: Connect, credentials: Credentials
+) -> None:
+    good = connect()
+    with pytest.raises(TransportError, match="does not know the job's secret"):
+        connect("stranger", Credentials(credentials.store, b"guess", 10))
+    assert good.call(Ping("still here"), timeout_s=10)[0].text == "still here"
+    assert connect("next").call(Ping("me too"), timeout_s=10)[0].text == "me too"
+
+
+def test_client_that_asks_and_vanishes_blocks_nobody(
+    server: Any, start: Start, store: TCPStore, connect: Connect
+) -> None:
+    store.queue_push(ask_key("echo"), msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16)))
+    store.queue_push(ask_key("echo"), "not an ask")
+    vanishing = start(vanishing_client)
+    assert vanishing.hear() == "asked"
+    vanishing.end()
+    began = time.monotonic()
+    connect().call(Ping("hello"), timeout_s=10)
+    assert time.monotonic() - began < 5
+
+
+def test_oversized_message_ends_only_the_channel_that_carried_it(server: Any, connect: Connect) -> None:
+    bystander, culprit = connect("bystander"), connect("culprit")
+    with pytest.raises(TransportError):
+        culprit.call(Ping("big"), torch.zeros(2**26 + 1, dtype=torch.uint8), timeout_s=10)
+    assert server.hear() == ("left", "culprit")
+    assert bystander.call(Ping("fine"), timeout_s=10)[0].text == "fine"
+    connect("culprit").call(Ping("again"), timeout_s=10)
+
+
+def test_message_that_cannot_be_read_ends_only_its_channel(
+    server: Any, connect: Connect, credentials: Credentials
+) -> None:
+    bystander, culprit = connect("bystander"), connect("culprit")
+    with pytest.raises(TransportError):
+        culprit.call({"type": "Nonsense"}, timeout_s=10)
+    assert server.hear() == ("left", "culprit")
+    bystander.call(Ping("fine"), timeout_s=10)
+
+
+def test_oversized_reply_is_refused_by_the_client(server: Any, credentials: Credentials) -> None:
+    connection = Connection(credentials, "echo", "small", Pong, limits=Limits(payload_bytes=1000))
+    with pytest.raises(TransportError, match="limit 1000"):
+        connection.call(Ping("big"), torch.zeros(1001, dtype=torch.uint8), timeout_s=10)
+    assert server.hear() == ("left", "small")
+    connection.close()
+
+
+def test_killed_server_fails_the_requests_in_flight_within_seconds(server: Any, connect: Connect) -> None:
+    connection = connect()
+    futures = [connection.submit(Ping("never", answer=False)) for _ in range(3)]
+    began = time.monotonic()
+    server.signal(signal.SIGKILL)
+    for future in futures:
+        with pytest.raises(TransportError):
+            future.result(10)
+    assert time.monotonic() - began < 5
+    with pytest.raises(TransportError, match="closed"):
+        connection.submit(Ping("more"))
+
+
+def test_passed_deadline_gives_the_channel_up_on_both_ends(server: Any, connect: Connect) -> None:
+    connection = connect("impatient")
+    with pytest.raises(TransportError, match="no reply to Ping within"):
+        connection.call(Ping("never", answer=False), timeout_s=0.2)
+    assert server.hear() == ("left", "impatient")
+    assert connection.closed
+
+
+def test_stopped_server_delays_a_close_by_its_deadline_only(server: Any, connect: Connect) -> None:
+    connection = connect()
+    connection.call(Ping("one"), timeout_s=10)
+    server.signal(signal.SIGSTOP)
+    try:
+        stuck = threading.Thread(target=_swallow, args=(connection,))
+        stuck.start()
+        began = time.monotonic()
+        connection.close()
+        stuck.join(10)
+        assert time.monotonic() - began < 15
+        assert not stuck.is_alive()
+        assert not connection._thread.is_alive()
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+def _swallow(connection: Connection) -> None:
+    try:
+        connection.call(Ping("big"), torch.zeros(2**24, dtype=torch.uint8), timeout_s=20)
+    except TransportError:
+        return
+
+
+def test_closing_server_says_goodbye_to_its_clients(server: Any, connect: Connect) -> None:
+    connection = connect()
+    future = connection.submit(Ping("never", answer=False))
+    server.tell("close")
+    with pytest.raises(TransportError, match="the service closed it"):
+        future.result(10)
+    assert server.hear() == ("left", "client")
+    assert server.hear() == "closed"
+
+
+def test_both_ends_may_close_at_once_from_many_threads(credentials: Credentials) -> None:
+    server = ChannelServer(credentials, "here", Ping, Echo())
+    connections = [Connection(credentials, "here", f"c{k}", Pong) for k in range(4)]
+    for connection in connections:
+        connection.call(Ping("hello"), timeout_s=10)
+    ends = [*(connection.close for connection in connections for _ in range(3)), server.close, server.close]
+    began = time.monotonic()
+    threads = [threading.Thread(target=end) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert time.monotonic() - began < 4, "somebody waited for a deadline"
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("serve-c", "replies-here"))]
+    assert left == []
+
+
+def test_requests_and_a_close_race_without_hanging_or_strange_errors(credentials: Credentials) -> None:
+    server = ChannelServer(credentials, "here", Ping, Echo())
+    try:
+        for _ in range(10):
+            connection = Connection(credentials, "here", "racer", Pong)
+            strange: list[BaseException] = []
+            threads = [threading.Thread(target=_call_until_closed, args=(connection, strange)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            connection.call(Ping("one"), timeout_s=10)
+            connection.close()
+            for thread in threads:
+                thread.join(10)
+                assert not thread.is_alive()
+            assert strange == []
+    finally:
+        server.close()
+
+
+def _call_until_closed(connection: Connection, strange: list[BaseException]) -> None:
+    try:
+        while True:
+            connection.call(Ping("more"), torch.zeros(5000, dtype=torch.uint8), timeout_s=10)
+    except TransportError as error:
+        if "no reply" in str(error):
+            strange.append(error)
+    except BaseException as error:  # noqa: BLE001 - what the test looks for
+        strange.append(error)
+
+
+def test_ask_after_the_close_is_not_served(credentials: Credentials) -> None:
+    server = ChannelServer(credentials, "here", Ping, Echo())
+    server.close()
+    server.close()
+    with pytest.raises(TransportError, match="here did not answer; is it running"):
+        Connection(Credentials(credentials.store, SECRET, 0.5), "here", "late", Pong)
+
+
+def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Credentials) -> None:
+    server = ChannelServer(credentials, "here", Ping, Echo(), max_clients=1)
+    try:
+        first = Connection(credentials, "here", "first", Pong)
+        with pytest.raises(TransportError, match="did not answer"):
+            Connection(Credentials(credentials.store, SECRET, 0.5), "here", "second", Pong)
+        serving = next(thread for _, thread in server._channels.values())
+        first.close()
+        serving.join(10)
+        Connection(credentials, "here", "third", Pong).close()
+    finally:
+        server.close()
+
+
+def test_no_keys_stay_in_the_store_after_the_first_answer(store: TCPStore, credentials: Credentials) -> None:
+    server = ChannelServer(credentials, "here", Ping, Echo())
+    before = set(store.list_keys())
+    connections = [Connection(credentials, "here", f"c{k}", Pong) for k in range(5)]
+    for connection in connections:
+        connection.call(Ping("hello"), timeout_s=10)
+    after = set(store.list_keys())
+    for connection in connections:
+        connection.close()
+    server.close()
+    assert {key for key in after - before if "queue" not in key} == set()

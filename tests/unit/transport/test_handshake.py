@@ -1,0 +1,87 @@
+"""Proofs of the job's secret: each is good for one side of one exchange with one service."""
+
+import itertools
+import threading
+from datetime import timedelta
+
+import msgspec
+import pytest
+from torch.distributed import TCPStore
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_for_channel, ask_key, prove
+
+SECRET = b"secret"
+ASK = Ask("0123", "ref-0/0", b"n" * 16)
+
+
+def test_proofs_differ_in_every_field() -> None:
+    proofs = [
+        prove(SECRET, "server", "controller", ASK, b"s" * 16),
+        prove(b"other", "server", "controller", ASK, b"s" * 16),
+        prove(SECRET, "client", "controller", ASK, b"s" * 16),
+        prove(SECRET, "server", "storage-0", ASK, b"s" * 16),
+        prove(SECRET, "server", "controller", msgspec.structs.replace(ASK, channel_id="0124"), b"s" * 16),
+        prove(SECRET, "server", "controller", msgspec.structs.replace(ASK, client="ref-0/1"), b"s" * 16),
+        prove(SECRET, "server", "controller", msgspec.structs.replace(ASK, nonce=b"m" * 16), b"s" * 16),
+        prove(SECRET, "server", "controller", ASK, b"t" * 16),
+    ]
+    for one, other in itertools.combinations(proofs, 2):
+        assert one != other
+
+
+def test_bytes_cannot_move_from_one_field_to_the_next() -> None:
+    one = prove(SECRET, "server", "ab", Ask("c", "d", b"n"), b"s")
+    assert one != prove(SECRET, "server", "a", Ask("bc", "d", b"n"), b"s")
+    assert one != prove(SECRET, "server", "ab", Ask("cd", "", b"n"), b"s")
+
+
+def test_proof_does_not_contain_the_secret() -> None:
+    assert SECRET not in prove(SECRET, "server", "controller", ASK, b"s" * 16)
+
+
+@pytest.fixture(name="store")
+def _store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def test_client_refuses_a_server_that_does_not_know_the_secret(store: TCPStore) -> None:
+    refused: list[str] = []
+    serving = threading.Thread(target=_serve_once, args=(store, b"wrong", refused))
+    serving.start()
+    with pytest.raises(TransportError, match="controller does not know the job's secret"):
+        ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0")
+    serving.join(timeout=10)
+    assert "vanished" in refused[0], "the client answered a server that it must not trust"
+
+
+def test_server_refuses_a_client_that_does_not_know_the_secret(store: TCPStore) -> None:
+    refused: list[str] = []
+    serving = threading.Thread(target=_serve_once, args=(store, SECRET, refused))
+    serving.start()
+    own = Credentials(store, SECRET).own_store()
+    own.queue_push(ask_key("controller"), msgspec.msgpack.encode(ASK))
+    own.get(f"channel/controller/{ASK.channel_id}/offer")
+    own.set(f"channel/controller/{ASK.channel_id}/answer", "guess")
+    serving.join(timeout=10)
+    assert "ref-0/0 does not know the job's secret" in refused[0]
+
+
+def test_handshake_leaves_no_key_in_the_store(store: TCPStore) -> None:
+    before = set(store.list_keys())
+    refused: list[str] = []
+    serving = threading.Thread(target=_serve_once, args=(store, SECRET, refused))
+    serving.start()
+    ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0")
+    serving.join(timeout=10)
+    assert refused == []
+    assert set(store.list_keys()) == before
+
+
+def _serve_once(store: TCPStore, secret: bytes, refused: list[str]) -> None:
+    own = Credentials(store, secret).own_store(2)
+    ask = msgspec.msgpack.decode(own.queue_pop(ask_key("controller")), type=Ask)
+    try:
+        accept_channel(own, secret, "controller", ask)
+    except TransportError as error:
+        refused.append(str(error))
