@@ -4,13 +4,14 @@
 
     {"name": "generate", "start": 1700000000.25, "end": 1700000001.5, "step": 3, "rows": 64}
 
-Times are unix seconds, taken from a monotonic clock that was aligned once at the start.
+Times are unix seconds, taken from a monotonic clock that was aligned once at the start. Spans named `wait ...` are
+idle time; at most one of them is open at a time.
 """
 
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,32 +27,40 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._offset = time.time() - time.monotonic()
-        self.busy_s = 0.0
-        """Seconds inside spans of work so far (spans named `wait ...` are not work)."""
-        self.waiting_s = 0.0
-        """Seconds inside spans named `wait ...` so far."""
+        self._waiting_s = 0.0
+        self._waiting_since: float | None = None
 
     def now(self) -> float:
         """Return unix time (s) on this timeline's clock."""
         return time.monotonic() + self._offset
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds inside spans named `wait ...` so far, the open one included."""
+        with self._lock:
+            open_s = 0.0 if self._waiting_since is None else self.now() - self._waiting_since
+            return self._waiting_s + open_s
+
     @contextmanager
     def span(self, name: str, **attributes: int | float | str) -> Iterator[None]:
         """Record the enclosed block."""
+        waits = name.startswith("wait")
         start = self.now()
+        if waits:
+            self._waiting_since = start
         try:
             yield
         finally:
-            self.record(name, start, self.now(), **attributes)
+            self._record(name, start, self.now(), attributes, waits=waits)
 
-    def record(self, name: str, start: float, end: float, **attributes: int | float | str) -> None:
-        """Record a block that was timed elsewhere with `now`."""
+    def _record(
+        self, name: str, start: float, end: float, attributes: Mapping[str, int | float | str], *, waits: bool
+    ) -> None:
         line = json.dumps({"name": name, "start": round(start, 6), "end": round(end, 6), **attributes})
         with self._lock:
-            if name.startswith("wait"):
-                self.waiting_s += end - start
-            else:
-                self.busy_s += end - start
+            if waits:
+                self._waiting_s += end - start
+                self._waiting_since = None
             self._lines.append(line)
             if len(self._lines) >= _FLUSH_EVERY:
                 self._write()

@@ -3,7 +3,7 @@
 `launcher.job` starts and kills gangs; what happens to them comes back as supervisor events. Nobody else touches their
 processes. Imports torch: only `launcher.job` imports it, after the config is accepted.
 
-    Gang.start -> thread: GangAgent.run -> fork server forks ranks -> GangStarted
+    Gang.start -> thread: GangAgent.run -> fork server forks ranks
                           polls every MONITOR_INTERVAL_S; all returned or one died -> GangExited
 """
 
@@ -12,7 +12,6 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from asyncflow.job import GangSpec
 from launcher.job_store import JobStore
-from launcher.supervisor import Event, GangExited, GangStarted
+from launcher.supervisor import Event, GangExited
 from launcher.worker_entry import LOG_VARIABLE, enter
 
 MONITOR_INTERVAL_S = 0.2
@@ -93,7 +92,6 @@ class Gang:
                 monitor_interval=MONITOR_INTERVAL_S,
             ),
             RankLogs(spec, self._run_dir),
-            on_start=lambda: self._events.put(GangStarted(spec.name)),
             killed=self._killed,
         )
         result = agent.run()
@@ -119,20 +117,11 @@ class GangAgent(LocalElasticAgent):
     The stock agent sends SIGTERM and waits 30 s; our workers ignore SIGTERM (a scheduler sends it to every process).
     """
 
-    def __init__(
-        self, spec: WorkerSpec, logs: "RankLogs", *, on_start: Callable[[], None], killed: threading.Event
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, logs: "RankLogs", *, killed: threading.Event) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
         self.failure: Failure | None = None
         self._logs = logs
-        self._on_start = on_start
         self._killed = killed
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.failure = None
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        self._on_start()
-        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.

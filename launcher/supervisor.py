@@ -20,6 +20,8 @@ SERVICES = frozenset({CONTROLLER, STORAGE})
 TRAINERS = frozenset({"actor", "critic"})
 EXIT_TIMEOUT_S = 10.0
 """How long processes may take to leave in phase `exit`, where nothing is saved any more (s)."""
+EARLY_EXIT_TIMEOUT_S = 3.0
+"""The same before all are at work: some may wait for the gang that failed, and would until their deadlines (s)."""
 
 DONE, FAILED, RESUMABLE = 0, 1, 75
 """Exit codes of the command; 75 is EX_TEMPFAIL of sysexits.h, which Slurm's `RequeueExit` can name."""
@@ -39,13 +41,6 @@ class Timer(StrEnum):
     START = "start"
     STOP = "stop"
     EXIT = "exit"
-
-
-@dataclass(frozen=True)
-class GangStarted:
-    """The processes of a gang exist."""
-
-    gang: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class DeadlinePassed:
     detail: str = ""
 
 
-Event = GangStarted | GangExited | AllReady | LastStepDone | StopRequested | DeadlinePassed
+Event = GangExited | AllReady | LastStepDone | StopRequested | DeadlinePassed
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,6 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._phase = Phase.RUN
         self._failures: list[GangExited] = []
-        self._any_started = False
         self._all_ready = False
         self._last_step_done = False
         self._stop_requested = False
@@ -153,8 +147,6 @@ class Supervisor:
         if self._finished:
             return []
         match event:
-            case GangStarted():
-                self._any_started = True
             case AllReady():
                 self._all_ready = True
             case LastStepDone():
@@ -174,7 +166,8 @@ class Supervisor:
         instructions: list[Instruction] = []
         if event.code != 0:
             self._failures.append(event)
-            instructions += self._enter(Phase.EXIT if is_service or gang.role in TRAINERS else Phase.STOP)
+            nobody_can_save = not self._all_ready or is_service or gang.role in TRAINERS
+            instructions += self._enter(Phase.EXIT if nobody_can_save else Phase.STOP)
         elif is_service and self._phase is not Phase.EXIT:
             self._failures.append(GangExited(event.gang, 1, "it left while the run was going on", 0, event.at))
             instructions += self._enter(Phase.EXIT)
@@ -186,9 +179,9 @@ class Supervisor:
 
     def _stop(self, count: int) -> list[Instruction]:
         self._stop_requested = True
-        if not self._any_started:
-            return [self._finish()]
-        return self._enter(Phase.STOP) if count == 1 else self._kill_and_finish()
+        if not self._all_ready or count > 1:  # before all are at work there is nothing to save
+            return self._kill_and_finish()
+        return self._enter(Phase.STOP)
 
     def _deadline(self, event: DeadlinePassed) -> list[Instruction]:
         match event.timer:
@@ -210,7 +203,8 @@ class Supervisor:
         self._phase = phase
         if phase is Phase.STOP:
             return [SetPhase(phase), Arm(Timer.STOP, self._stop_timeout_s)]
-        return [SetPhase(phase), Arm(Timer.EXIT, min(EXIT_TIMEOUT_S, self._stop_timeout_s))]
+        timeout_s = EXIT_TIMEOUT_S if self._all_ready else EARLY_EXIT_TIMEOUT_S
+        return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:
         return [*(KillGang(name) for name in self._left), self._finish(complaint)]

@@ -32,7 +32,7 @@ class Replica:
     @property
     def fetches(self) -> bool:
         """Whether this rank is the one that talks to the queue."""
-        return dist.get_rank(self._group) == 0
+        return self._group.rank() == 0
 
     def broadcast(self, item: _Item | None) -> _Item:
         """Give rank 0's item to every rank: lengths first, then one packed buffer (description and values).
@@ -57,7 +57,7 @@ class Replica:
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         on_device = tensor.to(self._device)
-        dist.broadcast(on_device, group=self._group, group_src=0)
+        self._group.broadcast([on_device]).wait()
         return on_device.cpu()
 
     @staticmethod

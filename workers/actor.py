@@ -6,6 +6,7 @@ next step -> rounds of (batch -> advantages -> micro-batches -> forward_backward
 
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -121,14 +122,11 @@ class Actor:
     def _train_step(self, step: int) -> StepRecord | None:
         record = StepRecord(step)
         self._context.report("waiting for rows", step=step)
-        waited_from = self._timeline.now()
-        for batch, _ in self._loader:
-            self._timeline.record("wait for rows", waited_from, self._timeline.now(), step=step)
+        rounds = iter(self._loader)
+        while (batch := self._next_round(rounds, step)) is not None:
             record.arrived()
             self._context.report("training", f"step {step}, {record.num_rows + len(batch)} answers", step=step)
             self._train_round(batch, record)
-            waited_from = self._timeline.now()
-        self._timeline.record("wait for rows", waited_from, self._timeline.now(), step=step)
         if self._loader.stopped:
             self._engine.zero_grad()
             return None
@@ -139,6 +137,11 @@ class Actor:
             record.stats = self._engine.step(record.scale)
         self._completed = step
         return record
+
+    def _next_round(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
+        with self._timeline.span("wait for rows", step=step):
+            batch, _ = next(rounds, (None, ()))
+        return batch
 
     def _train_round(self, batch: PackedBatch, record: StepRecord) -> None:
         size = self._config.actor.micro_batch_size

@@ -44,10 +44,10 @@ class Connection:
         self.service = service
         self._decoder = msgspec.msgpack.Decoder(replies | Refused)
         self._encoder = msgspec.msgpack.Encoder()
-        store = credentials.own_store()
-        channel_id = ask_for_channel(store, credentials.secret, service, client)
-        pair = pair_store(store, service, channel_id)
-        self._channel = Channel(pair, is_server=False, peer=service, limits=limits or Limits())
+        with credentials.borrowed_store() as store:
+            channel_id = ask_for_channel(store, credentials.secret, service, client)
+            pair = pair_store(store, service, channel_id)
+            self._channel = Channel(pair, is_server=False, peer=service, limits=limits or Limits())
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}

@@ -14,7 +14,9 @@ The secret itself is never written to the store, to argv or to a log. Keys are d
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
@@ -53,6 +55,7 @@ class Credentials:
     store: dist.TCPStore
     secret: bytes
     timeout_s: float = 60.0
+    _idle: list[dist.TCPStore] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def own_store(self, timeout_s: float | None = None) -> dist.TCPStore:
         """Return a store client of its own, since a blocked wait stalls other calls on the same client.
@@ -66,6 +69,22 @@ class Credentials:
             raise TransportError("the job store is gone, so the launcher is") from error
         store.set_timeout(timedelta(seconds=timeout_s or self.timeout_s))
         return store
+
+    @contextmanager
+    def borrowed_store(self) -> Iterator[dist.TCPStore]:
+        """Lend a store client that nobody else uses meanwhile; it is kept for the next borrower.
+
+        A fresh one costs a reverse DNS lookup in PyTorch, which takes seconds where the resolver does not answer.
+
+        Raises:
+            TransportError: the job store is gone.
+        """
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = self.own_store()
+        yield store
+        self._idle.append(store)  # not after an error: the client may be in the middle of an answer
 
 
 def ask_key(service: str) -> str:

@@ -121,7 +121,8 @@ class ChannelServer:
             self._closed = True
             channels = list(self._channels.values())
         try:
-            self._credentials.own_store().queue_push(ask_key(self._service), _CLOSE)
+            with self._credentials.borrowed_store() as store:
+                store.queue_push(ask_key(self._service), _CLOSE)
         except (TransportError, dist.DistError) as error:
             logger.debug("%s: %s", self._service, error)  # then the acceptor has noticed it too
         goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
@@ -162,10 +163,10 @@ class ChannelServer:
                 return
             self._greeting += 1
         try:
-            store = self._credentials.own_store()
-            pair = pair_store(store, self._service, ask.channel_id)
-            accept_channel(store, self._credentials.secret, self._service, ask)
-            channel = Channel(pair, is_server=True, peer=ask.client, limits=self._limits)
+            with self._credentials.borrowed_store() as store:
+                accept_channel(store, self._credentials.secret, self._service, ask)
+                pair = pair_store(store, self._service, ask.channel_id)
+                channel = Channel(pair, is_server=True, peer=ask.client, limits=self._limits)
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
             return
@@ -174,7 +175,7 @@ class ChannelServer:
                 self._greeting -= 1
         session = Session(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
-        thread = threading.Thread(target=self._serve, args=(channel, session, pair), name=name, daemon=True)
+        thread = threading.Thread(target=self._serve, args=(channel, session, ask.channel_id), name=name, daemon=True)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -183,7 +184,7 @@ class ChannelServer:
         if closed:
             channel.goodbye()
 
-    def _serve(self, channel: Channel, session: Session, pair: dist.Store) -> None:
+    def _serve(self, channel: Channel, session: Session, channel_id: str) -> None:
         met = False
         try:
             while True:
@@ -191,7 +192,7 @@ class ChannelServer:
                 if not met:
                     # Not before: a client that still reads the keys would not find its peer.
                     met = True
-                    _forget(pair)
+                    self._forget_keys(channel_id)
                 if frame.kind is FrameKind.GOODBYE:
                     break
                 self._run(Call(channel, frame.request_id, session, self._decoder.decode(meta), payload))
@@ -203,7 +204,7 @@ class ChannelServer:
             channel.abort()
         finally:
             if not met:
-                _forget(pair)
+                self._forget_keys(channel_id)
             with self._lock:
                 self._channels.pop(session.number, None)
             self._handler.disconnected(session)
@@ -217,8 +218,8 @@ class ChannelServer:
             logger.exception("%s: %s failed", self._service, type(call.message).__name__)
             call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
 
-
-def _forget(pair: dist.Store) -> None:
-    with contextlib.suppress(dist.DistError):
-        for key in pair.list_keys():
-            pair.delete_key(key)
+    def _forget_keys(self, channel_id: str) -> None:
+        with contextlib.suppress(TransportError, dist.DistError), self._credentials.borrowed_store() as store:
+            pair = pair_store(store, self._service, channel_id)
+            for key in pair.list_keys():
+                pair.delete_key(key)

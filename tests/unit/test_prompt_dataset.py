@@ -88,11 +88,12 @@ def test_missing_chat_template_is_refused() -> None:
 
 def test_chat_template_frames_the_prompt(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(MODEL_DIR)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    framed = "{% for m in messages %}{{ m['role'] | length }}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = framed + "{% if add_generation_prompt %}={% endif %}"
     tokenizer.save_pretrained(tmp_path)
     config = DataConfig(path="r", chat_template=True, system_prompt="7", prompt_template="{prompt}0", shuffle=False)
     prompt = PromptDataset(ROWS, config, model_dir=tmp_path, seed=0).prompt(1)
-    assert prompt.text == "s7u1+1=0="
+    assert prompt.text == "6741+1=0="
     assert prompt.tokens.numel() == len(prompt.text)
 
 

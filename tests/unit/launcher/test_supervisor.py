@@ -9,7 +9,6 @@ from launcher.supervisor import (
     DeadlinePassed,
     Finish,
     GangExited,
-    GangStarted,
     Instruction,
     KillGang,
     LastStepDone,
@@ -36,8 +35,6 @@ def new_run() -> Supervisor:
 
 def started_run() -> Supervisor:
     supervisor = new_run()
-    for name in NAMES:
-        assert supervisor.handle(GangStarted(name)) == []
     assert supervisor.handle(AllReady()) == []
     return supervisor
 
@@ -80,7 +77,16 @@ def test_stop_after_the_last_step_is_done() -> None:
 
 
 def test_stop_before_the_start_ends_at_once() -> None:
-    assert new_run().handle(StopRequested(1)) == [Finish(75, "stopped")]
+    """Nobody has anything to save yet, and some wait for others that would never come."""
+    assert new_run().handle(StopRequested(1)) == [*(KillGang(name) for name in NAMES), Finish(75, "stopped")]
+
+
+def test_failure_before_the_start_gives_the_others_little_time() -> None:
+    supervisor = new_run()
+    failure = GangExited("rollout-1", 1, "ConfigError: no such model", 0, 10.0)
+    assert supervisor.handle(failure) == [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 3.0)]
+    finish = supervisor.handle(DeadlinePassed(Timer.EXIT))[-1]
+    assert finish == Finish(1, "rollout rank 1 failed: ConfigError: no such model")
 
 
 def test_second_stop_kills_at_once() -> None:
@@ -169,8 +175,6 @@ def test_failure_outranks_a_requested_stop() -> None:
 
 def test_workers_that_never_start_are_killed_and_named() -> None:
     supervisor = new_run()
-    for name in NAMES:
-        supervisor.handle(GangStarted(name))
     *kills, finish = supervisor.handle(DeadlinePassed(Timer.START, "rollout-1 rank 0"))
     assert kills == [KillGang(name) for name in NAMES]
     assert finish == Finish(

@@ -96,7 +96,7 @@ def test_errors_and_wrong_results_name_the_function() -> None:
         return {"raise": 1 / len(answer) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]  # type: ignore[return-value]
 
     reward = UserReward(broken, name="m:broken", timeout_s=10)
-    with pytest.raises(AsyncFlowError, match="m:broken raised ZeroDivisionError: .* on response 'raise'"):
+    with pytest.raises(AsyncFlowError, match=r"m:broken raised ZeroDivisionError: .* on response 'raise'"):
         reward("", "raise", "")
     with pytest.raises(AsyncFlowError, match="m:broken returned nan"):
         reward("", "nan", "")

@@ -17,7 +17,9 @@ def test_exact_ignores_space_around() -> None:
     ("response", "reward"), [("12", 1.0), ("13", 0.25), ("1", 0.25), ("21", 0.0), ("", 0.0), ("123", 1 / 3)]
 )
 def test_digits_gives_partial_credit_by_place(response: str, reward: float) -> None:
-    assert digits_reward("5+7=", response, "12") == Score(pytest.approx(reward), response == "12")
+    score = digits_reward("5+7=", response, "12")
+    assert score.reward == pytest.approx(reward)
+    assert score.correct == (response == "12")
 
 
 @pytest.mark.parametrize(
