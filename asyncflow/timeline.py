@@ -8,7 +8,9 @@ Times are unix seconds, taken from a monotonic clock that was aligned once at th
 idle time; at most one of them is open at a time.
 """
 
+import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FLUSH_EVERY = 64
+
+logger = logging.getLogger(__name__)
 
 
 class Timeline:
@@ -73,12 +77,18 @@ class Timeline:
     def close(self) -> None:
         """Flush and close; idempotent."""
         with self._lock:
-            if not self._file.closed:
-                self._write()
-                self._file.close()
+            self._write()
+            self._file.close()
 
     def _write(self) -> None:
-        if self._lines:
-            self._file.write("\n".join(self._lines) + "\n")
+        """Write what is buffered; a full disk costs the spans, not the run."""
+        lines, self._lines = self._lines, []
+        if not lines or self._file.closed:
+            return
+        try:
+            self._file.write("\n".join(lines) + "\n")
             self._file.flush()
-            self._lines.clear()
+        except OSError as error:
+            logger.warning("timeline: %s; this process records no more spans", error)
+            with contextlib.suppress(OSError):
+                self._file.close()

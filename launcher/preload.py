@@ -31,6 +31,8 @@ def environment(*, threads: int) -> dict[str, str]:
     return {
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "GLOO_SOCKET_IFNAME": "lo",
+        # Each TCPStore client looks its peer's name up; with a slow resolver that costs seconds a connection.
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         "OMP_NUM_THREADS": str(threads),
         # numpy's OpenBLAS would start threads at import, and forking a process with threads is unsafe.
         "OPENBLAS_NUM_THREADS": "1",

@@ -1,4 +1,6 @@
-"""Packed batches: rows of variable-length columns without padding. What clients put and get.
+"""Packed batches: rows of variable-length columns without padding. What clients put and get, and workers compute on.
+
+Immutable by agreement: selections share memory with what they were taken from. Never padded, never on a device.
 
     rows 0, 1, 2 of column `responses`:   [5 6 7] [8] [9 9]
     Column.values  = [5 6 7 8 9 9]        one contiguous tensor
@@ -55,16 +57,29 @@ class Column:
         """Return one view [length] per row."""
         return tuple(torch.split(self.values, self.lengths.tolist()))
 
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest value of each row, [N] each; 0 for an empty row."""
+        row_V = torch.arange(len(self)).repeat_interleave(self.lengths)
+        low_N, high_N = (
+            self.values.new_zeros(len(self)).scatter_reduce(0, row_V, self.values, reduction, include_self=False)
+            for reduction in ("amin", "amax")
+        )
+        return low_N, high_N
+
     def texts(self) -> list[str]:
         """Return one string per row; only for text columns."""
         assert self.text, "texts() of a column that holds no text"
         return [bytes(row.numpy()).decode() for row in self.rows()]
 
     def select(self, positions: Sequence[int]) -> "Column":
-        """Return the rows at `positions`, in that order, copied."""
-        rows = self.rows()
+        """Return the rows at `positions`, in that order: a view for a range of neighbours, else a copy."""
         if not positions:
             return Column(self.values[:0], self.lengths[:0], self.text)
+        if isinstance(positions, range) and positions.step == 1:
+            lengths = self.lengths[positions.start : positions.stop]
+            start = int(self.lengths[: positions.start].sum())
+            return Column(self.values[start : start + int(lengths.sum())], lengths, self.text)
+        rows = self.rows()
         return Column(torch.cat([rows[i] for i in positions]), self.lengths[torch.tensor(positions)], self.text)
 
 

@@ -119,9 +119,10 @@ class ControllerService:
     def disconnected(self, session: Session) -> None:
         """A client's leases return, except a trainer's."""
         with self._lock:
+            answers = self._sort(self._state.handle(OwnerGone(_owner(session))))
             for request in [number for number, call in self._calls.items() if call.session == session]:
-                del self._calls[request]
-        self._apply(OwnerGone(_owner(session)))
+                del self._calls[request]  # it would keep the channel alive
+        self._send(answers)
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `CONTROLLER_REQUESTS`; fetches may be answered later."""

@@ -23,6 +23,8 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
+_ABORT_TIMEOUT_S = 5.0
+
 
 class WeightReceiver:
     """Receives every version that the trainer sends and keeps the newest complete one on the host."""
@@ -97,7 +99,7 @@ class WeightReceiver:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abort()
-            self._thread.join(timeout_s)
+            self._thread.join(_ABORT_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

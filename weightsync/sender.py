@@ -25,6 +25,10 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
+_ABORT_TIMEOUT_S = 5.0
+_LOOK_S = 0.5
+"""How often a wait looks at its stop event (s)."""
+
 
 class Shard(Protocol):
     """One piece of a parameter that this rank holds; `workers.engines.base.LocalShard` is one."""
@@ -74,13 +78,16 @@ class WeightSender:
         """Bytes that this rank sends for one version, to each receiver."""
         return sum(buffer.numel() for buffer in self._buffers)
 
-    def publish(self, version: Version, shards: Iterable[Shard], *, timeout_s: float) -> float:
+    def publish(
+        self, version: Version, shards: Iterable[Shard], *, timeout_s: float, stop: threading.Event | None = None
+    ) -> float:
         """Copy the weights and start sending them; returns the seconds that the trainer was held up.
 
         Args:
             version: of these weights.
             shards: this rank's pieces, as described in the plan.
             timeout_s: deadline for the previous transfer to end.
+            stop: ends that wait early.
 
         Raises:
             WeightSyncError: the previous transfer failed or did not end in time, or the sender is closed.
@@ -88,7 +95,7 @@ class WeightSender:
         began = time.monotonic()
         if self._closed:
             raise WeightSyncError(f"weights of step {version.step}: the sender is closed")
-        self.wait(timeout_s)
+        self.wait(timeout_s, stop=stop)
         flat = {(shard.name, shard.start): shard.values for shard in shards}
         for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
             values = values_of(buffer, self._dtype)
@@ -100,14 +107,18 @@ class WeightSender:
         self._jobs.put(version)
         return time.monotonic() - began
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
         """Wait until the last version has left.
 
         Raises:
-            WeightSyncError: it failed, or did not end in time.
+            WeightSyncError: it failed, did not end in time, or had not ended when `stop` was set.
         """
-        if not self._idle.wait(timeout_s):
-            raise WeightSyncError(f"weights: the last version did not reach all receivers within {timeout_s:g} s")
+        deadline = time.monotonic() + timeout_s
+        while not self._idle.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if stop is not None and stop.is_set():
+                raise WeightSyncError("weights: the last version had not reached all receivers when the stop came")
+            if time.monotonic() >= deadline:
+                raise WeightSyncError(f"weights: the last version did not reach all receivers within {timeout_s:g} s")
         if self._error is not None:
             raise WeightSyncError(f"weights: broadcast failed, a receiver is gone ({self._error})") from self._error
 
@@ -122,7 +133,7 @@ class WeightSender:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             abort_group(self._group)
-            self._thread.join(timeout_s)
+            self._thread.join(_ABORT_TIMEOUT_S)
 
     def _run(self) -> None:
         while self._error is None:

@@ -205,9 +205,9 @@ class ChannelServer:
         finally:
             if not met:
                 self._forget_keys(channel_id)
+            self._handler.disconnected(session)
             with self._lock:
                 self._channels.pop(session.number, None)
-            self._handler.disconnected(session)
 
     def _run(self, call: Call) -> None:
         try:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+# PyTorch looks up the name of every peer of a TCPStore; a resolver that does not answer would cost 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).parent))  # children import `peers` by name
 
 import peers

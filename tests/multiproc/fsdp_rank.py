@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.base import Sequences
@@ -66,7 +67,9 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
         dcp.save(engine.state_dict(), checkpoint_id=root / f"checkpoint-{num_ranks}")
     norms.append(update(engine, 4, rank, num_ranks))
     (root / f"norms-{mode}-{num_ranks}-{rank}.json").write_text(json.dumps(norms))
-    shards = [(shard.name, shard.shape, shard.start, shard.values.clone()) for shard in engine.shards()]
+    with CommDebugMode() as collectives:
+        shards = [(shard.name, shard.shape, shard.start, shard.values.clone()) for shard in engine.shards()]
+    assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     torch.save(shards, root / f"shards-{mode}-{num_ranks}-{rank}.pt")
     engine.export_hf(root / f"export-{mode}-{num_ranks}")
 

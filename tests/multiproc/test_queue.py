@@ -182,6 +182,7 @@ def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> N
     queue(DOUBLE)
     client = connect()
     put_source(client, range(2))
+    assert client.stats().live_rows == 2
     client._connections["controller"].close()
     client._connections["storage-0"].close()
     assert client.get(client.fetch("double", num_rows=2), ["x"])["x"].values.tolist() == [0, 0]

@@ -30,6 +30,24 @@ def test_select_takes_rows_in_the_order_asked(rows: list[list[int]], data: st.Da
     assert selected.values.dtype == torch.int64
 
 
+@given(rows=ROWS, data=st.data())
+def test_range_of_neighbours_is_a_view(rows: list[list[int]], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    column = Column.of_rows(tensors(rows))
+    selected = column.select(range(start, stop))
+    assert [row.tolist() for row in selected.rows()] == rows[start:stop]
+    if selected.values.numel():
+        assert selected.values.untyped_storage().data_ptr() == column.values.untyped_storage().data_ptr()
+
+
+@given(rows=ROWS)
+def test_extremes_are_those_of_each_row(rows: list[list[int]]) -> None:
+    low, high = Column.of_rows(tensors(rows)).extremes()
+    assert low.tolist() == [min(row, default=0) for row in rows]
+    assert high.tolist() == [max(row, default=0) for row in rows]
+
+
 @given(texts=st.lists(st.text(), min_size=1, max_size=6))
 def test_texts_come_back(texts: list[str]) -> None:
     assert Column.of_texts(texts).texts() == texts

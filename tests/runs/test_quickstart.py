@@ -1,0 +1,104 @@
+"""The main job, as a user runs it: one command, then a look at the run directory."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from . import command
+
+METRICS = {
+    "step", "lineage", "time_s", "step_time_s", "reward_mean", "reward_std", "accuracy", "response_tokens_mean",
+    "response_tokens_std", "samples", "train_tokens", "train_tokens_per_s", "train_tokens_per_s_per_device", "loss",
+    "kl", "entropy", "grad_norm", "lr", "staleness_mean", "staleness_max", "sync_exposed_s", "sync_bytes",
+    "first_micro_batch_wait_s", "idle_fraction",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of the packaged quickstart from an empty directory, watched while it goes on."""
+    cwd = tmp_path_factory.mktemp("anywhere")
+    run_dir = cwd / "run"
+    with command.started("--run-dir", "run", cwd=cwd) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 2, "the second step")
+        family = [psutil.Process(process.pid), *command.descendants(process.pid)]
+        listening = [
+            connection.laddr.ip
+            for one in family
+            for connection in one.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        out, err = process.communicate(timeout=command.DEADLINE_S)
+        assert process.returncode == 0, err
+        assert listening
+        assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        command.wait_until(lambda: not any(one.is_running() for one in family), "the end of all processes")
+    (cwd / "out.txt").write_text(out)
+    return run_dir
+
+
+def test_grpo_makes_the_model_near_perfect(quickstart: Path) -> None:
+    accuracy = [line["accuracy"] for line in command.lines(quickstart / "metrics.jsonl")]
+    assert accuracy[0] < 0.5
+    assert max(accuracy[:60]) >= 0.95
+    assert sum(accuracy[-5:]) / 5 >= 0.95
+
+
+def test_every_step_has_a_metrics_line_and_a_plain_line_of_output(quickstart: Path) -> None:
+    metrics = command.lines(quickstart / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 61))
+    assert set(metrics[-1]) >= METRICS
+    assert set(metrics[-1]["idle_fraction"]) == {"actor", "rollout", "ref"}
+    assert all(line["samples"] == 512 and line["staleness_max"] <= 1 for line in metrics)
+    out = (quickstart.parent / "out.txt").read_text()
+    assert "step 60/60" in out
+    assert "\x1b" not in out
+
+
+def test_every_group_is_trained_once_in_its_step(quickstart: Path) -> None:
+    command.check_ledger(quickstart, groups_per_step=32, last=60)
+    ledger = command.lines(quickstart / "ledger.jsonl")
+    assert all(0 <= line["staleness"] <= 1 for line in ledger)
+    # 100 prompts: group 100 starts the second epoch in the middle of step 4
+    assert [line["epoch"] for line in ledger if line["group"] in (99, 100, 200)] == [0, 1, 2]
+
+
+def test_streaming_trains_before_the_steps_last_sample_exists(quickstart: Path) -> None:
+    trained = [s for s in command.lines(quickstart / "timeline" / "actor-0.jsonl") if s["name"] == "forward_backward"]
+    generated = [
+        span
+        for file in (quickstart / "timeline").glob("rollout-*.jsonl")
+        for span in command.lines(file)
+        if span["name"] == "generate"
+    ]
+    first_trained = {step: min(s["start"] for s in trained if s["step"] == step) for step in range(1, 61)}
+    last_generated = {step: max(s["end"] for s in generated if s["step"] == step) for step in range(1, 61)}
+    assert any(first_trained[step] < last_generated[step] for step in first_trained)
+
+
+def test_run_directory_is_complete(quickstart: Path) -> None:
+    names = {path.name for path in quickstart.iterdir()}
+    wanted = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "logs", "timeline", "samples", "checkpoints"}
+    assert names == wanted  # job.json, which holds the secret, is gone
+    assert yaml.safe_load((quickstart / "config.yaml").read_text())["schedule"]["max_staleness"] == 1
+    assert {path.name for path in (quickstart / "logs").iterdir()} >= {"actor", "rollout", "ref", "storage"}
+    samples = command.lines(quickstart / "samples" / "rollout-0.jsonl")
+    assert {"prompt", "response", "answer", "reward", "correct", "step", "version"} <= set(samples[0])
+
+
+def test_exported_checkpoint_loads_in_transformers_and_answers(quickstart: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = quickstart / "checkpoints" / "step_000060" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    prompt = tokenizer("3+5=", return_tensors="pt", add_special_tokens=False)
+    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "8"
+
+
+def test_old_checkpoints_are_removed(quickstart: Path) -> None:
+    assert sorted(os.listdir(quickstart / "checkpoints")) == ["step_000040", "step_000060"]

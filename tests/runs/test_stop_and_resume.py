@@ -1,0 +1,95 @@
+"""A run ends in every way that users end runs, and goes on where it was."""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from . import command
+
+SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0")
+DETERMINISTIC = (
+    *SMALL, "--roles", "rollout:1,actor:1,ref:1", "--set", "schedule.mode=sync", "--set", "rollout.samples_per_step=0",
+)  # fmt: skip
+
+
+def test_resume_continues_optimizer_cursor_and_metrics(tmp_path: Path) -> None:
+    whole = command.run("--run-dir", "whole", "--steps", "8", *DETERMINISTIC, cwd=tmp_path)
+    first = command.run("--run-dir", "parts", "--steps", "4", *DETERMINISTIC, cwd=tmp_path)
+    second = command.run("--resume", "latest", "--run-dir", "parts", "--steps", "8", cwd=tmp_path)
+    assert (whole.returncode, first.returncode, second.returncode) == (0, 0, 0), second.stderr
+    expected = command.lines(tmp_path / "whole" / "metrics.jsonl")
+    resumed = command.lines(tmp_path / "parts" / "metrics.jsonl")
+    assert [line["step"] for line in resumed] == list(range(1, 9))
+    assert [line["lineage"] for line in resumed] == [0] * 4 + [1] * 4
+    for one, other in zip(expected, resumed, strict=True):
+        assert math.isclose(one["reward_mean"], other["reward_mean"], rel_tol=1e-6)
+        assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
+    command.check_ledger(tmp_path / "parts", groups_per_step=8, last=8)
+
+
+def test_other_numbers_of_ranks_may_resume(tmp_path: Path) -> None:
+    first = command.run("--run-dir", "run", "--steps", "3", "--roles", "rollout:2,actor:2,ref:1", *SMALL, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    roles = ("--roles", "rollout:1,actor:1", "--set", "tq.num_storage_units=3")
+    second = command.run("--resume", "run", "--steps", "6", *roles, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_stop_signal_saves_the_last_step_and_exits_75_within_10_s(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 3, "step 3")
+        family = command.descendants(process.pid)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+        assert process.returncode == 75, err
+        assert "--resume" in out
+        command.wait_until(lambda: not any(one.is_running() for one in family), "the end of all processes")
+    last = command.last_step(run_dir)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{last:06d}"]
+    assert not (run_dir / "job.json").exists()
+    resumed = command.run("--resume", "latest", "--run-dir", "run", "--steps", str(last + 2), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    command.check_ledger(run_dir, groups_per_step=8, last=last + 2)
+
+
+def test_kill_of_the_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(tmp_path / "run") >= 2, "step 2")
+        family = command.descendants(process.pid)
+        process.kill()
+        command.wait_until(lambda: not any(one.is_running() for one in family), "the end of workers", deadline_s=10)
+    command.wait_until(lambda: set(os.listdir("/dev/shm")) <= before, "the end of shared memory", deadline_s=10)
+
+
+@pytest.mark.parametrize("role", ["rollout-1", "ref-0", "actor", "storage-0", "controller"])
+def test_killed_worker_ends_the_run_and_is_named(tmp_path: Path, role: str) -> None:
+    run_dir = tmp_path / "run"
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
+        victims = [one for one in command.descendants(process.pid) if _gang_of(one.pid, run_dir) == role]
+        assert len(victims) == 1
+        command.kill(victims[0])
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert role.split("-")[0] in err.splitlines()[-1]
+        assert "SIGKILL" in err.splitlines()[-1]
+    command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
+
+
+def _gang_of(pid: int, run_dir: Path) -> str:
+    """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
+    try:
+        targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return ""
+    for target in targets:
+        if target.startswith(str(run_dir / "timeline")):
+            return Path(target).stem.rpartition("-")[0]
+    return ""
