@@ -12,6 +12,8 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 
 FILE_NAME = "job.json"
+ERROR_PREFIX = "error:"
+"""Begins the store key `left/GANG/RANK` of a rank that failed; the error follows."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def run_quickstart(directory: Path, *arguments: str, watch_memory: bool = False)
     total_s = time.monotonic() - began
     if process.returncode != 0:
         raise SystemExit(f"{COMMAND.name} ended with {process.returncode}: {process.stderr and process.stderr.read()}")
+    first_step_s = first_step_s or total_s  # the last look came before the first step
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     accuracy = statistics.mean(step["accuracy"] for step in steps[-5:])
     return Run(first_step_s, total_s, accuracy, peak / 1e9)

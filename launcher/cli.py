@@ -1,19 +1,20 @@
 """`asyncflow-launch`: check everything, then start the run. No torch before the configuration is accepted.
 
-Imports of AsyncFlow's own modules are inside functions, so that `--help` answers at once.
+Imports of AsyncFlow's own modules, but for the errors, are inside functions, so that `--help` answers at once.
 """
 
 import sys
 import time
-from pathlib import Path
 
 import click
+
+from launcher.exits import OneLineCommand, errors_as_exits, prepare_streams
 
 EPILOG = """Without CONFIG the packaged quickstart runs, or with --resume the run's own configuration.
 Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped and resumable."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 @click.argument("config", required=False)
 @click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2.")
 @click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
@@ -36,7 +37,7 @@ def launch(
 ) -> None:
     """Train a language model with asynchronous RL from CONFIG, a YAML file or the name of a packaged recipe."""
     started_at = time.time()
-    from launcher.exits import errors_as_exits
+    prepare_streams()
     from launcher.request import Request
 
     with errors_as_exits():
@@ -44,7 +45,7 @@ def launch(
             config=config,
             roles=roles,
             overrides=overrides,
-            run_dir=Path(run_dir).expanduser() if run_dir is not None else None,
+            run_dir=run_dir,
             resume=resume,
             steps=steps,
         )

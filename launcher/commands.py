@@ -5,16 +5,16 @@ from typing import Literal
 
 import click
 
-from launcher.exits import errors_as_exits
+from launcher.exits import OneLineCommand, OneLineGroup, errors_as_exits
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="asyncflow-rl")
 def main() -> None:
     """Tools around AsyncFlow runs; `asyncflow-launch` starts them."""
 
 
-@main.command("import-gguf")
+@main.command("import-gguf", cls=OneLineCommand)
 @click.argument("source")
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the saved weights.")

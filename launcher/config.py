@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from launcher.config_errors import Origins, explain
+from launcher.paths import user_path
 from launcher.roles import check_roles, parse_roles
 from launcher.yaml_file import parse_value, read_yaml
 from workers.config import RunConfig
@@ -126,9 +127,8 @@ def _absolute(config: RunConfig, name: str, beside: Path, *, first_cwd: bool) ->
     """Find a relative path beside the config file, else in the working directory; the other way round for `--set`."""
     section, field = name.split(".")
     text: str = getattr(getattr(config, section), field)
-    path = Path(text).expanduser()
     places = [Path.cwd(), beside] if first_cwd else [beside, Path.cwd()]
-    candidates = list(dict.fromkeys((place / path).resolve() for place in places))
+    candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:
         if candidate.exists():
             return candidate

@@ -7,11 +7,13 @@ processes. Imports torch: only `launcher.job` imports it, after the config is ac
                           polls every MONITOR_INTERVAL_S; all returned or one died -> GangExited
 """
 
+import functools
 import json
 import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,7 +26,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from asyncflow.job import GangSpec
+from asyncflow.job import ERROR_PREFIX, GangSpec
+from launcher import preload
 from launcher.job_store import JobStore
 from launcher.supervisor import Event, GangExited
 from launcher.worker_entry import LOG_VARIABLE, enter
@@ -93,6 +96,7 @@ class Gang:
             ),
             RankLogs(spec, self._run_dir),
             killed=self._killed,
+            last_words=functools.partial(self._store.left, spec.name),
         )
         result = agent.run()
         if result is not None and result.state is WorkerState.SUCCEEDED:
@@ -117,11 +121,19 @@ class GangAgent(LocalElasticAgent):
     The stock agent sends SIGTERM and waits 30 s; our workers ignore SIGTERM (a scheduler sends it to every process).
     """
 
-    def __init__(self, spec: WorkerSpec, logs: "RankLogs", *, killed: threading.Event) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: "RankLogs",
+        *,
+        killed: threading.Event,
+        last_words: Callable[[int], str | None],
+    ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
         self.failure: Failure | None = None
         self._logs = logs
         self._killed = killed
+        self._last_words = last_words
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
@@ -153,6 +165,13 @@ class GangAgent(LocalElasticAgent):
             return Failure(rank, code, *recorded)
         if code < 0:
             return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
+        if not preload.is_running():
+            return Failure(
+                rank, code or 1, "the fork server died, and with it every worker; see logs/launcher.log", time.time()
+            )
+        words = self._last_words(rank) or ""
+        if words.startswith(ERROR_PREFIX):  # the disk is full, so it could not record them
+            return Failure(rank, code or 1, " ".join(words.removeprefix(ERROR_PREFIX).split()), time.time())
         return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
 
     def _processes(self) -> list[BaseProcess]:

@@ -18,11 +18,9 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import click
-
-from asyncflow.job import FILE_NAME, GangSpec, Job
+from asyncflow.job import ERROR_PREFIX, FILE_NAME, GangSpec, Job
 from launcher import preload
-from launcher.progress import MetricsTail, Progress, Status, final_lines
+from launcher.progress import MetricsTail, Progress, Status, final_lines, print_line
 from launcher.supervisor import (
     FAILED,
     SERVICES,
@@ -123,7 +121,7 @@ def _say_how_it_ended(finish: Finish, run_dir: Path, *, step: int, job: Job) -> 
         resumable=any((run_dir / "checkpoints").glob("step_*")),
     )
     for line in lines:
-        click.echo(line, err=finish.code == FAILED)
+        print_line(line, err=finish.code == FAILED)
 
 
 class _Run:
@@ -200,6 +198,8 @@ class _Run:
 
     def _take(self, event: Event) -> Finish | None:
         logger.info("event: %s", event)
+        if isinstance(event, StopRequested):
+            self._show()  # whether there is something to save may be news of the last half second
         if isinstance(event, GangExited):
             self._gone.add(event.gang)
             if self._store.is_done():
@@ -230,12 +230,13 @@ class _Run:
     def _show(self) -> None:
         """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
         self._statuses = self._store.statuses(self._ranks)
-        if not self._all_ready and not self._missing():
+        finished_steps = self._tail.read()
+        if not self._all_ready and (finished_steps or not self._missing()):
             self._all_ready = True
             self._supervisor.handle(AllReady())
             if not self._gone:
                 self._progress.ready(len(self._ranks))
-        for metrics in self._tail.read():
+        for metrics in finished_steps:
             self._progress.step(metrics)
         self._progress.update(self._statuses)
 
@@ -261,10 +262,10 @@ class _Run:
             if name in self._gone:
                 continue
             words = {rank: self._store.left(name, rank) for rank in range(gang.num_ranks)}
-            failed = [rank for rank, word in words.items() if word is not None and word.startswith("error:")]
+            failed = [rank for rank, word in words.items() if word is not None and word.startswith(ERROR_PREFIX)]
             vanished = [rank for rank, word in words.items() if word is None and self._has_vanished(name, rank)]
             if failed:
-                error = (words[failed[0]] or "").removeprefix("error:").strip()
+                error = (words[failed[0]] or "").removeprefix(ERROR_PREFIX).strip()
                 exits.append(GangExited(name, 1, error, failed[0], time.time()))
             elif vanished:
                 exits.append(GangExited(name, 1, "its process is gone", vanished[0], time.time()))
@@ -289,7 +290,10 @@ class _Run:
 
 @contextlib.contextmanager
 def _stop_signals(events: "SimpleQueue[Event]") -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGUSR1 into `StopRequested`; only a repeated Ctrl-C counts beyond the first."""
+    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGHUP into `StopRequested`; only a repeated Ctrl-C counts beyond the first.
+
+    SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -304,7 +308,10 @@ def _stop_signals(events: "SimpleQueue[Event]") -> Iterator[None]:
             last_at = now
             events.put(StopRequested(count))  # SimpleQueue.put may be interrupted by itself
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, request) for number in numbers}
     try:
         yield
     finally:

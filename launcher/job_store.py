@@ -3,8 +3,8 @@
     phase              run | stop | exit                                        launcher -> workers
     status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
-    left/GANG/RANK     set at exit by ranks of external gangs; a value that      worker -> launcher
-                       starts with `error:` carries the failure
+    left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
+                       `error:` carries the failure
     gang/NAME/attemptN/...   the elastic agent's own keys
 
 Imports torch: only `launcher.job` imports it, after the config is accepted. One client per thread: a blocked call
@@ -56,7 +56,7 @@ class JobStore:
         return bool(self._store.check(["done"]))
 
     def left(self, gang: str, rank: int) -> str | None:
-        """Return what a rank of an external gang said when it left; None while it has not."""
+        """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
         key = f"left/{gang}/{rank}"
         return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
 

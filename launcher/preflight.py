@@ -42,16 +42,20 @@ def check_run(config: RunConfig) -> Preflight:
     """
     from workers.data import read_prompt_rows
     from workers.model_files import check_model_dir
+    from workers.prompt_check import check_prompts
     from workers.rewards.load import check_reward
 
     tasks = _place_tasks(config)
     check_batch_sizes(config)
+    _check_clients(config)
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
     check_model_dir(Path(config.model.path))
-    num_prompts = len(read_prompt_rows(Path(config.data.path), config.data))
-    return Preflight(config, devices, gangs, tasks, num_prompts, count_parameters(Path(config.model.path)))
+    _check_positions(config)
+    rows = read_prompt_rows(Path(config.data.path), config.data)
+    check_prompts(rows, config.data, model_dir=Path(config.model.path))
+    return Preflight(config, devices, gangs, tasks, len(rows), count_parameters(Path(config.model.path)))
 
 
 def count_parameters(model_dir: Path) -> int:
@@ -66,6 +70,35 @@ def count_parameters(model_dir: Path) -> int:
     for file in sorted(model_dir.glob("*.safetensors")):
         tensors.update(read_safetensors_header(file))
     return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+
+
+def _check_positions(config: RunConfig) -> None:
+    """Refuse sequences that are longer than the model's positions: its answers there would be noise, or an error."""
+    from workers.model_files import max_positions
+
+    limit = max_positions(Path(config.model.path))
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if limit is None or prompt + response <= limit:
+        return
+    if response >= limit:
+        raise ConfigError(
+            f"rollout.max_response_tokens: {response} leave no room for a prompt, the model has {limit} positions "
+            f"(max_position_embeddings); set it below {limit}"
+        )
+    raise ConfigError(
+        f"data.max_prompt_tokens: {prompt} and rollout.max_response_tokens {response} together are more than the "
+        f"model's {limit} positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
+    )
+
+
+def _check_clients(config: RunConfig) -> None:
+    """Refuse more processes than one service of the queue takes; also far more than anybody means."""
+    processes = sum(config.roles.values()) + config.tq.num_storage_units
+    if processes > config.tq.max_clients:
+        raise ConfigError(
+            f"roles: {processes} processes (with tq.num_storage_units {config.tq.num_storage_units}) are more than a "
+            f"queue service takes (tq.max_clients {config.tq.max_clients}); launch fewer, or raise tq.max_clients"
+        )
 
 
 def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:

@@ -63,6 +63,17 @@ def start(log_file: Path) -> int:
     return int(_forkserver._forkserver_pid)
 
 
+def is_running() -> bool:
+    """Return whether the fork server lives; it is not reaped here, `multiprocessing` does that."""
+    pid = _forkserver._forkserver_pid
+    if pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
 def stop() -> None:
     """End the fork server, and with it whatever workers are left; idempotent."""
     pid = _forkserver._forkserver_pid

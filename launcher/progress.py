@@ -1,16 +1,21 @@
-"""Shows how a run goes: a live table in a terminal, plain lines elsewhere. Torch-free.
+"""Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
 
 `launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, the
 lower half reads `metrics.jsonl` and writes to the terminal. It and the command line are the only code that prints.
 """
 
 import json
+import logging
+import os
+import shlex
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console, Group
@@ -29,6 +34,8 @@ VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd"})
 ROLE_ORDER = ("rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "controller", "storage")
 
 Metrics = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,9 @@ def final_lines(
     lines = [f"run directory: {run_dir}"]
     progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
     if code != DONE and resumable:
-        lines.append(f"resume with: asyncflow-launch --resume {run_dir}")
+        lines.append(f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}")
+    if code == RESUMABLE and not resumable:
+        lines.append("there is no checkpoint yet: start it again instead of resuming it")
     if code == FAILED:
         lines += [f"logs: {run_dir / 'logs'}", f"failed ({progress}): {message}"]
     elif code == RESUMABLE:
@@ -209,14 +218,16 @@ class Progress:
         self._live: Live | None = None
 
     def __enter__(self) -> "Progress":
-        if self._console.is_terminal:
-            self._live = Live(self._render(), console=self._console, auto_refresh=False)
+        # A dumb terminal cannot move its cursor: rich would show nothing there until the end.
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self._render(), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            with _even_if_closed(self._console.file):
+                self._live.stop()
 
     @property
     def last_finished_step(self) -> int:
@@ -230,8 +241,7 @@ class Progress:
     def step(self, metrics: Metrics) -> None:
         """A step was finished."""
         self._metrics = metrics
-        if self._live is None:
-            self._say(step_line(metrics, self._last_step))
+        self._say(step_line(metrics, self._last_step))
 
     def note(self, text: str) -> None:
         """Something the user should know now, e.g. that a stop is under way."""
@@ -243,13 +253,15 @@ class Progress:
         """Show what the ranks say; about twice a second."""
         self._statuses = statuses
         if self._live is not None:
-            self._live.update(self._render(), refresh=True)
+            with _even_if_closed(self._console.file):
+                self._live.update(self._render(), refresh=True)
 
     def _say(self, text: str) -> None:
         if self._live is not None:
-            self._live.console.print(text, markup=False)
+            with _even_if_closed(self._console.file):
+                self._live.console.print(text, markup=False, soft_wrap=True)
         else:
-            click.echo(text)
+            print_line(text)
 
     def _render(self) -> Group:
         now = time.time()
@@ -258,3 +270,21 @@ class Progress:
             table.add_row(Text(role, style="bold"), Text(count), Text(activity), Text(version, style="cyan"))
         lines: list[Text | Table] = [Text(headline(self._metrics, self._last_step, now - self._started_at)), table]
         return Group(*lines, *([Text(self._note, style="yellow")] if self._note else []))
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Print to stdout or stderr, also when nobody reads there any more."""
+    with _even_if_closed(sys.stderr if err else sys.stdout):
+        click.echo(text, err=err)
+
+
+@contextmanager
+def _even_if_closed(stream: IO[str]) -> Iterator[None]:
+    """Go on when the terminal or pipe behind `stream` is closed: from then on its text goes nowhere."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("nobody reads the output any more (%s); the run goes on without", error)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from launcher.paths import user_path
 
 QUICKSTART = "quickstart"
 
@@ -22,9 +23,10 @@ def find_recipe(source: str | None) -> Path:
         if QUICKSTART not in recipes:
             raise ConfigError("CONFIG: the packaged quickstart.yaml is missing; reinstall asyncflow-rl or name a file")
         return recipes[QUICKSTART]
-    path = Path(source).expanduser()
+    path = user_path(source, "CONFIG")
     if path.exists():
-        return path.resolve()
+        return _checked(path)
+    path = Path(source)
     name = path.name.removesuffix(".yaml").removesuffix(".yml")
     if name in recipes and path.parent in (Path(), Path("configs")):
         return recipes[name]
@@ -38,3 +40,11 @@ def packaged_recipes() -> dict[str, Path]:
     import configs
 
     return {file.stem: file for root in configs.__path__ for file in sorted(Path(root).glob("*.yaml"))}
+
+
+def _checked(path: Path) -> Path:
+    if path.is_dir():
+        raise ConfigError(f"CONFIG: {path} is a directory; give a YAML file")
+    if not path.is_file():
+        raise ConfigError(f"CONFIG: {path} is not a regular file, and a run has to read it again; save it as a file")
+    return path

@@ -11,10 +11,19 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.dry_run import describe
+from launcher.paths import user_path
 from launcher.preflight import Preflight, check_run
 from launcher.recipes import find_recipe
 from launcher.resume import Checkpoint, check_resume, find_checkpoint, rewind_run
-from launcher.rundir import CONFIG_FILE, check_new_run_dir, check_writable, create_run_dir, default_run_dir
+from launcher.rundir import (
+    CONFIG_FILE,
+    check_new_run_dir,
+    check_writable,
+    create_run_dir,
+    default_run_dir,
+    held_run_dir,
+    rewrite_run_dir,
+)
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,14 @@ class Accepted:
         run_dir: absolute.
         checked: what the configuration resolves to.
         checkpoint: to continue from, or None for a new run.
+        default_run_dir: whether the user left the directory to us.
     """
 
     source: Path
     run_dir: Path
     checked: Preflight
     checkpoint: Checkpoint | None
+    default_run_dir: bool = False
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
@@ -46,17 +57,21 @@ class Accepted:
         """
         from launcher.job import run_job
 
-        if self.checkpoint is not None:
-            rewind_run(self.checkpoint)
-        create_run_dir(self.run_dir, self.checked.config)
-        return run_job(
-            self.checked.config,
-            self.checked.gangs,
-            self.run_dir,
-            resume_from=str(self.checkpoint.path) if self.checkpoint else "",
-            lineage=self.checkpoint.lineage + 1 if self.checkpoint else 0,
-            started_at=started_at,
-        )
+        config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
+        if checkpoint is None:
+            run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
+        with held_run_dir(run_dir):
+            if checkpoint is not None:
+                rewind_run(checkpoint)
+                rewrite_run_dir(run_dir, config)
+            return run_job(
+                config,
+                self.checked.gangs,
+                run_dir,
+                resume_from=str(checkpoint.path) if checkpoint else "",
+                lineage=checkpoint.lineage + 1 if checkpoint else 0,
+                started_at=started_at,
+            )
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Request:
     config: str | None = None
     roles: str | None = None
     overrides: tuple[str, ...] = ()
-    run_dir: Path | None = None
+    run_dir: str | None = None
     resume: str | None = None
     steps: int | None = None
 
@@ -79,17 +94,22 @@ class Request:
         try:
             return self._accept_new() if self.resume is None else self._accept_resumed(self.resume)
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}; correct the path or its permissions") from error
+            where = error.filename or "the working directory"
+            raise ConfigError(f"{where}: {error.strerror}; correct the path or its permissions") from error
+
+    def _given_run_dir(self) -> Path | None:
+        return user_path(self.run_dir, "--run-dir") if self.run_dir is not None else None
 
     def _accept_new(self) -> Accepted:
         source = find_recipe(self.config)
         config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
-        run_dir = self.run_dir.resolve() if self.run_dir is not None else default_run_dir(config.name, datetime.now())
+        given = self._given_run_dir()
+        run_dir = given if given is not None else default_run_dir(config.name, datetime.now())
         check_new_run_dir(run_dir)
-        return Accepted(source, run_dir, check_run(config), None)
+        return Accepted(source, run_dir, check_run(config), None, default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
-        checkpoint = find_checkpoint(target, self.run_dir)
+        checkpoint = find_checkpoint(target, self._given_run_dir())
         own = checkpoint.run_dir / CONFIG_FILE
         if self.config is None and not own.is_file():
             raise ConfigError(f"--resume: {checkpoint.run_dir} has no {CONFIG_FILE}; give CONFIG")

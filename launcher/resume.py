@@ -6,16 +6,20 @@ goes on in its own directory with the next lineage. Restoring state is the worke
     find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
 """
 
+import filecmp
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
+from launcher.paths import user_path
 from launcher.rundir import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUNS
+from launcher.yaml_file import read_yaml
 from workers.config import RunConfig
 
 LATEST = "latest"
@@ -23,6 +27,8 @@ ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
 the user knows whether they are worth their disk; `latest` never looks there."""
 META_FILE = "meta.json"
+_FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt")
+"""Settings that decide which prompt, which rows and which step group g has."""
 _CUT_FILES = (LEDGER_FILE, METRICS_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _START_SLACK_S = 5.0
@@ -55,20 +61,20 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
 
     Args:
         target: `latest`, a run directory, or one checkpoint directory.
-        run_dir: `--run-dir`, when given; for `latest` the run to look in, else it must be the target's run.
+        run_dir: `--run-dir`, absolute, when given; for `latest` the run to look in, else it must be the target's run.
     Raises:
         ConfigError: nothing to resume, an incomplete checkpoint, or two different runs named.
     """
     if target == LATEST:
-        return _newest_in(run_dir.resolve() if run_dir is not None else _newest_run())
-    path = Path(target).expanduser().resolve()
+        return _newest_in(run_dir if run_dir is not None else _newest_run())
+    path = user_path(target, "--resume")
     if not path.is_dir():
         raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
     is_checkpoint = (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
     if is_checkpoint and path.parent.name != CHECKPOINTS:
         raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
     checkpoint = _read_or_refuse(path) if is_checkpoint else _newest_in(path)
-    if run_dir is not None and run_dir.resolve() != checkpoint.run_dir:
+    if run_dir is not None and run_dir != checkpoint.run_dir:
         raise ConfigError(
             f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
             f"directory; leave --run-dir out"
@@ -80,8 +86,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that `config` may continue from `checkpoint`; write nothing.
 
     Raises:
-        ConfigError: its run is still running, the last step is reached already, the model is another one, or the
-            ledger or metrics cannot be read.
+        ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
+            which prompt a group has, the model is another one, or the ledger or metrics cannot be read.
     """
     from workers.model_files import model_fingerprint
 
@@ -93,6 +99,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
             f"raise it with --steps N"
         )
+    _check_same_prompts(checkpoint, config)
     fingerprint = model_fingerprint(Path(config.model.path))
     if fingerprint != checkpoint.fingerprint:
         raise ConfigError(
@@ -101,6 +108,36 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
     for name in _CUT_FILES:
         _kept_lines(checkpoint.run_dir / name, checkpoint.step)
+
+
+def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice."""
+    own = checkpoint.run_dir / CONFIG_FILE
+    if not own.is_file():
+        return
+    before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
+    for name in now:
+        if not name.startswith(_FIXED) or name not in before or before[name] == now[name]:
+            continue
+        if name == "data.path" and _same_data(Path(str(before[name])), Path(str(now[name]))):
+            continue
+        raise ConfigError(
+            f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
+            f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
+        )
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _same_data(before: Path, now: Path) -> bool:
+    """Return whether two files hold the same; a file that is gone may have been moved to the new place."""
+    return not before.exists() or filecmp.cmp(before, now, shallow=False)
 
 
 def running_launcher(run_dir: Path) -> int | None:

@@ -1,6 +1,7 @@
 """Parse and check `--roles rollout:8,actor:4,ref:2`: canonical role name -> number of ranks. Pure."""
 
 import difflib
+import re
 from collections.abc import Mapping
 
 from asyncflow.errors import ConfigError
@@ -8,6 +9,7 @@ from workers.dataflow import ALIASES, ROLES
 
 REQUIRED = ("rollout", "actor")
 EXAMPLE = "rollout:8,actor:4,ref:2"
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def parse_roles(text: str) -> dict[str, int]:
@@ -18,16 +20,17 @@ def parse_roles(text: str) -> dict[str, int]:
     """
     roles: dict[str, int] = {}
     for part in text.split(","):
+        if not part.strip():
+            raise ConfigError(f"--roles: {text!r} has an empty entry (a comma too many?); give e.g. --roles {EXAMPLE}")
         name, colon, count = (piece.strip() for piece in part.partition(":"))
         if not colon or not name:
             raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {EXAMPLE}")
         role = _canonical(name)
         if role in roles:
             raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")
-        try:
-            roles[role] = int(count)
-        except ValueError as error:
-            raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2") from error
+        if not _WHOLE_NUMBER.fullmatch(count):
+            raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2")
+        roles[role] = int(count)
     return check_roles(roles)
 
 

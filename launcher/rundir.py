@@ -4,12 +4,20 @@ whole configuration has been accepted.
     config.yaml  metrics.jsonl  ledger.jsonl  logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
 """
 
+import fcntl
+import itertools
+import logging
 import os
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from workers.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -17,6 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
+_LONGEST_NAME = 200
+"""Bytes; the time follows it, and file systems end at 255."""
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
@@ -25,14 +35,11 @@ def default_run_dir(name: str, now: datetime) -> Path:
     Raises:
         ConfigError: `name` cannot be part of a directory name.
     """
-    if not name or name.startswith(".") or any(char in name for char in "/\0\n"):
+    if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
         raise ConfigError(f"name: {name!r} cannot name a run directory; use letters, digits, '-' and '_'")
-    stem = (RUNS / f"{name}-{now:%Y%m%d-%H%M%S}").resolve()
-    candidate, count = stem, 1
-    while candidate.exists():
-        count += 1
-        candidate = stem.with_name(f"{stem.name}-{count}")
-    return candidate
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise ConfigError(f"name: {reprlib.repr(name)} is longer than {_LONGEST_NAME} bytes; shorten it")
+    return next(path for path in _numbered((RUNS / f"{name}-{now:%Y%m%d-%H%M%S}").resolve()) if not path.exists())
 
 
 def check_new_run_dir(path: Path) -> None:
@@ -43,9 +50,10 @@ def check_new_run_dir(path: Path) -> None:
     """
     held = [name for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE, *DIRECTORIES) if (path / name).exists()]
     if held:
+        resumable = any((path / CHECKPOINTS).glob("step_*"))
+        advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
         raise ConfigError(
-            f"run directory: {path} already holds a run ({held[0]}); continue it with --resume {path}, "
-            f"or choose another --run-dir"
+            f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
         )
     check_writable(path)
 
@@ -65,8 +73,33 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"run directory: {nearest} cannot be written; choose another --run-dir or its permissions")
 
 
-def create_run_dir(path: Path, config: RunConfig) -> None:
-    """Make the layout and write the resolved configuration; also used, on what is there, by `--resume`.
+def create_run_dir(path: Path, config: RunConfig, *, or_beside: bool = False) -> Path:
+    """Make a new run's directory and write the resolved configuration; return where.
+
+    The directory is taken by making its `config.yaml`, which only one process can do. Of two commands that chose the
+    same free directory the second is refused or, with `or_beside`, takes the next free number.
+
+    Raises:
+        ConfigError: somebody else took it, or the file system refuses.
+    """
+    for candidate in _numbered(path):
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+            (candidate / CONFIG_FILE).open("x").close()
+        except FileExistsError as error:
+            if not or_beside:
+                raise ConfigError(
+                    f"run directory: {path} was taken by another run just now; choose another --run-dir"
+                ) from error
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        else:
+            return rewrite_run_dir(candidate, config)
+    raise AssertionError("the numbers have no end")
+
+
+def rewrite_run_dir(path: Path, config: RunConfig) -> Path:
+    """Make what is missing of the layout and write the resolved configuration over the old one; return `path`.
 
     Raises:
         ConfigError: the file system refuses.
@@ -76,6 +109,37 @@ def create_run_dir(path: Path, config: RunConfig) -> None:
             (path / name).mkdir(parents=True, exist_ok=True)
         config.save(path)
     except OSError as error:
-        raise ConfigError(
-            f"run directory: {path} cannot be written: {error.strerror}; choose another --run-dir"
-        ) from error
+        raise _cannot_write(path, error) from error
+    return path
+
+
+@contextmanager
+def held_run_dir(path: Path) -> Iterator[None]:
+    """Keep other launchers out of a run's directory; the system lets go of it when this process ends, however it does.
+
+    Raises:
+        ConfigError: another launcher holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"run directory: another launcher runs {path} now; stop it first") from error
+    except OSError as error:  # a file system without locks
+        logger.warning("%s is not locked against a second launcher: %s", path, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, then `path-2`, `path-3`, ..."""
+    yield path
+    for count in itertools.count(2):
+        yield path.with_name(f"{path.name}-{count}")
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run directory: {path} cannot be written: {error.strerror}; choose another --run-dir")

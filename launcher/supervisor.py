@@ -190,7 +190,8 @@ class Supervisor:
                 return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; see logs/")
             case Timer.STOP if self._phase is Phase.STOP:
                 text = f"still running {self._stop_timeout_s:g} s after the stop (launcher.stop_timeout_s); killed"
-                return self._kill_and_finish(f"{', '.join(self._left)}: {text}")
+                late = [name for name in self._left if self._gangs[name].role not in SERVICES]
+                return self._kill_and_finish(f"{', '.join(late)}: {text}")
             case Timer.EXIT:
                 return self._kill_and_finish()
         return []

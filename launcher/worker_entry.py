@@ -4,6 +4,7 @@
 the launcher itself never imports.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -39,12 +40,13 @@ def enter(entrypoint: str, *args: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(*args)
     except Exception as error:  # noqa: BLE001 (the process boundary)
-        traceback.print_exc()
-        _record(error)
-        sys.exit(1)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk: what is left then is the code
+            traceback.print_exc()
+            _record(error)
+            sys.stdout.flush()
+        os._exit(1)  # at once: an interpreter that ends by itself waits for threads, which may wait for anything
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _redirect(path: str) -> None:

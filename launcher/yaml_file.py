@@ -57,7 +57,9 @@ def read_yaml(path: Path) -> YamlFile:
         values = None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{_where(path, error.problem_mark)}: YAML syntax: {_problem(error)}; fix it") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply for a configuration; write it flat") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: YAML syntax: {' '.join(str(error).split())}; fix it") from error
     finally:
         if loader is not None:

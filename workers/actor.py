@@ -100,9 +100,11 @@ class Actor:
             record = self._train_step(step)
             if record is None:
                 break
-            stopped = self._publish(step) is None
+            held_up_s = self._publish(step)
+            record.stopped = held_up_s is None
+            record.sync_exposed_s = held_up_s or 0.0
             self._finish_step(record)
-            if stopped:
+            if record.stopped:
                 break
             if self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0:
                 self._save()
@@ -182,9 +184,11 @@ class Actor:
         try:
             with self._timeline.span("publish weights", step=step):
                 held_up_s = self._sender.publish(
-                    version, self._engine.shards(), timeout_s=self._config.weightsync.timeout_s
+                    version,
+                    self._engine.shards(),
+                    timeout_s=self._config.weightsync.timeout_s,
+                    stop=self._context.stopping,
                 )
-                self._exposed_s = held_up_s
         except WeightSyncError:
             if self._context.stopping.wait(STOP_GRACE_S):
                 logger.warning("weights of step %d were not sent: the run is stopping", step)
@@ -196,12 +200,9 @@ class Actor:
 
     def _finish_step(self, record: StepRecord) -> None:
         self._loader.ack()
-        parts = gather_json(record.ledger, device=self._context.device)
-        sync_bytes = gather_json(self._sender.bytes_per_version, device=self._context.device)
+        record.sync_bytes = self._sender.bytes_per_version
+        record.join(gather_json(record.share(), device=self._context.device))
         if self._recorder is not None:
-            record.ledger = [line for part in parts for line in part]
-            record.sync_exposed_s = self._exposed_s
-            record.sync_bytes = sum(sync_bytes)
             self._recorder.write(record)
 
     def _save(self) -> None:

@@ -30,9 +30,13 @@ class Checkpointer:
     """Saves and restores one actor gang; every method is collective over its ranks."""
 
     def __init__(self, run_dir: Path, *, keep_last: int, export_hf: bool) -> None:
+        """Remove what an interrupted save or removal left."""
         self._root = run_dir / "checkpoints"
         self._keep_last = keep_last
         self._export_hf = export_hf
+        if dist.get_rank() == 0:
+            for directory in self._root.glob(".step_*.tmp"):
+                shutil.rmtree(directory, ignore_errors=True)
 
     def save(self, engine: TrainEngine, *, step: int, meta: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; returns its directory.
@@ -41,26 +45,18 @@ class Checkpointer:
             engine: whose state is saved.
             step: the step that was completed last.
             meta: more facts for `meta.json`.
+
+        Raises:
+            CheckpointError: it cannot be written.
         """
-        rank = dist.get_rank()
         target = self._root / f"step_{step:06d}"
-        beside = self._root / f".step_{step:06d}.tmp"
-        if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-            (beside / "rng").mkdir(parents=True)
-        dist.barrier()
-        dcp.save(engine.state_dict(), checkpoint_id=beside / "dcp", no_dist=dist.get_world_size() == 1)
-        save_file({"cpu": torch.get_rng_state()}, beside / "rng" / f"rank_{rank}.safetensors")
-        if self._export_hf:
-            engine.export_hf(beside / "hf")
-        dist.barrier()
-        if rank == 0:
-            facts = {"step": step, "num_ranks": dist.get_world_size(), "saved_at": time.time(), **meta}
-            _write_durably(beside / "meta.json", json.dumps(facts, indent=1))
-            shutil.rmtree(target, ignore_errors=True)
-            beside.rename(target)
-            self._prune()
-        dist.barrier()
+        try:
+            self._write(engine, target, {"step": step, **meta})
+        except (OSError, RuntimeError, dcp.CheckpointException) as error:
+            raise CheckpointError(
+                f"checkpoint {target}: cannot be written ({_reason(error)}; {_free_mb(self._root):.0f} MB are free "
+                f"there); make room and resume"
+            ) from error
         return target
 
     def restore(self, engine: TrainEngine, source: Path) -> dict[str, Any]:
@@ -81,10 +77,47 @@ class Checkpointer:
             torch.set_rng_state(load_file(rng)["cpu"])
         return meta
 
+    def _write(self, engine: TrainEngine, target: Path, meta: dict[str, Any]) -> None:
+        rank = dist.get_rank()
+        beside = _beside(target)
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+            (beside / "rng").mkdir(parents=True)
+        dist.barrier()
+        dcp.save(engine.state_dict(), checkpoint_id=beside / "dcp", no_dist=dist.get_world_size() == 1)
+        save_file({"cpu": torch.get_rng_state()}, beside / "rng" / f"rank_{rank}.safetensors")
+        if self._export_hf:
+            engine.export_hf(beside / "hf")
+        dist.barrier()
+        if rank == 0:
+            facts = {**meta, "num_ranks": dist.get_world_size(), "saved_at": time.time()}
+            _write_durably(beside / "meta.json", json.dumps(facts, indent=1))
+            shutil.rmtree(target, ignore_errors=True)
+            beside.rename(target)
+            self._prune()
+        dist.barrier()
+
     def _prune(self) -> None:
         old = sorted(self._root.glob("step_*"))[: -self._keep_last]
         for directory in old:
-            shutil.rmtree(directory, ignore_errors=True)
+            # Renamed first: a removal that is interrupted leaves nothing that looks like a checkpoint.
+            shutil.rmtree(directory.rename(_beside(directory)), ignore_errors=True)
+
+
+def _beside(target: Path) -> Path:
+    """Return where a checkpoint lies while it is not, or no longer, complete."""
+    return target.with_name(f".{target.name}.tmp")
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line; PyTorch's own has every rank's whole traceback."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _free_mb(directory: Path) -> float:
+    return shutil.disk_usage(directory).free / 1e6
 
 
 def _write_durably(path: Path, text: str) -> None:

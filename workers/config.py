@@ -4,7 +4,7 @@ The launcher reads, checks and resolves it (`launcher.config`); workers load the
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field
@@ -13,6 +13,8 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Settings):
@@ -89,7 +91,7 @@ class ActorConfig(Settings):
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly to `lr`."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW."""
     eps: float = Field(1e-8, gt=0)
     """AdamW."""

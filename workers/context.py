@@ -18,7 +18,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import open_device
-from asyncflow.job import GangSpec, Job
+from asyncflow.job import ERROR_PREFIX, GangSpec, Job
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client import QueueClient
@@ -78,13 +78,15 @@ class WorkerContext:
         self._closed.set()
         self._heart.join(timeout=5)
         self.timeline.close()
-        left = "ok" if error is None else f"error: {type(error).__name__}: {error}"
+        left = "ok" if error is None else f"{ERROR_PREFIX} {type(error).__name__}: {error}"
         self._store.set(f"left/{self.gang.name}/{self.rank}", left)
 
     @property
     def start_step(self) -> int:
         """Step of the weights that this run starts from; 0 for a fresh one."""
-        return int(Path(self.job.resume_from).name.removeprefix("step_")) if self.job.resume_from else 0
+        if not self.job.resume_from:
+            return 0
+        return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store; each thread that may block in it needs its own."""

@@ -39,6 +39,9 @@ def read_prompt_rows(path: Path, config: DataConfig) -> list[PromptRow]:
             or the `data` section contradicts itself.
     """
     check_templates(config)
+    if path.exists() and not path.is_file():
+        what = "a directory" if path.is_dir() else "no regular file, and every start reads it again"
+        raise ConfigError(f"data.path: {path} is {what}; name a JSONL file")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -63,10 +66,49 @@ def check_templates(config: DataConfig) -> None:
         )
 
 
+def plain_text(prompt: str, config: DataConfig) -> str:
+    """Return the prompt inside `prompt_template`."""
+    return config.prompt_template.replace(PLACEHOLDER, prompt)
+
+
+def conversation(prompt: str, config: DataConfig) -> list[dict[str, str]]:
+    """Return the messages that a chat template renders."""
+    messages = [{"role": "user", "content": plain_text(prompt, config)}]
+    if config.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
+    """Return whether a prompt of `num_tokens` is trained on.
+
+    Raises:
+        ConfigError: it gives no tokens, or is too long and `overlong` is `reject`.
+    """
+    if num_tokens == 0:
+        raise ConfigError(
+            f"{config.path}:{row.line}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
+        )
+    if num_tokens > config.max_prompt_tokens and config.overlong == "reject":
+        raise ConfigError(
+            f"{config.path}:{row.line}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
+            f"= {config.max_prompt_tokens}; raise that, shorten the prompt, or set data.overlong to skip"
+        )
+    return num_tokens <= config.max_prompt_tokens
+
+
+def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
+    """Return the error for a data set of which nothing is left."""
+    return ConfigError(
+        f"data.max_prompt_tokens: all {num_rows} prompts of {config.path} are longer than "
+        f"{config.max_prompt_tokens} tokens; raise it"
+    )
+
+
 def _read_row(decoder: msgspec.json.Decoder[Any], text: bytes, path: Path, line: int, config: DataConfig) -> PromptRow:
     try:
         row = decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}:{line}: malformed JSON: {error}; write one JSON object a line") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{path}:{line}: the row is {_kind(row)}, not a JSON object; write one object a line")

@@ -1,4 +1,7 @@
-"""`ledger.jsonl`: one line per trained (step, group), the proof of what was trained once."""
+"""`ledger.jsonl`: one line per trained (step, group), the proof of what was trained once.
+
+The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks. Never reads a ledger.
+"""
 
 import json
 import os
@@ -6,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
-from tq.batch import PackedBatch
+from tq.batch import Column, PackedBatch
 
 
 def ledger_lines(batch: PackedBatch, *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
@@ -18,20 +22,18 @@ def ledger_lines(batch: PackedBatch, *, step: int, lineage: int, time_s: float) 
         batch: columns `prompts`, `responses`, `versions`, `epochs`; whole groups.
         step, lineage: that trained it.
         time_s: seconds since the command started.
+    Returns:
+        JSON objects; `token_hash` is xxh3-64 (hex) over each row's two lengths (int32), prompt and response (int64).
     """
     rows: dict[int, list[int]] = {}
     for k, group in enumerate(batch.groups):
         rows.setdefault(group, []).append(k)
-    prompts, responses = batch["prompts"].rows(), batch["responses"].rows()
-    versions = [(int(row.min()), int(row.max())) for row in batch["versions"].rows()]
+    hashed = _hashed_bytes(batch)
+    oldest, newest = (part.tolist() for part in batch["versions"].extremes())
     epochs = batch["epochs"].values
     lines = []
     for group, positions in rows.items():
-        digest = xxhash.xxh3_64()
-        for k in positions:
-            digest.update(prompts[k].contiguous().numpy().data)
-            digest.update(responses[k].contiguous().numpy().data)
-        oldest = min(versions[k][0] for k in positions)
+        first = min(oldest[k] for k in positions)
         lines.append(
             {
                 "lineage": lineage,
@@ -39,13 +41,27 @@ def ledger_lines(batch: PackedBatch, *, step: int, lineage: int, time_s: float) 
                 "group": group,
                 "epoch": int(epochs[positions[0]]),
                 "indices": [batch.indices[k] for k in positions],
-                "versions": [oldest, max(versions[k][1] for k in positions)],
-                "staleness": step - 1 - oldest,
-                "token_hash": digest.hexdigest(),
+                "versions": [first, max(newest[k] for k in positions)],
+                "staleness": step - 1 - first,
+                "token_hash": xxhash.xxh3_64_hexdigest(b"".join(hashed[k] for k in positions)),
                 "time_s": round(time_s, 3),
             }
         )
     return lines
+
+
+def _hashed_bytes(batch: PackedBatch) -> list[bytes]:
+    """Return what is hashed of each row: without the lengths, moving a token across the border would go unseen."""
+    prompts, responses = batch["prompts"], batch["responses"]
+    pairs = torch.stack([prompts.lengths, responses.lengths], dim=1).flatten()
+    lengths = Column(pairs, torch.full_like(prompts.lengths, 2))
+    return [b"".join(parts) for parts in zip(*map(_row_bytes, (lengths, prompts, responses)), strict=True)]
+
+
+def _row_bytes(column: Column) -> list[bytes]:
+    data = column.values.numpy().tobytes()
+    ends = (column.lengths.cumsum(0) * column.values.itemsize).tolist()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class JsonLines:

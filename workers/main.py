@@ -33,7 +33,7 @@ def run_worker(run_dir: str, gang: str) -> None:
     Raises:
         AsyncFlowError: whatever the role could not handle.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:

@@ -4,11 +4,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How transformers' classes that generate text end."""
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
@@ -32,7 +38,8 @@ def check_model_dir(path: Path) -> None:
     if not path.is_dir():
         state = "is not a directory" if path.exists() else "does not exist"
         raise ConfigError(f"model.path: {path} {state}; name a Hugging Face model directory")
-    read_model_config(path)
+    _check_architecture(path)
+    eos_token_ids(path)
     _check_tokenizer(path)
     _check_weights(path)
 
@@ -45,12 +52,70 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """
     config = _read_object(path / "config.json", "the model's configuration")
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ConfigError(
             f"model.path: {path / 'config.json'} names no architectures (found {architectures!r}); "
             "use the config.json that belongs to the weights"
         )
     return config
+
+
+def max_positions(path: Path) -> int | None:
+    """Return the longest sequence (tokens) that the model was built for, or None when config.json does not say."""
+    config = read_model_config(path)
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            limit = part.get(key)
+            if type(limit) is int and limit > 0:
+                return max(limit, _scaled_positions(part))
+    return None
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of generation_config.json, else of config.json.
+
+    Raises:
+        ConfigError: neither file names one, or one is no token.
+    """
+    config = read_model_config(path)
+    generation = path / "generation_config.json"
+    settings = _read_object(generation, "the settings of generation") if generation.is_file() else {}
+    ids = settings.get("eos_token_id")
+    ids = config.get("eos_token_id") if ids is None else ids
+    if ids is None or ids == []:
+        raise ConfigError(
+            f"model.path: {path} names no eos_token_id, the token that ends an answer; add it to {generation.name}"
+        )
+    tokens = tuple(ids) if isinstance(ids, list) else (ids,)
+    vocab_size = config.get("vocab_size")
+    for token in tokens:
+        if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
+            raise ConfigError(
+                f"model.path: eos_token_id {token!r} of {path} is no token of its {vocab_size}; "
+                f"correct it in {generation.name} or config.json"
+            )
+    return tokens
+
+
+def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
+    """Return the tokenizer in tokenizer.json without limits of its own, or None when there is no such file.
+
+    Raises:
+        ConfigError: the file is not a tokenizer.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"model.path: {file} is not a tokenizer: {error}; copy it from the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def model_fingerprint(path: Path) -> str:
@@ -98,14 +163,37 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     return entries
 
 
+def _check_architecture(path: Path) -> None:
+    config = read_model_config(path)
+    file = path / "config.json"
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"model.path: {file} names no model_type; use the config.json that belongs to the weights")
+    names: list[str] = config["architectures"]
+    if not any(name.endswith(GENERATING) for name in names):
+        raise ConfigError(
+            f"model.path: {file} is of a {names[0]}, which generates no text; name a model whose architecture ends in "
+            f"{' or '.join(GENERATING)}"
+        )
+
+
+def _scaled_positions(config: Mapping[str, Any]) -> int:
+    """Return the length that rotary scaling reaches, 0 without; some models give only the length before scaling."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return 0
+    before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    return int(before * factor) if type(before) is int and isinstance(factor, int | float) else 0
+
+
 def _check_tokenizer(path: Path) -> None:
     found = [name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not found and not ((path / "vocab.json").is_file() and (path / "merges.txt").is_file()):
         raise ConfigError(
             f"model.path: {path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it from the model"
         )
-    if "tokenizer.json" in found:
-        _read_object(path / "tokenizer.json", "the tokenizer")
+    if (path / TOKENIZER_SETTINGS).is_file():
+        _read_object(path / TOKENIZER_SETTINGS, "the tokenizer's settings")
+    load_raw_tokenizer(path)
 
 
 def _check_weights(path: Path) -> None:
@@ -125,6 +213,12 @@ def _check_shards(path: Path) -> None:
     weight_map = _read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"model.path: {path / INDEX_FILE} has no weight_map; copy it from the model again")
+    for weight, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ConfigError(
+                f"model.path: {path / INDEX_FILE} puts {weight} into {shard!r}, which is no file name; "
+                "copy it from the model again"
+            )
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:

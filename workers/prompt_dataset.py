@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncflow.errors import ConfigError
 from workers.config import DataConfig
-from workers.data import PLACEHOLDER, PromptRow, check_templates
+from workers.data import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
+from workers.prompt_check import missing_chat_template
 from workers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -68,16 +68,13 @@ class PromptDataset:
         self._seed = seed
         self._tokenizer = load_tokenizer(model_dir)
         if config.chat_template and not self._tokenizer.chat_template:
-            raise ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
+            raise missing_chat_template(model_dir)
         texts = [self._render(row.prompt) for row in rows]
         tokens = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-        kept = [i for i in range(len(rows)) if self._fits(rows[i], len(tokens[i]))]
+        kept = [i for i, row in enumerate(rows) if check_fit(row, len(tokens[i]), config)]
         self.num_skipped = len(rows) - len(kept)
         if not kept:
-            raise ConfigError(
-                f"data.max_prompt_tokens: all {len(rows)} prompts of {config.path} are longer than "
-                f"{config.max_prompt_tokens} tokens; raise it"
-            )
+            raise nothing_fits(len(rows), config)
         if self.num_skipped:
             logger.warning(
                 "%d of %d prompts are longer than data.max_prompt_tokens = %d and left out",
@@ -99,25 +96,12 @@ class PromptDataset:
         return Prompt(tokens, self._answers[position], epoch, position, self._texts[position])
 
     def _render(self, prompt: str) -> str:
-        text = self._config.prompt_template.replace(PLACEHOLDER, prompt)
         if not self._config.chat_template:
-            return text
-        messages = [{"role": "user", "content": text}]
-        if self._config.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+            return plain_text(prompt, self._config)
+        messages = conversation(prompt, self._config)
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str), "a chat template renders one conversation to one text"
         return rendered
-
-    def _fits(self, row: PromptRow, num_tokens: int) -> bool:
-        if num_tokens == 0:
-            raise ConfigError(f"{self._config.path}:{row.line}: the prompt gives no tokens; remove the row")
-        if num_tokens > self._config.max_prompt_tokens and self._config.overlong == "reject":
-            raise ConfigError(
-                f"{self._config.path}:{row.line}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
-                f"= {self._config.max_prompt_tokens}; raise that, shorten the prompt, or set data.overlong to skip"
-            )
-        return num_tokens <= self._config.max_prompt_tokens
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,6 +1,7 @@
 """What a finished step leaves behind: a line in `metrics.jsonl`, lines in `ledger.jsonl`. Actor rank 0 writes."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ class StepRecord:
         scale: factor that turned the loss sum into the step's loss.
         stats: of the update.
         sync_exposed_s: seconds that publishing held up this rank.
-        sync_bytes: of one version, over all senders, to each receiver.
+        sync_bytes: of one version, to each receiver; by this rank, later by all.
+        stopped: a stop came instead of publishing; on this rank, later on any.
     """
 
     step: int
@@ -37,6 +39,7 @@ class StepRecord:
     stats: StepStats = field(default_factory=lambda: StepStats(0.0, 0.0))
     sync_exposed_s: float = 0.0
     sync_bytes: int = 0
+    stopped: bool = False
 
     def arrived(self) -> None:
         """A micro-batch is there."""
@@ -47,6 +50,16 @@ class StepRecord:
         """Count rows of this rank and keep their ledger lines."""
         self.num_rows += num_rows
         self.ledger += lines
+
+    def share(self) -> dict[str, Any]:
+        """Return what the other ranks must know of a published step; see `join`."""
+        return {"ledger": self.ledger, "sync_bytes": self.sync_bytes, "stopped": self.stopped}
+
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
+        self.ledger = [line for share in shares for line in share["ledger"]]
+        self.sync_bytes = sum(share["sync_bytes"] for share in shares)
+        self.stopped = any(share["stopped"] for share in shares)
 
 
 class StepRecorder:

@@ -2,29 +2,28 @@
 
     take newest weights -> fetch groups -> generate ... put finished answers ... -> take newest weights -> ...
 
-While a generation runs, a thread stages newer weights; they are swapped in at its end (delayed update).
+While a generation runs, a thread stages newer weights; they are swapped in at its end (delayed update). Called by
+`workers.main`. Never mixes versions inside a lease, and never decides which groups may start: admission does.
 """
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from asyncflow.errors import Superseded
-from tq.batch import Column, PackedBatch
+from tq.batch import PackedBatch
 from tq.messages import Granted, NoRowsReason
 from weightsync.groups import connect_receiver, read_plan
 from weightsync.plan import check_receiver
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.context import WorkerContext
-from workers.engines.base import GenerateRequest, Generation
-from workers.engines.hf import HfEngine
+from workers.engines.base import GenerateEngine, GenerateRequest
+from workers.engines.load import load_generate_engine
 from workers.membership import weight_members
-from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.outbox import Outbox, RolloutLease
+from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
 from workers.tasks import launched_tasks
 from workers.tokenizer import load_tokenizer
@@ -48,10 +47,11 @@ class Rollout:
         config = context.config
         self._context = context
         self._config = config
-        self._engine = HfEngine(Path(config.model.path), config.model, rollout=config.rollout, device=context.device)
+        self._engine = load_generate_engine(config, device=context.device)
         task = next(task for task in launched_tasks(context.config, context.job) if task.role == "rollout")
-        self._scores = "rewards" in task.fused
-        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+        self._scorer = None
+        if "rewards" in task.fused:
+            self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
         self._samples = SampleLog(context.run_dir, context.gang.name, config)
         self._client = context.queue_client()
         self._receiver = _receiver(context, self._engine)
@@ -99,7 +99,8 @@ class Rollout:
     def close(self) -> None:
         """Leave the queue and wait for the trainer's last word on weights."""
         self._samples.close()
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()
         self._client.close()
         self._receiver.join(timeout_s=10)
 
@@ -108,81 +109,22 @@ class Rollout:
         self._context.report("generating", f"{len(granted.rows)} answers", step=step)
         with self._context.timeline.span("generate", step=step, rows=len(granted.rows), version=version):
             batch = self._client.get(granted, ["prompts", "answers"])
-            outbox = _Outbox(self, granted, batch, version)
+            outbox = Outbox(
+                self._client,
+                RolloutLease(granted, batch, version),
+                scorer=self._scorer,
+                samples=self._samples,
+                rows_per_put=self._config.schedule.n_samples_per_prompt,
+            )
             for generation in self._engine.generate(list(self._requests(batch))):
                 if self._context.stopping.is_set():
-                    return
+                    break
                 outbox.add(generation)
-            outbox.flush()
+            outbox.close(stop=self._context.stopping)
 
     def _requests(self, batch: PackedBatch) -> Iterator[GenerateRequest]:
         for index, prompt in zip(batch.indices, batch["prompts"].rows(), strict=True):
             yield GenerateRequest(index, prompt, seed=_seed(self._config.seed, index))
-
-
-class _Outbox:
-    """Finished answers of one lease on their way to the queue, a group's worth at a time."""
-
-    def __init__(self, rollout: Rollout, granted: Granted, batch: PackedBatch, version: int) -> None:
-        self._rollout = rollout
-        self._granted = granted
-        self._version = version
-        self._position = {index: k for k, index in enumerate(batch.indices)}
-        self._prompts = batch["prompts"].rows()
-        self._answers = batch["answers"].texts()
-        self._waiting: list[tuple[Generation, Future[ScoredAnswer] | None]] = []
-
-    def add(self, generation: Generation) -> None:
-        """Have an answer scored; put what has gathered when it is a group's worth."""
-        k = self._position[generation.index]
-        rollout = self._rollout
-        scored = None
-        if rollout._scores:
-            scored = rollout._scorer.submit(self._prompts[k], generation.response_R, self._answers[k])
-        self._waiting.append((generation, scored))
-        if len(self._waiting) >= rollout._config.schedule.n_samples_per_prompt:
-            self.flush()
-
-    def flush(self) -> None:
-        """Put what has gathered, as one atom per storage unit."""
-        if not self._waiting:
-            return
-        rollout = self._rollout
-        done, self._waiting = self._waiting, []
-        generations = [generation for generation, _ in done]
-        columns = _columns(generations, self._version)
-        scored = [future.result() for _, future in done if future is not None]
-        if scored:
-            columns["rewards"] = Column.of_scalars(torch.tensor([score.reward for score in scored]))
-            columns["correct"] = Column.of_scalars(torch.tensor([score.correct for score in scored]))
-            self._log(generations, scored)
-        try:
-            rollout._client.put("actor_rollout", self._granted, [one.index for one in generations], columns)
-        except Superseded as error:
-            logger.warning("dropped %d answers: %s", len(generations), error)
-
-    def _log(self, generations: list[Generation], scored: list[ScoredAnswer]) -> None:
-        for generation, score in zip(generations, scored, strict=True):
-            k = self._position[generation.index]
-            self._rollout._samples.write(
-                step=self._granted.partition,
-                group=self._granted.groups[k],
-                index=generation.index,
-                version=self._version,
-                scored=score,
-                num_tokens=generation.response_R.numel(),
-                truncated=generation.truncated,
-            )
-
-
-def _columns(generations: list[Generation], version: int) -> dict[str, Column]:
-    responses = Column.of_rows([one.response_R for one in generations])
-    return {
-        "responses": responses,
-        "rollout_log_probs": Column.of_rows([one.log_probs_R for one in generations]),
-        "versions": Column(torch.full_like(responses.values, version, dtype=torch.int32), responses.lengths),
-        "truncated": Column.of_scalars(torch.tensor([one.truncated for one in generations])),
-    }
 
 
 def _seed(run_seed: int, index: int) -> int:
@@ -190,7 +132,7 @@ def _seed(run_seed: int, index: int) -> int:
     return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])
 
 
-def _receiver(context: WorkerContext, engine: HfEngine) -> WeightReceiver:
+def _receiver(context: WorkerContext, engine: GenerateEngine) -> WeightReceiver:
     members = weight_members(context.job)
     store = context.new_store()
     plan = read_plan(store, members)

@@ -1,9 +1,13 @@
-"""Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`."""
+"""Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
+
+Written by the rollout as answers are put; nothing reads it back.
+"""
 
 import json
 from pathlib import Path
 
 from workers.config import RunConfig
+from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 
 
@@ -11,40 +15,36 @@ class SampleLog:
     """Writes the answers of the first `rollout.samples_per_step` groups of each step that this instance generated."""
 
     def __init__(self, run_dir: Path, gang: str, config: RunConfig) -> None:
-        self._file = (run_dir / "samples" / f"{gang}.jsonl").open("a")
+        self._file = (run_dir / "samples" / f"{gang}.jsonl").open("a", encoding="utf-8")
         self._batch = config.schedule.rollout_batch_size
         self._per_step = config.rollout.samples_per_step
 
-    def write(
-        self,
-        *,
-        step: int,
-        group: int,
-        index: int,
-        version: int,
-        scored: ScoredAnswer,
-        num_tokens: int,
-        truncated: bool,
-    ) -> None:
-        """Write one answer, if its group is among those shown."""
+    def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int, version: int) -> None:
+        """Write one answer, if its group is among those shown.
+
+        Args:
+            generation, scored: the answer.
+            step, group: that it belongs to.
+            version: step of the weights that generated it.
+        """
         if group % self._batch >= self._per_step:
             return
         line = {
             "step": step,
             "group": group,
-            "index": index,
+            "index": generation.index,
             "version": version,
             "prompt": scored.prompt,
             "response": scored.response,
             "answer": scored.answer,
             "reward": scored.reward,
             "correct": scored.correct,
-            "response_tokens": num_tokens,
-            "truncated": truncated,
+            "response_tokens": generation.response_R.numel(),
+            "truncated": generation.truncated,
         }
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; idempotent."""
         self._file.close()

@@ -1,9 +1,15 @@
-"""What one training step adds up, on one rank, then over all ranks. Pure."""
+"""What one training step adds up, on one rank, then over all ranks; becomes the step's line in `metrics.jsonl`. Pure.
+
+The actor adds every micro-batch; `workers.records` writes what `metrics` returns.
+
+Legend of shapes: N samples.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
@@ -27,8 +33,15 @@ class StepTotals:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def add_batch(self, batch: PackedBatch, counts: LossCounts, *, step: int) -> None:
-        """Count the samples of a batch (columns `responses rewards correct truncated versions prompts`)."""
-        staleness = [step - 1 - int(row.min()) for row in batch["versions"].rows()]
+        """Count the samples of a batch.
+
+        Args:
+            batch: columns `responses rewards correct truncated versions prompts`, N >= 1 rows.
+            counts: what the batch adds to the loss's divisor.
+            step: that trains it.
+        """
+        oldest_N, _ = batch["versions"].extremes()
+        staleness_N = step - 1 - oldest_N
         rewards = batch["rewards"].values.double()
         lengths = batch["responses"].lengths.double()
         self.add("samples", len(batch))
@@ -39,16 +52,17 @@ class StepTotals:
         self.add("response_tokens", float(lengths.sum()))
         self.add("response_tokens_squared", float((lengths**2).sum()))
         self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
-        self.add("staleness", float(sum(staleness)))
-        self.staleness_max = max(self.staleness_max, *staleness)
+        self.add("staleness", float(staleness_N.sum()))
+        self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
         self.add("loss_tokens", counts.tokens)
         self.add("loss_sequences", counts.sequences)
         self.add("loss_answers", counts.answers)
 
     def add_loss(self, stats: Mapping[str, Tensor]) -> None:
-        """Add the loss's own sums."""
-        for name, value in stats.items():
-            self.add(f"loss/{name}", float(value))
+        """Add the loss's own sums, scalars on any device; they are fetched together, so a device waits once."""
+        values = torch.stack([value.double() for value in stats.values()]).tolist()
+        for name, value in zip(stats, values, strict=True):
+            self.add(f"loss/{name}", value)
 
     @property
     def counts(self) -> LossCounts:
@@ -68,7 +82,13 @@ class StepTotals:
         return whole
 
     def metrics(self, scale: float) -> dict[str, float]:
-        """Return means and deviations under their public names; `scale` turns the loss sum into the step's loss."""
+        """Return means and population deviations under their public names.
+
+        Loss terms are means over the tokens whose loss counts, everything else over all samples.
+
+        Args:
+            scale: turns the loss sum into the step's loss.
+        """
         sums = self.sums
         samples = sums["samples"]
         tokens = max(1.0, sums["loss/tokens"])

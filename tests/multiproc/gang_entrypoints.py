@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +29,9 @@ def leave_at_once(run_dir: str, gang: str) -> None:
 
 
 def raise_in_second_rollout(run_dir: str, gang: str) -> None:
-    """`rollout-1` fails, the others obey the phase."""
+    """`rollout-1` fails, with a thread that does not end; the others obey the phase."""
     if gang == "rollout-1":
+        threading.Thread(target=_stuck).start()
         raise ValueError(f"no such token\n  in {gang}")
     obey_phase(run_dir, gang)
 
@@ -40,6 +42,14 @@ def raise_in_actor_rank_one(run_dir: str, gang: str) -> None:
         raise RuntimeError("loss is not finite")
     if gang == "actor":
         _stuck()
+    obey_phase(run_dir, gang)
+
+
+def fail_on_a_full_disk(run_dir: str, gang: str) -> None:
+    """`rollout-0` fails and cannot write down why."""
+    if gang == "rollout-0":
+        _store(run_dir).set("left/rollout-0/0", "error: OSError: no space\nleft")
+        os._exit(1)
     obey_phase(run_dir, gang)
 
 

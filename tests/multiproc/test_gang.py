@@ -143,8 +143,10 @@ def test_logs_hold_both_streams_and_are_appended_to(launch: Launch) -> None:
 
 def test_exception_of_a_rollout_is_named_and_the_others_leave(launch: Launch) -> None:
     launcher = launch("raise_in_second_rollout")
+    started_at = time.monotonic()
     code, output = launcher.finish()
     assert code == 1
+    assert time.monotonic() - started_at < 25  # its thread would not end before DEADLINE_S
     assert output.splitlines()[-1].endswith("rollout rank 1 failed: ValueError: no such token in rollout-1")
     assert "Traceback" in launcher.log("rollout", 1)
 
@@ -156,6 +158,24 @@ def test_exception_of_one_actor_rank_ends_its_stuck_peer(launch: Launch) -> None
     assert code == 1
     assert output.splitlines()[-1].endswith("actor rank 1 failed: RuntimeError: loss is not finite")
     assert time.monotonic() - started_at < 25  # the stock agent would wait 30 s for the stuck rank
+
+
+def test_error_that_could_not_be_recorded_is_named(launch: Launch) -> None:
+    code, output = launch("fail_on_a_full_disk").finish()
+    assert code == 1
+    assert output.splitlines()[-1].endswith("rollout rank 0 failed: OSError: no space left")
+
+
+def test_dead_fork_server_is_named(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    children = psutil.Process(launcher.process.pid).children()
+    (server,) = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    server.kill()
+    code, output = launcher.finish()
+    assert code == 1
+    assert "failed: the fork server died, and with it every worker" in output.splitlines()[-1]
+    assert_all_gone(launcher)
 
 
 def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> None:
@@ -181,7 +201,7 @@ def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
     assert launcher.process.stdout.readline().startswith("started 7 workers in ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_stop_is_resumable_and_leaves_nothing(launch: Launch, number: signal.Signals) -> None:
     launcher = launch("obey_phase")
     launcher.wait_for_workers(5)

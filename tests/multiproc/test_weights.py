@@ -176,6 +176,10 @@ def test_close_does_not_wait_for_a_receiver_that_does_not_receive(credentials: C
     sender.publish(Version(0, 1), whole(1), timeout_s=10)
     with pytest.raises(WeightSyncError, match=r"within 0\.1 s"):
         sender.wait(0.1)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(WeightSyncError, match="when the stop came"):
+        sender.publish(Version(0, 2), whole(2), timeout_s=60, stop=stop)
     began = time.monotonic()
     sender.close(timeout_s=0.2)
     assert time.monotonic() - began < 3

@@ -1,5 +1,6 @@
 """Reading prompts: rows, their errors."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,7 @@ GOOD = '{"prompt": "a", "answer": "b"}\n'
         ('{"prompt": "a", "answer": true}', r"rows.jsonl:1: 'answer' is true or false"),
         ('{"prompt": "a", "answer": null}', r"rows.jsonl:1: 'answer' is null; data.answer_field must name text or a"),
         ('{"prompt": "a", "answer": ["b"]}', r"rows.jsonl:1: 'answer' is a list"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", r"rows.jsonl:1: malformed JSON"),
         ("", r"rows.jsonl holds no rows"),
         ("\n \n", r"rows.jsonl holds no rows"),
     ],
@@ -73,8 +75,14 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     config = DataConfig(path="rows.jsonl")
     with pytest.raises(ConfigError, match=r"data.path: cannot read .*missing.jsonl: No such file"):
         read_prompt_rows(tmp_path / "missing.jsonl", config)
-    with pytest.raises(ConfigError, match=r"data.path: cannot read .*: Is a directory"):
+    with pytest.raises(ConfigError, match=r"data.path: .* is a directory; name a JSONL file"):
         read_prompt_rows(tmp_path, config)
+
+
+def test_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"data.path: .*pipe is no regular file"):
+        read_prompt_rows(tmp_path / "pipe", DataConfig(path="rows.jsonl"))
 
 
 def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
@@ -87,7 +95,7 @@ def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
 
 def test_checks_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, workers.data, workers.model_files, workers.rewards.load, workers.gguf;"
+        "import sys, workers.data, workers.model_files, workers.prompt_check, workers.rewards.load, workers.gguf;"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

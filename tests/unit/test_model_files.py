@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 
 import configs
 from asyncflow.errors import ConfigError
-from workers.model_files import INDEX_FILE, check_model_dir, model_fingerprint, read_safetensors_header
+from workers.model_files import (
+    INDEX_FILE,
+    check_model_dir,
+    eos_token_ids,
+    max_positions,
+    model_fingerprint,
+    read_safetensors_header,
+)
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 
@@ -23,6 +30,13 @@ def model_dir(tmp_path: Path) -> Path:
 
 def edit_config(model_dir: Path, **changes: object) -> None:
     file = model_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_generation(model_dir: Path, **changes: object) -> None:
+    """Change generation_config.json; config.json says nothing about it."""
+    edit_config(model_dir, **dict.fromkeys(changes))
+    file = model_dir / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -62,7 +76,16 @@ def test_header_lists_the_tensors() -> None:
         (lambda path: (path / "config.json").write_text("[]"), "config.json does not hold a JSON object"),
         (lambda path: edit_config(path, architectures=None), "names no architectures"),
         (lambda path: (path / "tokenizer.json").unlink(), "holds no tokenizer"),
-        (lambda path: (path / "tokenizer.json").write_text("version"), "tokenizer.json is malformed JSON"),
+        (lambda path: edit_config(path, architectures=[3]), "names no architectures"),
+        (lambda path: edit_config(path, architectures=["BertModel"]), "is of a BertModel, which generates no text"),
+        (lambda path: edit_config(path, model_type=None), "names no model_type"),
+        (lambda path: edit_generation(path, eos_token_id=None), "names no eos_token_id"),
+        (lambda path: edit_generation(path, eos_token_id=99), "eos_token_id 99 of .* is no token of its 16"),
+        (lambda path: edit_generation(path, eos_token_id=[1, "x"]), "eos_token_id 'x' of .* is no token of its 16"),
+        (lambda path: (path / "tokenizer.json").write_text("version"), "tokenizer.json is not a tokenizer: expected"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer: Model missing"),
+        (lambda path: (path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is malformed JSON"),
+        (lambda path: (path / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json does not hold a JSON"),
         (lambda path: (path / "model.safetensors").unlink(), r"holds no \*.safetensors weights; copy them"),
         (
             lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
@@ -91,6 +114,7 @@ def test_damage_is_named(model_dir: Path, damage: Callable[[Path], object], mess
         (lambda path: (path / "part-1.safetensors").unlink(), "lacks 1 of 2 weight files, the first is part-1"),
         (lambda path: truncate(path / "part-1.safetensors"), "part-1.safetensors is not a complete safetensors file"),
         (lambda path: (path / INDEX_FILE).write_text("{}"), "has no weight_map"),
+        (lambda path: (path / INDEX_FILE).write_text('{"weight_map": {"x": 3}}'), "puts x into 3, which is no file"),
         (lambda path: save_file({"x": torch.ones(1)}, path / "part-1.safetensors"), "it lacks .*, which model"),
     ],
 )
@@ -99,6 +123,32 @@ def test_damage_of_shards_is_named(model_dir: Path, damage: Callable[[Path], obj
     damage(model_dir)
     with pytest.raises(ConfigError, match=message):
         check_model_dir(model_dir)
+
+
+def test_end_of_an_answer_is_generation_s_else_the_model_s(model_dir: Path) -> None:
+    assert eos_token_ids(model_dir) == (1,)
+    edit_config(model_dir, eos_token_id=2)
+    assert eos_token_ids(model_dir) == (1,)
+    (model_dir / "generation_config.json").unlink()
+    assert eos_token_ids(model_dir) == (2,)
+    edit_config(model_dir, eos_token_id=[2, 3])
+    assert eos_token_ids(model_dir) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, 16),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": None, "n_positions": 32}, 32),
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 64}}, 64),
+        ({"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16}, "rope_parameters": None}, 64),
+        ({"rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 2}}, 16),
+    ],
+)
+def test_longest_sequence_of_a_model(model_dir: Path, changes: dict[str, object], limit: int | None) -> None:
+    edit_config(model_dir, **changes)
+    assert max_positions(model_dir) == limit
 
 
 def test_fingerprint_follows_the_architecture_only(model_dir: Path) -> None:

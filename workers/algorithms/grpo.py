@@ -17,6 +17,7 @@ from workers.algorithms.advantages import group_advantages
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.losses import (
     LossCounts,
+    bounded_ratio,
     clipped_policy_loss,
     kl_divergence,
     loss_scale,
@@ -98,7 +99,7 @@ class PolicyLoss:
         ref_log_probs_A: under the reference; None without a KL penalty.
         stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the step's loss), and sums
             over the tokens that count: `tokens`, `entropy`, `ratio`, `clipped`, `kl` (to the reference; 0 without),
-            `drift` (k3 to the behaviour policy).
+            `drift` (k3 of KL(behaviour || policy)).
     """
 
     config: AlgorithmConfig
@@ -123,8 +124,9 @@ class PolicyLoss:
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.old_log_probs_A, log_probs_A, "k3")
-            terms = (entropy_A, log_ratio_A.exp(), clipped_A.float(), kl_A, drift_A)
-            sums = torch.stack(terms) @ (self.weight_A > 0).float()
+            ratio_A = bounded_ratio(log_ratio_A)  # else infinity times a masked token's 0 is not a number
+            counts_A = self.weight_A > 0
+            sums = torch.stack([entropy_A, ratio_A, clipped_A.to(ratio_A), kl_A, drift_A]) @ counts_A.to(ratio_A)
             self.stats = dict(zip(("entropy", "ratio", "clipped", "kl", "drift"), sums.unbind(), strict=True))
-            self.stats |= {"loss": total.detach(), "tokens": (self.weight_A > 0).sum()}
+            self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
         return total

@@ -84,17 +84,27 @@ def clipped_policy_loss(
         floating [A] and bool [A].
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds Yu et al. 2025 (arXiv 2503.14476), eq. 10.
     """
-    ratio_A = log_ratio_A.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_A = bounded_ratio(log_ratio_A)
     plain_A = ratio_A * advantage_A
     clipped_A = ratio_A.clamp(1 - eps_clip, 1 + eps_clip_high) * advantage_A
     return -torch.minimum(plain_A, clipped_A), (clipped_A < plain_A).detach()
 
 
+def bounded_ratio(log_ratio_A: Tensor) -> Tensor:
+    """Return the probability ratio, floating [A], between e^-20 and e^20 and so always finite."""
+    return log_ratio_A.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def kl_divergence(log_probs_A: Tensor, ref_log_probs_A: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Return an estimate, [A], of KL(policy || reference) at each token, from the token that the policy drew.
 
-    With d = log policy - log reference: k1 = d (unbiased, may be negative); k2 = d^2 / 2 (biased, its gradient is the
-    KL's); k3 = exp(-d) - 1 + d (unbiased, non-negative).
+    With d = log policy - log reference; "unbiased" is of the value, the gradient is that of the term inside a loss:
+
+        k1 = d                  unbiased, may be negative; its gradient averages to zero: it holds the policy nowhere
+        k2 = d^2 / 2            biased; its gradient averages to that of KL(policy || reference)
+        k3 = exp(-d) - 1 + d    unbiased, non-negative; its gradient averages to that of KL(reference || policy)
+
+    All of it holds for tokens that the policy itself drew; stale tokens are not reweighted.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; k3: arXiv 2402.03300, eq. 4.
     """

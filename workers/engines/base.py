@@ -107,7 +107,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class TrainEngine(Protocol):
-    """Trains the policy; every method is collective over the actor's ranks."""
+    """Trains the policy; every method but `zero_grad` and `shards` is collective over the actor's ranks."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A]: log-probabilities of the answers' tokens, without gradient."""

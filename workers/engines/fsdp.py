@@ -124,8 +124,8 @@ class FsdpEngine:
     def shards(self) -> Iterable[LocalShard]:
         """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
         return [
-            LocalShard(name, tuple(parameter.shape), start * parameter[:1].numel(), local.detach().reshape(-1))
-            for name, parameter, local, start in self._local_rows()
+            LocalShard(name, shape, start * math.prod(shape[1:]), local.detach().reshape(-1))
+            for name, shape, local, start in self._local_rows()
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,19 +169,21 @@ class FsdpEngine:
 
     @torch.no_grad()
     def _load_weights(self, weights: HfWeights) -> None:
-        for name, parameter, local, start in self._local_rows():
+        for name, shape, local, start in self._local_rows():
             stored = weights.find(name, self._aliases[name])
-            local.copy_(weights.read_rows(stored, tuple(parameter.shape), start, start + local.shape[0]))
+            local.copy_(weights.read_rows(stored, shape, start, start + local.shape[0]))
 
-    def _local_rows(self) -> Iterator[tuple[str, nn.Parameter, Tensor, int]]:
-        """Yield name, parameter, this rank's rows and the first row's number; FSDP2 splits as `torch.chunk` does."""
+    def _local_rows(self) -> Iterator[tuple[str, tuple[int, ...], Tensor, int]]:
+        """Yield name, whole shape, this rank's rows and the first row's number; FSDP2 splits as `torch.chunk` does.
+
+        Touches shapes and local tensors only: slicing a DTensor would gather it from all ranks.
+        """
         rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
         for name, parameter in self._model.named_parameters():
-            local = _local(parameter)
-            num_rows = parameter.shape[0]
-            start = min(rank * -(-num_rows // num_ranks), num_rows)
-            assert local.is_contiguous() and start + local.shape[0] <= num_rows, name
-            yield name, parameter, local, start
+            shape, local = tuple(parameter.shape), _local(parameter)
+            start = min(rank * -(-shape[0] // num_ranks), shape[0])
+            assert local.is_contiguous() and start + local.shape[0] <= shape[0], name
+            yield name, shape, local, start
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -23,8 +23,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from asyncflow.errors import PlanError
 from workers.config import ModelConfig, RolloutConfig
 from workers.engines.base import GenerateRequest, Generation
-from workers.engines.hf_model import DTYPES, empty_causal_lm, eos_token_ids, materialize
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize
 from workers.engines.sampling import draw_tokens
+from workers.model_files import eos_token_ids
 
 COMPACT_SHARE = 0.125
 """Finished rows leave the tensors when they are this share of the batch: copying all keys and values costs about as

@@ -4,7 +4,6 @@ Every engine calls `empty_causal_lm` and fills the parameters itself: the traine
 the trainer. Knows config.json and generation_config.json; never opens a weight file.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,24 +67,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a transformers model, which declares their classes as indivisible."""
     indivisible = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in indivisible]
-
-
-def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of generation_config.json, else of config.json.
-
-    Raises:
-        ConfigError: neither file names one.
-    """
-    for file in ("generation_config.json", "config.json"):
-        ids = _read_json(model_dir / file).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    raise ConfigError(f"model.path: {model_dir} names no eos_token_id; add it to generation_config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return loaded
 
 
 @contextmanager

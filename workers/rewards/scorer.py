@@ -5,7 +5,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -77,4 +76,4 @@ class Scorer:
         return score if isinstance(score, Score) else Score(float(score), float(score) >= 1.0)
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
-        return str(self._tokenizer.decode(torch.tensor(tokens), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

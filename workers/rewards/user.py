@@ -38,7 +38,7 @@ class UserReward:
         def call() -> None:
             try:
                 outcome.append(self._function(prompt, response, answer))
-            except Exception as error:  # noqa: BLE001  the boundary to a user's code
+            except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
                 outcome.append(error)
 
         thread = threading.Thread(target=call, name=f"reward {self._name}", daemon=True)
@@ -52,7 +52,7 @@ class UserReward:
         return self._as_score(outcome[0], response)
 
     def _as_score(self, value: object, response: str) -> Score:
-        if isinstance(value, Exception):
+        if isinstance(value, BaseException):
             raise AsyncFlowError(
                 f"reward.function: {self._name} raised {type(value).__name__}: {value} on response {_excerpt(response)}"
             ) from value
@@ -100,7 +100,8 @@ def check_user_reward(name: str) -> None:
     The working directory is searched last, so that a file there cannot hide an installed module.
 
     Raises:
-        ConfigError: malformed name, no such module, a syntax error in it, or it does not define the function.
+        ConfigError: malformed name, no such module, a syntax error in it, or it does not define the function, or not
+            with three arguments.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
@@ -110,11 +111,25 @@ def check_user_reward(name: str) -> None:
         return
     source = Path(spec.origin)
     try:
-        defined = _top_level_names(ast.parse(source.read_bytes()))
+        module = ast.parse(source.read_bytes())
     except SyntaxError as error:
         raise ConfigError(f"reward.function: {source}:{error.lineno}: {error.msg}") from error
+    defined = _top_level_names(module)
     if attribute.split(".")[0] not in defined and not defined & {"*", "__getattr__"}:
         raise ConfigError(f"reward.function: {source} defines no {attribute!r}; name a function of that module")
+
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == attribute and not _takes_three(node.args):
+            raise ConfigError(
+                f"reward.function: {source}:{node.lineno}: {attribute} must take prompt, response, answer"
+            )
+
+
+def _takes_three(arguments: ast.arguments) -> bool:
+    most = len(arguments.posonlyargs) + len(arguments.args)
+    least = most - len(arguments.defaults)
+    keyword_only = any(default is None for default in arguments.kw_defaults)
+    return least <= 3 and (most >= 3 or arguments.vararg is not None) and not keyword_only
 
 
 def _find(module_name: str) -> ModuleSpec:

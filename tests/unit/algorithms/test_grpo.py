@@ -7,7 +7,7 @@ import torch
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import AlgorithmConfig
-from workers.algorithms.grpo import GRPO
+from workers.algorithms.grpo import GRPO, PolicyLoss
 from workers.algorithms.losses import LossCounts
 
 CPU = torch.device("cpu")
@@ -97,3 +97,14 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
     grpo.loss(batch, device=CPU)(new, torch.zeros(10)).backward()
     assert new.grad is not None
     torch.testing.assert_close(new.grad, -batch["advantages"].values.repeat_interleave(torch.tensor(LENGTHS)))
+
+
+def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
+    loss = PolicyLoss(
+        AlgorithmConfig(),
+        weight_A=torch.tensor([1.0, 0.0]),
+        advantage_A=torch.ones(2),
+        old_log_probs_A=torch.tensor([-1.0, -200.0]),
+    )
+    loss(torch.tensor([-1.0, -0.1]), torch.zeros(2))
+    assert all(bool(value.isfinite()) for value in loss.stats.values()) and float(loss.stats["ratio"]) == 1.0

@@ -68,6 +68,21 @@ def test_unbiased_estimators_average_to_the_kl(estimator: str) -> None:
     torch.testing.assert_close(estimate, (policy * (policy / reference).log()).sum())
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_gradient_of_each_estimator_averages_to_what_its_docstring_says(estimator: str) -> None:
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    divergences = {
+        "k1": torch.zeros((), dtype=torch.float64) * logits.sum(),
+        "k2": (policy.exp() * (policy - reference)).sum(),
+        "k3": (reference.exp() * (reference - policy)).sum(),
+    }
+    estimate = (policy.detach().exp() * kl_divergence(policy, reference, estimator)).sum()  # type: ignore[arg-type]
+    (actual,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergences[estimator], logits)
+    torch.testing.assert_close(actual, expected)
+
+
 def test_extreme_differences_stay_finite() -> None:
     log_ratio = torch.tensor([500.0, -500.0])
     loss, _ = clipped_policy_loss(log_ratio, torch.tensor([0.0, -1.0]), eps_clip=0.2, eps_clip_high=0.2)

@@ -21,6 +21,7 @@ MODEL_CONFIG = {
     "vocab_size": 12,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
+    "max_position_embeddings": 64,
 }
 
 
@@ -46,7 +47,7 @@ def settings(model_dir: Path, data_file: Path) -> dict[str, Any]:
         "steps": 2,
         "roles": {"rollout": 2, "actor": 2},
         "model": {"path": model_dir.name},
-        "data": {"path": data_file.name},
+        "data": {"path": data_file.name, "max_prompt_tokens": 32},
         "schedule": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},
         "rollout": {"max_response_tokens": 4},
         "actor": {"micro_batch_size": 4},
@@ -75,14 +76,14 @@ def write_model(path: Path, *, fill: float) -> Path:
     """Write a model directory whose weights all are `fill`."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    vocab = {char: index for index, char in enumerate("#0123456789+")}
+    vocab = {char: index for index, char in enumerate("#012345678+=")}
     tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
         "post_processor": None,
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "#"},

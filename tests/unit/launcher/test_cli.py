@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below `root`: name -> (mode, content)."""
     return {
-        str(path.relative_to(root)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+        str(path.relative_to(root)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
         for path in root.rglob("*")
     }
 
@@ -88,6 +90,31 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--set", "reward.function=no_such_module:score"], "no_such_module"),
         (["--set", "data.prompt_field=question"], "question"),
         (["--set", "model.path=../cwd"], "config.json"),
+        (
+            ["--set", "model.path=~nobody_of_this_name/m"],
+            "'~nobody_of_this_name/m' names the home of nobody",
+        ),
+        (["--set", 'model.path="a\\0b"'], "model.path: 'a\\x00b' holds a NUL character"),
+        (["--set", "data.path=''"], "data.path: '' is no path"),
+        (["--set", "actor.betas=[0.9, 1.5]"], "actor.betas.1: 1.5 cannot be used"),
+        (["--set", "data.chat_template=true"], "data.chat_template: the tokenizer of"),
+        (
+            ["--set", "data.max_prompt_tokens=3", "--set", "data.overlong=reject"],
+            "prompts.jsonl:1: the prompt has 4 ",
+        ),
+        (["--set", "data.max_prompt_tokens=3"], "data.max_prompt_tokens: all 3 prompts of"),
+        (["--set", "data.max_prompt_tokens=61"], "set data.max_prompt_tokens to 60 or less"),
+        (["--set", "rollout.max_response_tokens=64"], "rollout.max_response_tokens: 64 leave no room for a prompt"),
+        (["--roles", "rollout:100000,actor:2"], "roles: 100004 processes (with tq.num_storage_units 2) are more than"),
+        (["--set", "tq.num_storage_units=100000"], "roles: 100004 processes (with tq.num_storage_units 100000)"),
+        (["--run-dir", ""], "--run-dir: '' is no path"),
+        (["--run-dir", "~nobody_of_this_name/r"], "--run-dir: '~nobody_of_this_name/r' names the home of nobody"),
+        (["--resume", ""], "--resume: '' is no path"),
+        (["--resume", "~nobody_of_this_name/r"], "--resume: '~nobody_of_this_name/r' names the home of nobody"),
+        (["--bogus"], "No such option '--bogus'; see "),
+        (["--steps", "abc"], "--steps: 'abc' is not a valid integer; see "),
+        (["--steps", "1.5"], "--steps: '1.5' is not a valid integer"),
+        (["second.yaml"], "Got unexpected extra argument (second.yaml); see "),
         (["--set", "name=a/b"], "name: 'a/b' cannot name a run directory"),
         (["--resume", "latest"], "--resume: there is no run in "),
         (["--resume", "nowhere"], "--resume: 'nowhere' is not a directory"),
@@ -127,6 +154,42 @@ def test_bad_files_are_named_and_nothing_is_written(
     source = write_config()
     edit(tmp_path)
     assert expected in refuse(tmp_path, source)
+
+
+def test_option_without_its_value_is_one_line(write_config: WriteConfig, tmp_path: Path) -> None:
+    assert "Option '--roles' requires an argument; see " in refuse(tmp_path, write_config(), "--roles")
+
+
+def test_config_that_is_no_file_is_refused_at_once(write_config: WriteConfig, tmp_path: Path) -> None:
+    write_config()
+    os.mkfifo(tmp_path / "pipe")
+    assert "CONFIG: " in refuse(tmp_path, "")
+    assert f"CONFIG: {tmp_path} is a directory; give a YAML file" in refuse(tmp_path, tmp_path)
+    assert f"CONFIG: {tmp_path / 'pipe'} is not a regular file" in refuse(tmp_path, tmp_path / "pipe")
+
+
+def test_link_to_itself_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    source = write_config()
+    refuse(tmp_path, source, "--run-dir", tmp_path / "link")
+    refuse(tmp_path, source, "--set", f"data.path={tmp_path / 'link'}")
+
+
+def test_value_of_the_user_neither_floods_nor_commands_the_terminal(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config()
+    assert len(refuse(tmp_path, source, "--steps", "9" * 5000)) < 1100
+    (tmp_path / "prompts.jsonl").write_text('{"a\\u001b[31m\\nb": 1}')
+    assert r"found: a\x1b[31m b" in refuse(tmp_path, source)
+
+
+def test_missing_working_directory_is_named(
+    write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_config()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working directory: No such file or directory" in run(source, "--dry-run").stderr
 
 
 def test_directory_that_holds_a_run_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -173,6 +236,35 @@ def test_resume_with_another_model_is_refused(write_config: WriteConfig, tmp_pat
     other = tmp_path / "model/config.json"
     other.write_text(other.read_text().replace('"intermediate_size": 8', '"intermediate_size": 16'))
     assert "is not the model that" in refuse(tmp_path, "--resume", stopped)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "data.shuffle=false",
+        "data.max_prompt_tokens=30",
+        "schedule.rollout_batch_size=2",
+        "schedule.n_samples_per_prompt=8",
+        "data.path=other.jsonl",
+    ],
+)
+def test_resume_that_would_train_prompts_twice_is_refused(
+    write_config: WriteConfig, tmp_path: Path, change: str
+) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    Path("other.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    message = refuse(tmp_path, "--resume", stopped, "--set", change)
+    assert message.startswith(f"{change.partition('=')[0]}: ")
+    assert "is not what the run began with" in message
+
+
+def test_resume_follows_data_that_were_moved(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    shutil.copy(tmp_path / "prompts.jsonl", "copy.jsonl")
+    assert run("--resume", stopped, "--set", "data.path=copy.jsonl", "--dry-run").exit_code == 0
+    (tmp_path / "prompts.jsonl").unlink()
+    assert run("--resume", stopped, "--set", "data.path=copy.jsonl", "--dry-run").exit_code == 0
 
 
 def test_resume_of_a_finished_run_asks_for_more_steps(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -252,6 +344,39 @@ def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig
     result = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:
+    code = "from launcher.exits import prepare_streams; prepare_streams(); print('\xfc')"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ascii_only)
+    assert (result.returncode, result.stdout) == (0, "\\xfc\n")
+
+
+def test_command_started_without_standard_streams_hands_some_to_its_children() -> None:
+    code = (
+        "import os, subprocess, sys; from launcher.exits import prepare_streams; prepare_streams();"
+        "sys.exit(subprocess.call([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']))"
+    )
+    shell = f"{shlex.join([sys.executable, '-c', code])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bogus"], "Error: No such command 'bogus'; see main --help\n"),
+        (["import-gguf"], "Error: Missing argument 'SOURCE'; see main import-gguf --help\n"),
+        (["import-gguf", "a", "b", "--dtype", "x"], "Error: --dtype: 'x' is not one of 'float32', 'bfloat16'; see "),
+    ],
+)
+def test_usage_errors_of_secondary_commands_are_one_line(arguments: list[str], expected: str) -> None:
+    from launcher.commands import main
+
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(expected)
+    assert result.stderr.count("\n") == 1
 
 
 def test_secondary_commands_explain_themselves() -> None:

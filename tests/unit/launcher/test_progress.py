@@ -1,6 +1,7 @@
 """What the user reads while a run goes on."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -8,7 +9,16 @@ import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
-from launcher.progress import MetricsTail, Progress, Status, final_lines, headline, role_rows, step_line
+from launcher.progress import (
+    MetricsTail,
+    Progress,
+    Status,
+    final_lines,
+    headline,
+    print_line,
+    role_rows,
+    step_line,
+)
 
 NOW = 1000.0
 ROLLOUTS = tuple(GangSpec(f"rollout-{index}", "rollout", index, 1, ("cpu",)) for index in range(3))
@@ -101,7 +111,16 @@ def test_last_line_says_how_it_ended(code: int, message: str, last: str) -> None
 
 def test_no_resume_line_without_a_checkpoint() -> None:
     lines = final_lines(75, "stopped", step=0, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=False)
-    assert lines == ["run directory: x", "stopped (step 0/60, 0:01)"]
+    assert lines == [
+        "run directory: x",
+        "there is no checkpoint yet: start it again instead of resuming it",
+        "stopped (step 0/60, 0:01)",
+    ]
+
+
+def test_resume_line_can_be_pasted_into_a_shell() -> None:
+    lines = final_lines(75, "stopped", step=1, last_step=2, elapsed_s=1.0, run_dir=Path("my runs/x"), resumable=True)
+    assert "resume with: asyncflow-launch --resume 'my runs/x'" in lines
 
 
 def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
@@ -151,6 +170,31 @@ def test_terminal_shows_headline_and_roles(capsys: pytest.CaptureFixture[str]) -
         progress.note("stopping: ...")
         progress.update({("actor", rank): status("training", at=time.time()) for rank in (0, 1)})
     shown = capsys.readouterr().out
+    assert step_line(STEP, 60) in shown, "finished steps stay above the table"
     assert "step 7/60 · reward 0.712" in shown
     assert "actor  2  training  v12" in shown
     assert "stopping: ..." in shown
+
+
+def test_dumb_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=True)) as progress:
+        progress.step(STEP)
+        progress.update({("actor", 0): status("training")})
+        assert capsys.readouterr().out == step_line(STEP, 60) + "\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_run_goes_on_when_nobody_reads_the_output(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=terminal)) as progress:
+            with Path("/dev/full").open("w") as full:
+                os.dup2(full.fileno(), out.fileno())
+            progress.step(STEP)
+            progress.update({("actor", 0): status("training")})
+            progress.note("stopping")
+        print_line("done")
+        assert Path(f"/proc/self/fd/{out.fileno()}").readlink() == Path(os.devnull)

@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.config import load_config
-from launcher.rundir import check_new_run_dir, create_run_dir, default_run_dir
+from launcher.rundir import check_new_run_dir, create_run_dir, default_run_dir, held_run_dir
 
 NOW = datetime(2026, 9, 1, 12, 30, 5)
 
@@ -35,8 +35,37 @@ def test_missing_and_unrelated_directories_may_become_runs(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs"])
 def test_directory_with_any_part_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=rf"already holds a run \({name}\); continue it with --resume"):
+    with pytest.raises(ConfigError, match=rf"already holds a run \({name}\); remove it \(it has no checkpoint\), or"):
         check_new_run_dir(tmp_path)
+
+
+def test_resume_is_advised_where_there_is_something_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"continue it with --resume {tmp_path}, or choose another --run-dir"):
+        check_new_run_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".x", "a/b", "a\nb", "a\0b", "\x1b[31m", "x" * 201])
+def test_name_that_cannot_be_a_directory_s_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name: "):
+        default_run_dir(name, datetime(2026, 1, 2))
+
+
+def test_two_runs_never_share_a_directory(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    config = load_config(write_config())
+    first = create_run_dir(tmp_path / "a", config)
+    assert create_run_dir(tmp_path / "a", config, or_beside=True) == tmp_path / "a-2"
+    assert create_run_dir(tmp_path / "a", config, or_beside=True) == tmp_path / "a-3"
+    with pytest.raises(ConfigError, match=r"a was taken by another run just now; choose another --run-dir"):
+        create_run_dir(first, config)
+
+
+def test_second_launcher_is_kept_out_of_a_run(tmp_path: Path) -> None:
+    with held_run_dir(tmp_path):  # noqa: SIM117  the order matters
+        with pytest.raises(ConfigError, match=r"another launcher runs .* now; stop it first"), held_run_dir(tmp_path):
+            pass
+    with held_run_dir(tmp_path):
+        pass
 
 
 def test_layout_is_made_with_the_resolved_configuration(write_config: Callable[..., Path], tmp_path: Path) -> None:

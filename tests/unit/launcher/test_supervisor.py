@@ -112,7 +112,7 @@ def test_stop_that_takes_too_long_kills_and_stays_resumable() -> None:
         KillGang("actor"),
         Finish(
             75,
-            "controller, storage-0, actor: still running 30 s after the stop (launcher.stop_timeout_s); killed",
+            "actor: still running 30 s after the stop (launcher.stop_timeout_s); killed",
         ),
     ]
 

@@ -86,6 +86,19 @@ def test_syntax_errors_are_refused_by_line(module: Path) -> None:
         check_reward(RewardConfig(function="my_rewards:f"))
 
 
+@pytest.mark.parametrize("signature", ["(response)", "(p, r, a, extra)", "(p, r, a, *, weight)"])
+def test_functions_that_cannot_take_three_texts_are_refused(module: Path, signature: str) -> None:
+    module.write_text(f"def f{signature}: ...\n")
+    with pytest.raises(ConfigError, match=r"my_rewards.py:1: f must take prompt, response, answer"):
+        check_reward(RewardConfig(function="my_rewards:f"))
+
+
+@pytest.mark.parametrize("signature", ["(p, r, a)", "(p, r, a, weight=1)", "(*texts)", "(p, *rest, weight=1)"])
+def test_functions_that_can_take_three_texts_are_accepted(module: Path, signature: str) -> None:
+    module.write_text(f"def f{signature}: ...\n")
+    check_reward(RewardConfig(function="my_rewards:f"))
+
+
 def test_what_is_no_function_is_refused(module: Path) -> None:
     with pytest.raises(ConfigError, match="is not a function but 3"):
         load_reward(RewardConfig(function="my_rewards:number"))
@@ -102,6 +115,14 @@ def test_errors_and_wrong_results_name_the_function() -> None:
         reward("", "nan", "")
     with pytest.raises(AsyncFlowError, match="m:broken returned 'x' instead of a number or a Score"):
         reward("", "text", "")
+
+
+def test_function_that_ends_the_program_is_named_at_once() -> None:
+    def leave(prompt: str, response: str, answer: str) -> float:
+        sys.exit(3)
+
+    with pytest.raises(AsyncFlowError, match="m:leave raised SystemExit: 3"):
+        UserReward(leave, name="m:leave", timeout_s=10)("", "", "")
 
 
 def test_a_hanging_function_passes_its_deadline() -> None:

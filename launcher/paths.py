@@ -1,0 +1,31 @@
+"""Paths as the user wrote them, turned absolute; those that the system cannot even look at are refused. Torch-free."""
+
+import reprlib
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+
+
+def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
+    """Return `text` as an absolute path without `~` and links; nothing needs to exist there.
+
+    Args:
+        text: what the user wrote.
+        field: its name in the error, e.g. `--run-dir`.
+        beside: the directory that a relative path starts from; None: the working directory.
+    Raises:
+        ConfigError: it is empty, holds a NUL, names the home of nobody, or follows links in a circle.
+    """
+    shown = reprlib.repr(text)
+    if not text.strip():
+        raise ConfigError(f"{field}: {shown} is no path; give one")
+    if "\0" in text:
+        raise ConfigError(f"{field}: {shown} holds a NUL character, which no path can; correct it")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{field}: {shown} names the home of nobody here; write the directory out") from error
+    try:
+        return (beside / path if beside is not None else path).resolve()
+    except RuntimeError as error:  # Python 3.13 raises OSError, which the caller expects from any path
+        raise ConfigError(f"{field}: {shown} is a link that leads to itself; correct it") from error

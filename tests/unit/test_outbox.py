@@ -1,0 +1,137 @@
+"""Finished answers are scored and put while generation goes on."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from asyncflow.errors import Superseded
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from tq.batch import Column, PackedBatch
+from tq.messages import Granted
+from workers.config import RewardConfig
+from workers.engines.base import Generation
+from workers.outbox import Outbox, RolloutLease
+from workers.rewards.scorer import Scorer
+from workers.samples import SampleLog
+from workers.tokenizer import load_tokenizer
+
+DEADLINE_S = 30
+
+
+class Queue:
+    """Remembers puts; stands in for `QueueClient`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.puts: list[tuple[list[int], Mapping[str, Column]]] = []
+        self.arrived = threading.Semaphore(0)
+        self.error = error
+
+    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        assert task == "actor_rollout" and granted.token == 7
+        if self.error is not None:
+            raise self.error
+        self.puts.append((list(rows), columns))
+        self.arrived.release()
+
+
+class GatedScorer(Scorer):
+    """Scores a prompt of token `blocked` only when `open` is set."""
+
+    blocked = 3
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(RewardConfig(function="exact"), tokenizer)
+        self.open = threading.Event()
+
+    def _score_text(self, prompt: str, response: str, answer: str):  # type: ignore[no-untyped-def]
+        if prompt == self._decode((self.blocked,)):
+            assert self.open.wait(DEADLINE_S)
+        return super()._score_text(prompt, response, answer)
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    return Path(load_config(find_recipe("quickstart")).model.path)
+
+
+@pytest.fixture
+def scorer(model_dir: Path) -> Iterator[GatedScorer]:
+    scorer = GatedScorer(load_tokenizer(model_dir))
+    yield scorer
+    scorer.open.set()
+    scorer.close()
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Iterator[SampleLog]:
+    (tmp_path / "samples").mkdir()
+    log = SampleLog(tmp_path, "rollout-0", load_config(find_recipe("quickstart")))
+    yield log
+    log.close()
+
+
+def lease(*prompts: int) -> RolloutLease:
+    rows = list(range(10, 10 + len(prompts)))
+    granted = Granted(7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
+    columns = {
+        "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
+        "answers": Column.of_texts(["-"] * len(rows)),
+    }
+    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)), version=4)
+
+
+def answer(index: int) -> Generation:
+    return Generation(index, torch.tensor([4, 1]), torch.tensor([-1.0, -2.0]), truncated=False)
+
+
+def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: GatedScorer, samples: SampleLog) -> None:
+    client = Queue()
+    outbox = Outbox(client, lease(3, 5, 6, 7), scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    for index in (10, 11, 12, 13):
+        outbox.add(answer(index))
+    assert client.arrived.acquire(timeout=DEADLINE_S)
+    assert 10 not in client.puts[0][0] and len(client.puts[0][0]) == 2
+    scorer.open.set()
+    outbox.close(stop=threading.Event())
+    assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11, 12, 13]
+    for rows, columns in client.puts:
+        assert columns["versions"].values.tolist() == [4] * 2 * len(rows)
+        assert columns["rewards"].values.tolist() == [1.0] * len(rows)
+        assert all(len(column) == len(rows) for column in columns.values())
+
+
+def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
+    client = Queue()
+    outbox = Outbox(client, lease(5, 6, 7), scorer=None, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    for index in (12, 10, 11):
+        outbox.add(answer(index))
+    outbox.close(stop=threading.Event())
+    assert [rows for rows, _ in client.puts] == [[12, 10], [11]]
+    assert "rewards" not in client.puts[0][1]
+
+
+def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: SampleLog) -> None:
+    client, stop = Queue(), threading.Event()
+    outbox = Outbox(client, lease(3, 5), scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    outbox.add(answer(10))
+    stop.set()
+    outbox.close(stop=stop)
+    assert client.puts == []
+
+
+@pytest.mark.parametrize(("error", "expected"), [(Superseded("void"), None), (ValueError("broken"), ValueError)])
+def test_void_lease_is_dropped_and_other_errors_are_raised(
+    samples: SampleLog, error: Exception, expected: type[Exception] | None
+) -> None:
+    outbox = Outbox(Queue(error), lease(5), scorer=None, samples=samples, rows_per_put=1)  # type: ignore[arg-type]
+    outbox.add(answer(10))
+    if expected is None:
+        outbox.close(stop=threading.Event())
+    else:
+        with pytest.raises(expected):
+            outbox.close(stop=threading.Event())
