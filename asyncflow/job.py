@@ -1,7 +1,7 @@
 """What every process of a run needs to find the others: `job.json` in the run directory.
 
 The launcher writes it with mode 0600 (it holds the job's secret) before the first worker starts and removes it when
-the run ends. Workers, `torchrun` users and `asyncflow status` read it. It never travels through the store or argv.
+the run ends. Workers, also those started by hand, read it. It never travels through the store or argv.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
 
 The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and `model.path` and `data.path` become
-absolute. Every problem is one `ConfigError` line. Called by the command line and by `asyncflow.Trainer`; it writes
+absolute. Every problem is one `ConfigError` line. Called by the command line; it writes
 nothing.
 """
 

@@ -18,7 +18,7 @@ from launcher.placement import CONTROLLER, STORAGE
 
 SERVICES = frozenset({CONTROLLER, STORAGE})
 TRAINERS = frozenset({"actor", "critic"})
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 5.0
 """How long processes may take to leave in phase `exit`, where nothing is saved any more (s)."""
 EARLY_EXIT_TIMEOUT_S = 3.0
 """The same before all are at work: some may wait for the gang that failed, and would until their deadlines (s)."""

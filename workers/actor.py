@@ -22,7 +22,7 @@ from weightsync.version import Version
 from workers.checkpoint import Checkpointer
 from workers.context import WorkerContext
 from workers.engines.frozen import FrozenModel
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.load import load_train_engine
 from workers.gather import gather_json
 from workers.ledger import ledger_lines
 from workers.membership import weight_members
@@ -59,14 +59,7 @@ class Actor:
         self._timeline = context.timeline
         model_dir = Path(config.model.path)
         temperature = config.rollout.temperature
-        self._engine = FsdpEngine(
-            model_dir,
-            config.model,
-            actor=config.actor,
-            temperature=temperature,
-            device=context.device,
-            seed=config.seed,
-        )
+        self._engine = load_train_engine(config, device=context.device)
         self._checkpointer = Checkpointer(
             context.run_dir, keep_last=config.checkpoint.keep_last, export_hf=config.checkpoint.export_hf
         )

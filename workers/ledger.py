@@ -4,6 +4,7 @@ The actor makes the lines of its rank's rows; `workers.records` writes those of 
 """
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ class JsonLines:
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append the lines with one write, and hand them to the operating system."""
-        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self._file.write("".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines))
         self._file.flush()
 
     def sync(self) -> None:
@@ -84,3 +85,10 @@ class JsonLines:
         if not self._file.closed:
             self.sync()
             self._file.close()
+
+
+def _finite(line: dict[str, Any]) -> dict[str, Any]:
+    """Turn infinities and NaN, which JSON does not have, into null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
+    }

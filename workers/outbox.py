@@ -24,7 +24,7 @@ from tq.batch import Column, PackedBatch
 from tq.client import QueueClient
 from tq.messages import Granted
 from workers.engines.base import Generation
-from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns
 from workers.samples import SampleLog
 
 logger = logging.getLogger(__name__)
@@ -156,14 +156,6 @@ class Outbox:
 class _Finished:
     generation: Generation
     score: "Future[ScoredAnswer] | None"
-
-
-def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
-    """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N]."""
-    return {
-        "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
-        "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
-    }
 
 
 def _answer_columns(generations: Sequence[Generation], version: int) -> dict[str, Column]:

@@ -9,7 +9,7 @@ from workers.context import WorkerContext
 from workers.engines.base import StepStats
 from workers.ledger import JsonLines
 from workers.step_totals import StepTotals
-from workers.tasks import SERVICE_ROLES
+from workers.tasks import MODEL_ROLES, SERVICE_ROLES
 
 
 @dataclass
@@ -109,7 +109,7 @@ class StepRecorder:
         self._metrics.close()
 
     def _num_devices(self) -> int:
-        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role not in SERVICE_ROLES)
+        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in MODEL_ROLES)
 
     def _idle_fractions(self) -> dict[str, float]:
         """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""

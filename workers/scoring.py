@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from asyncflow.errors import Superseded
 from tq.batch import Column, PackedBatch
 from tq.messages import Granted, NoRowsReason
@@ -16,7 +14,7 @@ from workers.context import WorkerContext
 from workers.engines.frozen import FrozenModel
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import Scorer, score_columns
 from workers.tasks import launched_tasks
 from workers.tokenizer import load_tokenizer
 
@@ -48,10 +46,7 @@ def run_reward(context: WorkerContext) -> None:
         scored = scorer.score_all(
             list(batch["prompts"].rows()), list(batch["responses"].rows()), batch["answers"].texts()
         )
-        return {
-            "rewards": Column.of_scalars(torch.tensor([score.reward for score in scored])),
-            "correct": Column.of_scalars(torch.tensor([score.correct for score in scored])),
-        }
+        return score_columns(scored)
 
     run_scoring(context, compute, num_rows=config.schedule.n_samples_per_prompt, doing="scoring")
     scorer.close()
@@ -90,20 +85,9 @@ def run_scoring(context: WorkerContext, compute: Compute, *, num_rows: int, doin
             continue
         context.report(doing, f"{len(answer.rows)} answers", step=answer.partition)
         with timeline.span(task.name, step=answer.partition, rows=len(answer.rows)):
-            _serve(
-                client_put=client.put, task=task.name, granted=answer, outputs=compute(client.get(answer, task.inputs))
-            )
+            outputs = compute(client.get(answer, task.inputs))
+            try:
+                client.put(task.name, answer, answer.rows, outputs)
+            except Superseded as error:
+                logger.warning("dropped %d rows: %s", len(answer.rows), error)
     client.close()
-
-
-def _serve(
-    *,
-    client_put: Callable[[str, Granted, list[int], Mapping[str, Column]], None],
-    task: str,
-    granted: Granted,
-    outputs: Mapping[str, Column],
-) -> None:
-    try:
-        client_put(task, granted, granted.rows, outputs)
-    except Superseded as error:
-        logger.warning("dropped %d rows: %s", len(granted.rows), error)

@@ -10,6 +10,8 @@ from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
 
 SERVICE_ROLES = frozenset({"storage", "controller"})
+MODEL_ROLES = frozenset({"rollout", "actor", "ref", "critic", "actor_fwd"})
+"""Roles whose ranks take a device."""
 
 
 def task_specs(tasks: Sequence[PlacedTask], mode: ScheduleMode) -> list[TaskSpec]:

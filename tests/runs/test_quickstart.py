@@ -1,6 +1,5 @@
 """The main job, as a user runs it: one command, then a look at the run directory."""
 
-import os
 from pathlib import Path
 
 import psutil
@@ -101,4 +100,4 @@ def test_exported_checkpoint_loads_in_transformers_and_answers(quickstart: Path)
 
 
 def test_old_checkpoints_are_removed(quickstart: Path) -> None:
-    assert sorted(os.listdir(quickstart / "checkpoints")) == ["step_000040", "step_000060"]
+    assert sorted(path.name for path in (quickstart / "checkpoints").iterdir()) == ["step_000040", "step_000060"]

@@ -1,7 +1,6 @@
 """A run ends in every way that users end runs, and goes on where it was."""
 
 import math
-import os
 import signal
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from . import command
 
+SHARED_MEMORY = Path("/dev/shm")
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0")
 DETERMINISTIC = (
     *SMALL, "--roles", "rollout:1,actor:1,ref:1", "--set", "schedule.mode=sync", "--set", "rollout.samples_per_step=0",
@@ -59,13 +59,13 @@ def test_stop_signal_saves_the_last_step_and_exits_75_within_10_s(tmp_path: Path
 
 
 def test_kill_of_the_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(SHARED_MEMORY.iterdir())
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(tmp_path / "run") >= 2, "step 2")
         family = command.descendants(process.pid)
         process.kill()
         command.wait_until(lambda: not any(one.is_running() for one in family), "the end of workers", deadline_s=10)
-    command.wait_until(lambda: set(os.listdir("/dev/shm")) <= before, "the end of shared memory", deadline_s=10)
+    command.wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= before, "the end of shared memory", deadline_s=10)
 
 
 @pytest.mark.parametrize("role", ["rollout-1", "ref-0", "actor", "storage-0", "controller"])
@@ -86,7 +86,7 @@ def test_killed_worker_ends_the_run_and_is_named(tmp_path: Path, role: str) -> N
 def _gang_of(pid: int, run_dir: Path) -> str:
     """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
     try:
-        targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return ""
     for target in targets:

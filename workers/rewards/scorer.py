@@ -1,14 +1,17 @@
 """Scores answers in threads, so that a slow reward does not hold up generation."""
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import AsyncFlowError
+from tq.batch import Column
 from workers.config import RewardConfig
 from workers.rewards.base import Score
 from workers.rewards.load import load_reward
@@ -77,3 +80,11 @@ class Scorer:
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
+    """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N]."""
+    return {
+        "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
+        "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
+    }

@@ -20,7 +20,7 @@ from launcher.supervisor import (
 )
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
-EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 10.0)]
+EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]
 NAMES = ("controller", "storage-0", "rollout-0", "rollout-1", "actor")
 
 
