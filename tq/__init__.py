@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tq.client import QueueClient
     from tq.controller import ControllerService
     from tq.dataloader import StreamingDataLoader
+    from tq.replica import Replica
     from tq.storage import StorageUnit
     from tq.task_state import TaskSpec
 
@@ -21,6 +22,7 @@ __all__ = [
     "ControllerService",
     "PackedBatch",
     "QueueClient",
+    "Replica",
     "StorageUnit",
     "StreamingDataLoader",
     "TaskSpec",
@@ -31,6 +33,7 @@ _HOMES = {
     "ControllerService": "tq.controller",
     "PackedBatch": "tq.batch",
     "QueueClient": "tq.client",
+    "Replica": "tq.replica",
     "StorageUnit": "tq.storage",
     "StreamingDataLoader": "tq.dataloader",
     "TaskSpec": "tq.task_state",

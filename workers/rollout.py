@@ -116,9 +116,7 @@ class Rollout:
                 samples=self._samples,
                 rows_per_put=self._config.schedule.n_samples_per_prompt,
             )
-            for generation in self._engine.generate(list(self._requests(batch))):
-                if self._context.stopping.is_set():
-                    break
+            for generation in self._engine.generate(list(self._requests(batch)), stop=self._context.stopping):
                 outbox.add(generation)
             outbox.close(stop=self._context.stopping)
 

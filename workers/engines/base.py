@@ -4,6 +4,7 @@ Legend of shapes: N samples, P prompt tokens, R answer tokens, T tokens of a pac
 all its samples, one after another, no padding), A answer tokens of a packed micro-batch.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,10 @@ class Generation:
 class GenerateEngine(Protocol):
     """Generates answers with the newest weights that were loaded."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
-        """Yield each answer as soon as it is finished, in any order."""
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
+    ) -> Iterator[Generation]:
+        """Yield each answer as soon as it is finished, in any order; end early, between tokens, once `stop` is set."""
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated."""

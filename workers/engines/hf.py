@@ -10,6 +10,7 @@ Legend of shapes: B running answers, P longest prompt, K keys so far, M most ans
 prompts.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,14 @@ class HfEngine:
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
+    ) -> Iterator[Generation]:
         """Yield each answer as soon as it is finished, in any order; `rollout.batch_size` of them run at a time."""
         assert self._loaded, "generate() before load_weights()"
+        stop = stop or threading.Event()
         for first in range(0, len(requests), self._rollout.batch_size):
-            yield from self._generate_batch(requests[first : first + self._rollout.batch_size])
+            yield from self._generate_batch(requests[first : first + self._rollout.batch_size], stop)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights (HF names), in place. Not while `generate` is being iterated.
@@ -82,12 +86,14 @@ class HfEngine:
         """Return the shape of every weight that `load_weights` needs, by HF name; tied weights once."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
-    def _generate_batch(self, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
+    def _generate_batch(self, requests: Sequence[GenerateRequest], stop: threading.Event) -> Iterator[Generation]:
+        if stop.is_set():
+            return
         batch = self._prefill(requests)
         for num_tokens in range(1, self._rollout.max_response_tokens + 1):
             for row, truncated in self._sample(batch, num_tokens):
                 yield batch.generation(row, num_tokens, truncated=truncated)
-            if batch.num_running == 0:
+            if batch.num_running == 0 or stop.is_set():
                 return
             self._decode(batch, num_tokens)
 

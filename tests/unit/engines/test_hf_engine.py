@@ -1,5 +1,6 @@
 """Generation: log-probabilities, independence of the batch, ends of answers, weights."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def test_answers_end_at_eos_or_are_flagged(model_dir: Path) -> None:
 def test_short_answers_come_first(model_dir: Path) -> None:
     lengths = [len(answer.response_R) for answer in make_engine(model_dir).generate(make_requests(40))]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+def test_a_stop_ends_generation_between_tokens(model_dir: Path) -> None:
+    stop = threading.Event()
+    answers = []
+    for answer in make_engine(model_dir).generate(make_requests(40), stop=stop):
+        answers.append(answer)
+        stop.set()
+    assert {len(answer.response_R) for answer in answers} == {len(answers[0].response_R)}
+    assert len(answers) < 40
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9}])
