@@ -1,6 +1,7 @@
 """A launcher process for `test_gang`: `python run_gangs.py RUN_DIR ENTRYPOINT ROLLOUTS ACTOR_RANKS LAUNCHER_JSON`."""
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ def gangs(rollouts: int, actor_ranks: int) -> tuple[GangSpec, ...]:
 
 def main() -> int:
     started_at = time.time()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup, which ignores it for good
     run_dir, entrypoint, rollouts, actor_ranks, launcher = sys.argv[1:]
     config = RunConfig.model_validate(
         {

@@ -69,3 +69,17 @@ def _exported(line: str) -> str:
     words = shlex.split(line, posix=False)
     variables = [word for word in words if re.fullmatch(r"[A-Z_]+=\S*", word)]
     return f"{' '.join(variables)}; exec {line[len(' '.join(variables)) :]}"
+
+
+def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    (tmp_path / "custom_reward.py").write_text((examples / "custom_reward.py").read_text())
+    function = ("--set", "reward.function=custom_reward:score", "--set", "rollout.samples_per_step=8")
+    finished = command.run("--run-dir", "run", *SMALL, "--steps", "1", *function, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    samples = [
+        line for file in (tmp_path / "run" / "samples").iterdir() for line in command.lines(file) if line["step"] == 1
+    ]
+    assert {sample["reward"] for sample in samples} <= {0.0, 0.1, 1.0}
+    assert all(sample["correct"] == (sample["reward"] == 1.0) for sample in samples)
+    assert any(sample["reward"] == 1.0 for sample in samples)
