@@ -24,7 +24,7 @@ from workers.context import WorkerContext
 from workers.engines.frozen import FrozenModel
 from workers.engines.load import load_train_engine
 from workers.gather import gather_json
-from workers.ledger import ledger_lines
+from workers.ledger import check_staleness, ledger_lines
 from workers.membership import weight_members
 from workers.model_files import model_fingerprint
 from workers.objective import algorithm_of
@@ -143,6 +143,7 @@ class Actor:
         if len(batch):
             batch = self._with_advantages(batch)
             lines = ledger_lines(batch, step=record.step, lineage=self._context.job.lineage, time_s=self._elapsed())
+            check_staleness(lines, bound=self._config.schedule.staleness_bound)
             record.add_rows(len(batch), lines)
         for start in range(0, self._loader.round_rows, size):
             positions = range(start, min(start + size, len(batch)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
+from asyncflow.errors import AsyncFlowError
 from tq.batch import Column, PackedBatch
 
 
@@ -63,6 +64,20 @@ def _row_bytes(column: Column) -> list[bytes]:
     data = column.values.numpy().tobytes()
     ends = (column.lengths.cumsum(0) * column.values.itemsize).tolist()
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def check_staleness(lines: Sequence[dict[str, Any]], *, bound: int) -> None:
+    """Check the schedule's promise for every group that is about to be trained.
+
+    Raises:
+        AsyncFlowError: a group is older than `bound`, or newer than the step that trains it.
+    """
+    for line in lines:
+        if not 0 <= line["staleness"] <= bound:
+            raise AsyncFlowError(
+                f"group {line['group']} of step {line['step']} was generated with weights of steps {line['versions']}: "
+                f"staleness {line['staleness']} is outside 0..{bound}; this is a fault of AsyncFlow, please report it"
+            )
 
 
 class JsonLines:

@@ -4,10 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
+from asyncflow.errors import AsyncFlowError
 from tq.batch import Column, PackedBatch
-from workers.ledger import JsonLines, ledger_lines
+from workers.ledger import JsonLines, check_staleness, ledger_lines
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
@@ -47,3 +49,14 @@ def test_infinities_become_null(tmp_path: Path) -> None:
     lines.write([{"loss": math.nan, "step": 1, "lr": 0.5}])
     lines.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"loss": None, "step": 1, "lr": 0.5}
+
+
+@pytest.mark.parametrize(("step", "bound"), [(6, 1), (3, 1)])
+def test_group_outside_the_staleness_bound_is_refused(step: int, bound: int) -> None:
+    lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=step, lineage=0, time_s=0.0)
+    with pytest.raises(AsyncFlowError, match=f"group 9 of step {step} was generated with weights of steps"):
+        check_staleness(lines, bound=bound)
+
+
+def test_groups_within_the_staleness_bound_are_trained() -> None:
+    check_staleness(ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, lineage=0, time_s=0.0), bound=1)
