@@ -12,8 +12,8 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 
 FILE_NAME = "job.json"
-ERROR_PREFIX = "error:"
-"""Begins the store key `left/GANG/RANK` of a rank that failed; the error follows."""
+_ERROR_PREFIX = "error:"
+_LEFT_WELL = "ok"
 
 
 @dataclass(frozen=True)
@@ -90,3 +90,15 @@ class Job:
         fields = json.loads(path.read_text())
         gangs = tuple(GangSpec(**{**gang, "devices": tuple(gang["devices"])}) for gang in fields.pop("gangs"))
         return Job(gangs=gangs, **fields)
+
+
+def last_words(error: BaseException | None) -> str:
+    """Return what a rank writes into the store key `left/GANG/RANK` when it leaves, with an error or without."""
+    return _LEFT_WELL if error is None else f"{_ERROR_PREFIX} {type(error).__name__}: {error}"
+
+
+def error_in(words: str | None) -> str:
+    """Return the error in a rank's last words, in one line; "" when there is none."""
+    if words is None or not words.startswith(_ERROR_PREFIX):
+        return ""
+    return " ".join(words.removeprefix(_ERROR_PREFIX).split()) or "it gave no reason"

@@ -9,6 +9,8 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

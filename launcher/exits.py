@@ -94,7 +94,7 @@ def _without_preamble(error: click.UsageError) -> str:
     if isinstance(error, click.BadParameter) and error.param is not None and not missing:
         name = error.param.opts[0] if isinstance(error.param, click.Option) else error.param.human_readable_name
         return f"{name}: {error.message.rstrip('.')}"
-    return error.format_message().rstrip(".?") + ("?" if error.format_message().endswith("?") else "")
+    return error.format_message().rstrip(".")
 
 
 def _as_one_line(text: str) -> str:

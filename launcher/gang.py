@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from asyncflow.job import ERROR_PREFIX, GangSpec
+from asyncflow.job import GangSpec, error_in
 from launcher import preload
 from launcher.job_store import JobStore
 from launcher.supervisor import Event, GangExited
@@ -169,9 +169,8 @@ class GangAgent(LocalElasticAgent):
             return Failure(
                 rank, code or 1, "the fork server died, and with it every worker; see logs/launcher.log", time.time()
             )
-        words = self._last_words(rank) or ""
-        if words.startswith(ERROR_PREFIX):  # the disk is full, so it could not record them
-            return Failure(rank, code or 1, " ".join(words.removeprefix(ERROR_PREFIX).split()), time.time())
+        if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
+            return Failure(rank, code or 1, error, time.time())
         return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
 
     def _processes(self) -> list[BaseProcess]:

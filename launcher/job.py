@@ -18,12 +18,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from asyncflow.job import ERROR_PREFIX, FILE_NAME, GangSpec, Job
+from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
+from asyncflow.lifeline import STOP_SIGNALS
 from launcher import preload
 from launcher.progress import MetricsTail, Progress, Status, final_lines, print_line
+from launcher.rundir import has_checkpoint
 from launcher.supervisor import (
     FAILED,
-    SERVICES,
     AllReady,
     Arm,
     DeadlinePassed,
@@ -40,6 +41,7 @@ from launcher.supervisor import (
     Timer,
 )
 from workers.config import RunConfig
+from workers.dataflow import SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
@@ -118,7 +120,7 @@ def _say_how_it_ended(finish: Finish, run_dir: Path, *, step: int, job: Job) -> 
         last_step=job.last_step,
         elapsed_s=time.time() - job.started_at,
         run_dir=run_dir,
-        resumable=any((run_dir / "checkpoints").glob("step_*")),
+        resumable=has_checkpoint(run_dir),
     )
     for line in lines:
         print_line(line, err=finish.code == FAILED)
@@ -262,11 +264,10 @@ class _Run:
             if name in self._gone:
                 continue
             words = {rank: self._store.left(name, rank) for rank in range(gang.num_ranks)}
-            failed = [rank for rank, word in words.items() if word is not None and word.startswith(ERROR_PREFIX)]
+            failed = [rank for rank, word in words.items() if error_in(word)]
             vanished = [rank for rank, word in words.items() if word is None and self._has_vanished(name, rank)]
             if failed:
-                error = (words[failed[0]] or "").removeprefix(ERROR_PREFIX).strip()
-                exits.append(GangExited(name, 1, error, failed[0], time.time()))
+                exits.append(GangExited(name, 1, error_in(words[failed[0]]), failed[0], time.time()))
             elif vanished:
                 exits.append(GangExited(name, 1, "its process is gone", vanished[0], time.time()))
             elif None not in words.values():
@@ -308,9 +309,8 @@ def _stop_signals(events: "SimpleQueue[Event]") -> Iterator[None]:
             last_at = now
             events.put(StopRequested(count))  # SimpleQueue.put may be interrupted by itself
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in STOP_SIGNALS if not (under_nohup and number is signal.SIGHUP)]
     before = {number: signal.signal(number, request) for number in numbers}
     try:
         yield

@@ -8,13 +8,10 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.devices import Devices
 from workers.config import RunConfig
+from workers.dataflow import CONTROLLER, ON_DEVICE, STORAGE
 
-CONTROLLER = "controller"
-STORAGE = "storage"
 ONE_GANG = ("actor", "critic")
 """Roles whose ranks all live and die together."""
-ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd")
-"""Roles that take a device per rank, in the order in which they get them."""
 
 
 def place_gangs(config: RunConfig, devices: Devices) -> tuple[GangSpec, ...]:

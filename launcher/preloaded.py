@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 
-from asyncflow.lifeline import die_with_parent
+from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
 from launcher import worker_entry
 from launcher.preload import LAUNCHER_VARIABLE, LOG_VARIABLE
 
@@ -44,7 +44,7 @@ OWN_PACKAGES = ("asyncflow", "tq", "weightsync", "workers")
 def prepare() -> None:
     """Detach from the terminal, die with the launcher, import."""
     os.setpgid(0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     log = os.open(os.environ.pop(LOG_VARIABLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

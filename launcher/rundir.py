@@ -50,12 +50,16 @@ def check_new_run_dir(path: Path) -> None:
     """
     held = [name for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE, *DIRECTORIES) if (path / name).exists()]
     if held:
-        resumable = any((path / CHECKPOINTS).glob("step_*"))
-        advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
+        advice = f"continue it with --resume {path}" if has_checkpoint(path) else "remove it (it has no checkpoint)"
         raise ConfigError(
             f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
         )
     check_writable(path)
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has saved anything."""
+    return any((path / CHECKPOINTS).glob("step_*"))
 
 
 def check_writable(path: Path) -> None:

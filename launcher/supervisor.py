@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncflow.job import GangSpec
-from launcher.placement import CONTROLLER, STORAGE
+from workers.dataflow import SERVICES
 
-SERVICES = frozenset({CONTROLLER, STORAGE})
 TRAINERS = frozenset({"actor", "critic"})
 EXIT_TIMEOUT_S = 5.0
 """How long processes may take to leave in phase `exit`, where nothing is saved any more (s)."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncflow.errors import ConfigError
+from workers.model_files import TOKENIZER_SETTINGS, read_object
 
 JINJA_FILE = "chat_template.jinja"
-SETTINGS_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Message = Mapping[str, str]
@@ -59,7 +59,8 @@ class ChatTemplate:
         Raises:
             ConfigError: a file that should hold it cannot be read, or it is not a template.
         """
-        settings = _read_object(model_dir / SETTINGS_FILE)
+        file = model_dir / TOKENIZER_SETTINGS
+        settings = read_object(file, "the tokenizer's settings") if file.is_file() else {}
         source = _find_source(model_dir, settings)
         if not source:
             return None
@@ -99,19 +100,6 @@ def _find_source(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     return source if isinstance(source, str) else None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`, {} when there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {file} is malformed JSON: {error}; copy it from the model again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"model.path: {file} does not hold a JSON object; copy it from the model again")
-    return value
 
 
 def _text_of(token: Any) -> str:

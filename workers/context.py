@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -18,17 +19,17 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import open_device
-from asyncflow.job import ERROR_PREFIX, GangSpec, Job
+from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client import QueueClient
 from workers.config import RunConfig
+from workers.dataflow import CONTROLLER
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
-CONTROLLER = "controller"
 
 
 @dataclass
@@ -78,10 +79,9 @@ class WorkerContext:
         self._closed.set()
         self._heart.join(timeout=5)
         self.timeline.close()
-        left = "ok" if error is None else f"{ERROR_PREFIX} {type(error).__name__}: {error}"
-        self._store.set(f"left/{self.gang.name}/{self.rank}", left)
+        self._store.set(f"left/{self.gang.name}/{self.rank}", last_words(error))
 
-    @property
+    @cached_property
     def start_step(self) -> int:
         """Step of the weights that this run starts from; 0 for a fresh one."""
         if not self.job.resume_from:

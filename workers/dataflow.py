@@ -16,6 +16,11 @@ from asyncflow.errors import ConfigError
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages")
 ALIASES = {"reference": "ref"}
+ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd")
+"""Roles that take a device per rank, in the order in which they get them."""
+CONTROLLER, STORAGE = "controller", "storage"
+"""The queue's own processes; the controller's is also its service name."""
+SERVICES = frozenset({CONTROLLER, STORAGE})
 
 PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""

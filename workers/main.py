@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
 from workers.context import WorkerContext
 
 ROLE_LOOPS = {
@@ -33,7 +34,7 @@ def run_worker(run_dir: str, gang: str) -> None:
     Raises:
         AsyncFlowError: whatever the role could not handle.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:
@@ -43,8 +44,6 @@ def run_worker(run_dir: str, gang: str) -> None:
 
 def _main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
-
-    from asyncflow.lifeline import die_with_parent
 
     die_with_parent()
     if len(sys.argv) != 3:

@@ -1,5 +1,6 @@
 """Checks a Hugging Face model directory without loading it. Torch-free: `--dry-run` and `--resume` call it."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is missing, malformed, or names no architecture.
     """
-    config = _read_object(path / "config.json", "the model's configuration")
+    config = read_object(path / "config.json", "the model's configuration")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ConfigError(
@@ -80,7 +81,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     """
     config = read_model_config(path)
     generation = path / "generation_config.json"
-    settings = _read_object(generation, "the settings of generation") if generation.is_file() else {}
+    settings = read_object(generation, "the settings of generation") if generation.is_file() else {}
     ids = settings.get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids
     if ids is None or ids == []:
@@ -107,6 +108,13 @@ def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
+    facts = file.stat()
+    return _parsed_tokenizer(file, facts.st_mtime_ns, facts.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed_tokenizer(file: Path, modified_ns: int, size_bytes: int) -> "Tokenizer":
+    """Parse a file once: two checks of one start need it, and a large vocabulary takes a good part of a second."""
     from tokenizers import Tokenizer
 
     try:
@@ -116,6 +124,25 @@ def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file of the model directory; `what` names it in the error.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON object.
+    """
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: cannot read {file}, {what}: {error.strerror}; name a complete Hugging Face model directory"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is malformed JSON: {error}; copy it from the model again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path: {file} does not hold a JSON object; copy it from the model again")
+    return value
 
 
 def model_fingerprint(path: Path) -> str:
@@ -192,7 +219,7 @@ def _check_tokenizer(path: Path) -> None:
             f"model.path: {path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it from the model"
         )
     if (path / TOKENIZER_SETTINGS).is_file():
-        _read_object(path / TOKENIZER_SETTINGS, "the tokenizer's settings")
+        read_object(path / TOKENIZER_SETTINGS, "the tokenizer's settings")
     load_raw_tokenizer(path)
 
 
@@ -210,7 +237,7 @@ def _check_weights(path: Path) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    weight_map = _read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
+    weight_map = read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"model.path: {path / INDEX_FILE} has no weight_map; copy it from the model again")
     for weight, shard in weight_map.items():
@@ -230,20 +257,6 @@ def _check_shards(path: Path) -> None:
     for weight, shard in weight_map.items():
         if weight not in held[shard]:
             raise _broken_weights(path / shard, f"it lacks {weight}, which {INDEX_FILE} puts there")
-
-
-def _read_object(file: Path, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"model.path: cannot read {file}, {what}: {error.strerror}; name a complete Hugging Face model directory"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"model.path: {file} is malformed JSON: {error}; copy it from the model again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"model.path: {file} does not hold a JSON object; copy it from the model again")
-    return value
 
 
 def _broken_weights(file: Path, reason: str) -> ConfigError:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.context import WorkerContext
+from workers.dataflow import ON_DEVICE, SERVICES
 from workers.engines.base import StepStats
 from workers.ledger import JsonLines
 from workers.step_totals import StepTotals
-from workers.tasks import MODEL_ROLES, SERVICE_ROLES
 
 
 @dataclass
@@ -109,13 +109,13 @@ class StepRecorder:
         self._metrics.close()
 
     def _num_devices(self) -> int:
-        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in MODEL_ROLES)
+        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in ON_DEVICE)
 
     def _idle_fractions(self) -> dict[str, float]:
         """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""
         for role, ranks in self._context.waiting_seconds().items():
             before = self._waiting.get(role)
-            if role in SERVICE_ROLES:
+            if role in SERVICES:
                 continue
             if before is None or len(before) != len(ranks):
                 self._waiting[role] = ranks

@@ -10,8 +10,9 @@ from tq.admission import AdmittedGroup
 from tq.batch import Column
 from tq.controller import ControllerService
 from tq.storage import StorageUnit
-from workers.context import CONTROLLER, WorkerContext
+from workers.context import WorkerContext
 from workers.data import read_prompt_rows
+from workers.dataflow import CONTROLLER
 from workers.prompt_dataset import PromptDataset
 from workers.tasks import launched_tasks, task_specs
 

@@ -7,11 +7,7 @@ from tq.config import ScheduleMode
 from tq.task_state import TaskSpec
 from workers.algorithms.graph import algorithm_tasks
 from workers.config import RunConfig
-from workers.dataflow import PlacedTask, place_tasks
-
-SERVICE_ROLES = frozenset({"storage", "controller"})
-MODEL_ROLES = frozenset({"rollout", "actor", "ref", "critic", "actor_fwd"})
-"""Roles whose ranks take a device."""
+from workers.dataflow import SERVICES, PlacedTask, place_tasks
 
 
 def task_specs(tasks: Sequence[PlacedTask], mode: ScheduleMode) -> list[TaskSpec]:
@@ -31,5 +27,5 @@ def task_specs(tasks: Sequence[PlacedTask], mode: ScheduleMode) -> list[TaskSpec
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     """Return the tasks of this run, placed over the roles that were launched."""
-    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICE_ROLES)
+    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
     return place_tasks(algorithm_tasks(config.algorithm), list(roles))

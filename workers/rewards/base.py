@@ -25,5 +25,5 @@ class RewardFunction(Protocol):
         """Score `response`, the decoded text without special tokens, against `answer`, the data's reference."""
 
 
-Scorer = Callable[[str, str, str], Score]
+ScoreFunction = Callable[[str, str, str], Score]
 """(prompt, response, answer) -> score: what `load_reward` returns."""

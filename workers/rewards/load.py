@@ -6,16 +6,18 @@ from types import MappingProxyType
 
 from asyncflow.errors import ConfigError
 from workers.config import RewardConfig
-from workers.rewards.base import Scorer
+from workers.rewards.base import ScoreFunction
 from workers.rewards.digits import digits_reward
 from workers.rewards.exact import exact_reward
 from workers.rewards.math import math_reward
 from workers.rewards.user import check_user_reward, load_user_reward
 
-BUILT_IN: Mapping[str, Scorer] = MappingProxyType({"exact": exact_reward, "digits": digits_reward, "math": math_reward})
+BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
+    {"exact": exact_reward, "digits": digits_reward, "math": math_reward}
+)
 
 
-def load_reward(config: RewardConfig) -> Scorer:
+def load_reward(config: RewardConfig) -> ScoreFunction:
     """Return the function that scores an answer: (prompt, response, answer) -> Score.
 
     Raises:

@@ -72,11 +72,10 @@ class Scorer:
 
     def _score_text(self, prompt: str, response: str, answer: str) -> Score:
         try:
-            score = self._function(prompt, response, answer)
+            return self._function(prompt, response, answer)
         except AsyncFlowError as error:  # of the user's function: it costs one sample, not the run
             logger.warning("%s; counted as 0", error)
             return Score(0.0, False)
-        return score if isinstance(score, Score) else Score(float(score), float(score) >= 1.0)
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
