@@ -25,6 +25,18 @@ class PeerRefused(TransportError):
     """The other side refused the request (unknown row, unknown task, wrong proof of the job secret, ...)."""
 
 
+class QueueFull(PeerRefused):
+    """The queue has no room; says what it waits for."""
+
+
+class RowsExist(PeerRefused):
+    """A put names rows that the queue has already; indices are never reused in a run."""
+
+
+class ProducersGone(TransportError):
+    """A consumer waits for rows, and for too long nobody who could write them has been connected."""
+
+
 class WeightSyncError(AsyncFlowError):
     """Weights could not be planned, transferred or verified."""
 

@@ -25,3 +25,18 @@ def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", 
 
         import_gguf(source, target, dtype)
         click.echo(f"wrote {target}")
+
+
+@main.command("status", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def status_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Show what a live run is doing: ranks, the queue's tasks, storage units. RUN_DIR: default the newest."""
+    with errors_as_exits():
+        import time
+
+        from launcher.resume import newest_run
+        from launcher.status import ask_status
+
+        status = ask_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(status.as_json() if as_json else status.as_text(time.time()))

@@ -1,15 +1,15 @@
 """What `--dry-run` prints: the accepted configuration, its placement, and how to start a gang by hand. Pure."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.job import GangSpec
 from launcher.batch_sizes import num_micro_batches
 from launcher.preflight import Preflight
+from launcher.table import table
 from launcher.torchrun import torchrun_line
 
 SERVICES = {
-    "controller": "admission, one controller per task",
+    "controller": "leases and readiness of its tasks; the first one admits prompts",
     "storage": "rows x columns of the samples",
 }
 
@@ -54,14 +54,14 @@ def _gang_table(checked: Preflight) -> str:
         work = SERVICES.get(gang.role) or _work(checked, gang.role)
         by_hand = "  [started by hand]" if gang.name in external else ""
         rows.append((gang.name, str(gang.num_ranks), _devices(gang), work + by_hand))
-    return _table(rows)
+    return table(rows)
 
 
 def _task_table(checked: Preflight) -> str:
     rows = [("TASK", "ROLE", "COLUMNS IN -> OUT")]
     for task in checked.tasks:
         rows.append((task.name, task.role, f"{' '.join(task.inputs)} -> {' '.join(task.outputs) or '(weights)'}"))
-    return _table(rows)
+    return table(rows)
 
 
 def _endpoints() -> str:
@@ -91,12 +91,3 @@ def _work(checked: Preflight, role: str) -> str:
 def _devices(gang: GangSpec) -> str:
     unique = list(dict.fromkeys(gang.devices))
     return f"{unique[0]} .. {unique[-1]}" if len(unique) > 1 else unique[0]
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join((*cells, row[-1])).rstrip())
-    return "\n".join(lines)

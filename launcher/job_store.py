@@ -12,16 +12,15 @@ stalls all others on the same client.
 """
 
 import json
-import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from asyncflow.store_server import LOOPBACK, connect_store, serve_store
 from launcher.progress import Status
 from launcher.supervisor import Phase
 
-LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -29,23 +28,13 @@ class JobStore:
     """The server and the main thread's client."""
 
     def __init__(self, host: str = LOOPBACK) -> None:
-        # TCPStore would listen on every interface: it gets a socket that is already bound instead.
-        listener = socket.create_server((host, 0), backlog=1024)
         self.host: str = host
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            timeout=TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, self.port = serve_store(host, TIMEOUT)
         self._seen: list[str] = []
 
     def client(self) -> TCPStore:
         """Connect once more, for a thread of its own."""
-        return TCPStore(self.host, self.port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+        return connect_store(self.host, self.port, TIMEOUT)
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""

@@ -15,7 +15,7 @@ ONE_GANG = ("actor", "critic")
 
 
 def place_gangs(config: RunConfig, devices: Devices) -> tuple[GangSpec, ...]:
-    """Return all gangs: controller, storage units, then roles in `ON_DEVICE`'s order, then those without a device.
+    """Return all gangs: controllers, storage units, then roles in `ON_DEVICE`'s order, then those without a device.
 
     Raises:
         ConfigError: fewer accelerators than ranks, or `launcher.external_gangs` names no gang.
@@ -24,7 +24,7 @@ def place_gangs(config: RunConfig, devices: Devices) -> tuple[GangSpec, ...]:
     on_device = [role for role in ON_DEVICE if role in roles]
     without = [role for role in roles if role not in ON_DEVICE]
     names = _device_names(sum(roles[role] for role in on_device), roles, devices)
-    gangs = [_service(CONTROLLER, CONTROLLER, 0)]
+    gangs = [_service(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     gangs += [_service(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
     for role in on_device:
         mine, names = names[: roles[role]], names[roles[role] :]

@@ -48,6 +48,7 @@ def check_run(config: RunConfig) -> Preflight:
     tasks = _place_tasks(config)
     check_batch_sizes(config)
     _check_clients(config)
+    _check_queue(config)
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
@@ -91,13 +92,31 @@ def _check_positions(config: RunConfig) -> None:
     )
 
 
+def _check_queue(config: RunConfig) -> None:
+    """Refuse limits under which a step could never be completed, and a policy that does not exist."""
+    from tq.policies import load_policy
+
+    try:
+        load_policy(config.tq.policy)
+    except ConfigError as error:
+        raise ConfigError(f"tq.policy: {error}") from error
+    schedule, limit = config.schedule, config.tq.max_live_rows
+    if 0 < limit < schedule.live_rows:
+        raise ConfigError(
+            f"tq.max_live_rows: {limit} rows are fewer than the schedule keeps alive ({schedule.rollout_batch_size} "
+            f"groups x {schedule.n_samples_per_prompt} answers x (staleness {schedule.staleness_bound} + 1) = "
+            f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
+        )
+
+
 def _check_clients(config: RunConfig) -> None:
     """Refuse more processes than one service of the queue takes; also far more than anybody means."""
-    processes = sum(config.roles.values()) + config.tq.num_storage_units
+    processes = sum(config.roles.values()) + config.tq.num_storage_units + config.tq.num_controllers
     if processes > config.tq.max_clients:
         raise ConfigError(
-            f"roles: {processes} processes (with tq.num_storage_units {config.tq.num_storage_units}) are more than a "
-            f"queue service takes (tq.max_clients {config.tq.max_clients}); launch fewer, or raise tq.max_clients"
+            f"roles: {processes} processes (with tq.num_storage_units {config.tq.num_storage_units} and "
+            f"tq.num_controllers {config.tq.num_controllers}) are more than a queue service takes "
+            f"(tq.max_clients {config.tq.max_clients}); launch fewer, or raise tq.max_clients"
         )
 
 

@@ -66,7 +66,7 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
         ConfigError: nothing to resume, an incomplete checkpoint, or two different runs named.
     """
     if target == LATEST:
-        return _newest_in(run_dir if run_dir is not None else _newest_run())
+        return _newest_in(run_dir if run_dir is not None else newest_run())
     path = user_path(target, "--resume")
     if not path.is_dir():
         raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
@@ -217,12 +217,11 @@ def _set_newer_aside(checkpoint: Checkpoint) -> None:
         path.rename(target)
 
 
-def _newest_run() -> Path:
+def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
+    """Return the newest run directory in `runs/`; raises ConfigError when there is none."""
     runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
     if not runs:
-        raise ConfigError(
-            f"--resume: there is no run in {RUNS.resolve()}; name a run with --resume DIR or --run-dir DIR"
-        )
+        raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
 
 

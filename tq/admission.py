@@ -5,26 +5,55 @@ admitted once weights exist that may start it: (s - 1) - v <= max_staleness for 
 
     AdmissionState(..., version=0)  admits steps 1 .. 1 + max_staleness
     version 1 is published          admits step 2 + max_staleness
+
+A group in quarantine is replaced by the next id, in its step; later steps go on behind it. So ids stay contiguous, and
+steps and refills alone say where every group belongs:
+
+    batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
 
 from tq.config import ScheduleConfig
 
 
-@dataclass(frozen=True)
-class AdmittedGroup:
+class AdmittedGroup(msgspec.Struct, frozen=True):
     """One group with its place.
 
     Attributes:
         group: id, counts admissions from 0.
         step: whose batch it belongs to.
-        rows: its global row indices.
+        rows: its global row indices; only some of them when the others exist already.
     """
 
     group: int
     step: int
     rows: tuple[int, ...]
+
+
+class Refill(msgspec.Struct, frozen=True):
+    """`group` takes the place of `replaced`, which is in quarantine, in `step`."""
+
+    group: int
+    step: int
+    replaced: int
+
+
+class AdmissionMark(msgspec.Struct):
+    """Where admission stands; durable before a group is put, and part of every checkpoint.
+
+    Attributes:
+        version: newest weights.
+        next_step: the next one to admit.
+        refills: in order of their ids.
+    """
+
+    version: int
+    next_step: int
+    refills: list[Refill] = []
 
 
 class AdmissionState:
@@ -40,11 +69,34 @@ class AdmissionState:
         self._last_step = last_step
         self._version = version
         self._next_step = version + 1
+        self._refills: list[Refill] = []
+
+    @staticmethod
+    def from_mark(mark: AdmissionMark, schedule: ScheduleConfig, *, last_step: int) -> "AdmissionState":
+        """Go on where an earlier incarnation, or a checkpoint, stood; `schedule` has the same batch and group size."""
+        state = AdmissionState(schedule, version=mark.version, last_step=last_step)
+        state._next_step = mark.next_step
+        state._refills = list(mark.refills)
+        return state
 
     @property
     def admitted_groups(self) -> int:
         """High-water mark: ids below this were admitted."""
-        return (self._next_step - 1) * self._schedule.rollout_batch_size
+        return (self._next_step - 1) * self._schedule.rollout_batch_size + len(self._refills)
+
+    @property
+    def group_size(self) -> int:
+        """Rows of each group."""
+        return self._schedule.n_samples_per_prompt
+
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """Groups that were replaced."""
+        return frozenset(refill.replaced for refill in self._refills)
+
+    def mark(self) -> AdmissionMark:
+        """Return where admission stands."""
+        return AdmissionMark(self._version, self._next_step, list(self._refills))
 
     def admissible(self) -> list[int]:
         """Return the steps that may be admitted now, each once."""
@@ -58,10 +110,66 @@ class AdmissionState:
         self._version = max(self._version, version)
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
-        """Return the groups of a step, in data order."""
-        batch, size = self._schedule.rollout_batch_size, self._schedule.n_samples_per_prompt
-        first = (step - 1) * batch
-        return [
-            AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))
-            for group in range(first, first + batch)
-        ]
+        """Return the groups of a step, in data order, without those in quarantine."""
+        batch, quarantined = self._schedule.rollout_batch_size, self.quarantined
+        groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
+        groups += [refill.group for refill in self._refills if refill.step == step]
+        return [self._group(group, step) for group in groups if group not in quarantined]
+
+    def refill(self, step: int, group: int) -> AdmittedGroup | None:
+        """Replace a group of a step by the next one; None: it was replaced before, or is not of this step."""
+        if group in self.quarantined or not self._admitted(group) or self.step_of(group) != step:
+            return None
+        self._refills.append(Refill(self.admitted_groups, step, group))
+        return self._group(self._refills[-1].group, step)
+
+    def step_of(self, group: int) -> int:
+        """Return the step of an admitted group."""
+        earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
+        if earlier < len(self._refills) and self._refills[earlier].group == group:
+            return self._refills[earlier].step
+        return (group - earlier) // self._schedule.rollout_batch_size + 1
+
+    def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
+        """Return the groups that rows belong to, each with these rows only, without those in quarantine."""
+        quarantined = self.quarantined
+        found: dict[int, list[int]] = {}
+        for row in sorted(set(rows)):
+            group = row // self.group_size
+            if self._admitted(group) and group not in quarantined:
+                found.setdefault(group, []).append(row)
+        return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
+
+    def missing(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
+        """Return what must be put again after a restart.
+
+        Args:
+            present: step -> rows that are somewhere, or finished.
+
+        Returns:
+            Groups of admitted steps that are not trained, each with the rows that are absent.
+        """
+        missing = []
+        for step in range(self._version + 1, self._next_step):
+            there = set(present.get(step, ()))
+            for group in self.groups_of(step):
+                absent = tuple(row for row in group.rows if row not in there)
+                if absent:
+                    missing.append(AdmittedGroup(group.group, step, absent))
+        return missing
+
+    def _admitted(self, group: int) -> bool:
+        return 0 <= group < self.admitted_groups
+
+    def _in_order(self, place: int) -> int:
+        """Return the id of the place-th group that is not a refill."""
+        group = place
+        for refill in self._refills:
+            if refill.group > group:
+                break
+            group += 1
+        return group
+
+    def _group(self, group: int, step: int) -> AdmittedGroup:
+        size = self.group_size
+        return AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))

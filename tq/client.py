@@ -1,128 +1,202 @@
-"""A process's access to the queue: lease, read, write. Thread-safe; connects to each service on first use.
+"""A process's access to the queue: put rows, lease, read, write. Thread-safe; connects to each service on first use.
 
-client = QueueClient(credentials, "ref-0/0", controller="controller", config=config)
-granted = client.fetch("ref_log_probs", num_rows=32, timeout_s=60)
-batch = client.get(granted, ["prompts", "responses"])
-client.put("ref_log_probs", granted, batch.indices, {"ref_log_probs": column})
+    client = QueueClient(credentials, "ref-0/0", config=config)
+    granted = client.fetch("ref_log_probs", num_rows=32, timeout_s=60)
+    batch = client.get(granted, ["prompts", "responses"])
+    client.put("ref_log_probs", granted, batch.indices, {"ref_log_probs": column})
+
+A controller that restarts is waited for. A unit that is gone is an error, since its rows are gone, too; but new rows go
+to another one, and acks need no row.
 """
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
-from torch import Tensor
-
-from asyncflow.errors import TransportError
-from asyncflow.transport.connection import Connection, Reply
-from asyncflow.transport.frame import Limits
+from asyncflow.errors import PeerRefused, RowsExist, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
 from tq.config import QueueConfig
+from tq.held_leases import HeldLeases
 from tq.messages import (
-    CONTROLLER_REPLIES,
-    UNIT_REPLIES,
+    AckLost,
+    ClearPartition,
     Columns,
+    CommitPartitions,
     Done,
-    DropRows,
-    FenceRows,
     FetchRound,
     FetchRows,
     GetColumns,
     GetQueueStats,
+    GetUnitStats,
+    GiveBack,
     Granted,
-    Message,
+    LostRows,
     NoRows,
+    OpenPartition,
     PublishVersion,
     PutOutputs,
     PutRows,
     QueueStats,
     Stop,
+    Stored,
+    UnitStats,
+    WatchLost,
 )
-from tq.wire import pack, unpack
-
-_GRACE_S = 30.0
-
-A = TypeVar("A")
-B = TypeVar("B")
-
-
-@overload
-def _expect(reply: object, kind: type[A]) -> A: ...
-@overload
-def _expect(reply: object, kind: type[A], other: type[B]) -> A | B: ...
-def _expect(reply: object, kind: type[A], other: type[B] | None = None) -> A | B:
-    if isinstance(reply, kind) or (other is not None and isinstance(reply, other)):
-        return reply
-    raise TransportError(f"expected {kind.__name__}, got {type(reply).__name__}")
+from tq.placement import UnitLoads
+from tq.queue_snapshot import restore_snapshot, take_snapshot
+from tq.services import GRACE_S, QueueServices, expect
+from tq.wire import describe, unpack
 
 
 class QueueClient:
-    """One consumer or producer. Its leases live as long as its channel to the controller."""
+    """One consumer or producer. Its leases live as long as its heartbeats."""
 
-    def __init__(self, credentials: Credentials, name: str, *, controller: str, config: QueueConfig) -> None:
+    def __init__(
+        self, credentials: Credentials, name: str, *, config: QueueConfig, stop: threading.Event | None = None
+    ) -> None:
         """Args:
         credentials: store and secret.
-        name: of this process, for messages; leases are bound to the channel, so names need not be unique.
-        controller: service name of the control plane.
+        name: of this process, for messages; need not be unique.
         config: limits and deadlines.
+        stop: once set, services that are gone are not waited for.
         """
-        self._credentials = credentials
-        self._name = name
-        self._controller = controller
         self._config = config
-        self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
-        self._connecting: dict[str, threading.Lock] = {}
-        self._closed = False
+        self._held = HeldLeases()
+        self._services = QueueServices(
+            credentials, name, config=config, stop=stop or threading.Event(), held=self._held
+        )
+        self._loads = UnitLoads()
+
+    @property
+    def owner(self) -> str:
+        """This consumer with its incarnation: leases are bound to it."""
+        return self._services.owner
 
     def close(self) -> None:
         """Say goodbye everywhere; leases return. Idempotent."""
-        with self._lock:
-            self._closed = True
-            connections = list(self._connections.values())
-            self._connections.clear()
-        for connection in connections:
-            connection.close()
+        self._services.close()
 
-    def fetch(self, task: str, *, num_rows: int, version: int = 0, timeout_s: float | None = None) -> Granted | NoRows:
-        """Lease up to `num_rows` ready rows; waits until there are some, the deadline passes, or the queue stops.
+    # Producing
+
+    def put_rows(
+        self,
+        columns: Mapping[str, Column],
+        *,
+        partition: int = 0,
+        rows: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+        group_size: int = 0,
+        timeout_s: float | None = None,
+        commits: Mapping[str, Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
+        """Create rows with their first columns on the unit that holds least; waits while the queue is full.
+
+        Args:
+            columns: all with the same number of rows.
+            partition: the step that the rows belong to.
+            rows: their global indices; default: new ones from the job store.
+            groups: group ids; default: `group_size` neighbours make one, or each row its own.
+            group_size: rows of each group, over all puts; 0: the groups are complete in this put.
+            timeout_s: how long to wait for room; default `request_timeout_s`.
+            commits: task -> positions of rows that it is done with already (restored ones).
+
+        Returns:
+            The rows' indices.
+
+        Raises:
+            QueueFull: no room within `timeout_s`; says what it waited for.
+            RowsExist: a row exists already.
+            TransportError: no unit took them in time.
+        """
+        timeout_s = timeout_s or self._config.request_timeout_s
+        number = len(next(iter(columns.values())))
+        indices = tuple(rows if rows is not None else self._services.new_rows(number))
+        if groups is None:
+            size = max(1, group_size)
+            groups = [indices[k - k % size] for k in range(number)]
+        marks = {task: list(positions) for task, positions in (commits or {}).items()}
+
+        def put(unit: str) -> None:
+            connection = self._services.unit(unit)
+            headers, payload = describe(columns, narrow=True)
+            message = PutRows(partition, list(indices), list(groups), headers, group_size, timeout_s, marks)
+            future = connection.submit(message, payload)
+            stored = expect(self._services.answer(future, unit, message, timeout_s + GRACE_S), Stored)
+            self._loads.put(unit, stored.num_bytes)
+
+        self._services.beats.writes(("rows", *columns))
+        self._on_some_unit(put, timeout_s)
+        return indices
+
+    def open_partition(self, partition: int, num_rows: int) -> None:
+        """Declare how many rows a partition will have, so that its end can be known."""
+        self._services.tell_controllers(OpenPartition(partition, num_rows))
+
+    def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
+        """Wait for rows that were lost with a unit: put them again under the same indices.
+
+        Args:
+            after: `sequence` of the last answer; 0 at first.
+            timeout_s: then None; default `request_timeout_s`.
+        """
+        timeout_s = timeout_s or self._config.request_timeout_s
+        reply = self._services.ask(self._services.directory.lead, WatchLost(after, timeout_s), timeout_s)
+        return reply if isinstance(reply, LostRows) else None
+
+    # Consuming
+
+    def fetch(
+        self,
+        task: str,
+        *,
+        num_rows: int,
+        version: int = 0,
+        timeout_s: float | None = None,
+        token_budget: int = 0,
+        replica: str = "",
+        sequence: int = 0,
+    ) -> Granted | NoRows:
+        """Lease ready rows; waits until there are some, the deadline passes, or the queue stops.
 
         Args:
             task: whose inputs must be complete.
             num_rows: at most, but at least one parcel.
             version: newest weights that this consumer holds (version-gated tasks).
             timeout_s: default `request_timeout_s`.
+            token_budget, replica, sequence: see `FetchRows`.
         """
         timeout_s = timeout_s or self._config.request_timeout_s
-        reply, _ = self._ask_controller(FetchRows(task, self._name, num_rows, version, timeout_s), timeout_s)
-        return _expect(reply, Granted, NoRows)
+        return self._fetch(
+            FetchRows(task, self.owner, num_rows, version, timeout_s, token_budget, replica, sequence), timeout_s
+        )
 
     def fetch_round(self, request: FetchRound) -> Granted | NoRows:
         """Lease this rank's share of a round; see `FetchRound`. Asking again for a formed round grants it again."""
-        reply, _ = self._ask_controller(request, request.timeout_s)
-        return _expect(reply, Granted, NoRows)
+        request.owner = self.owner
+        return self._fetch(request, request.timeout_s)
 
     def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
-        """Read columns of a lease's rows, in the lease's order.
+        """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
 
         Raises:
+            Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
             PeerRefused: a column is not written.
+            TransportError: a unit is gone.
         """
-        by_unit: dict[str, list[int]] = {}
-        for position, unit in enumerate(granted.units):
-            by_unit.setdefault(unit, []).append(position)
-        futures = {
-            unit: self._connection(unit).submit(GetColumns([granted.rows[i] for i in positions], list(names)))
-            for unit, positions in by_unit.items()
-        }
-        parts = []
+        by_unit = _by_unit(granted.units)
+        asked = []
         for unit, positions in by_unit.items():
-            reply, payload = self._await(unit, futures[unit], "GetColumns")
-            columns = unpack(_expect(reply, Columns).columns, payload)
-            rows = tuple(granted.rows[i] for i in positions)
-            parts.append(PackedBatch(rows, columns, tuple(granted.groups[i] for i in positions)))
+            message = GetColumns([granted.rows[i] for i in positions], list(names))
+            asked.append((unit, message, self._services.unit(unit).submit(message)))
+        parts = []
+        for unit, message, future in asked:
+            reply, payload = self._services.reply(future, unit, message)
+            columns = unpack(expect(reply, Columns).columns, payload)
+            groups = tuple(granted.groups[i] for i in by_unit[unit])
+            parts.append(PackedBatch(tuple(message.rows), columns, groups))
         joined = PackedBatch.concatenate(parts)
         if joined.indices == tuple(granted.rows):
             return joined
@@ -136,88 +210,152 @@ class QueueClient:
             task: that holds the lease.
             granted: the lease.
             rows: some of its rows, in the order of the columns' rows.
-            columns: may be empty: a plain ack.
+            columns: at least one; see `ack`.
 
         Raises:
-            Superseded: the lease is void; drop the work.
+            Superseded: the lease is void, or the rows were lost; drop the work.
+            TransportError: a unit is gone; putting again is safe.
         """
-        unit_of = dict(zip(granted.rows, granted.units, strict=True))
-        by_unit: dict[str, list[int]] = {}
-        for position, row in enumerate(rows):
-            by_unit.setdefault(unit_of[row], []).append(position)
-        futures = []
-        for unit, positions in by_unit.items():
-            whole = len(by_unit) == 1
-            part = {name: column if whole else column.select(positions) for name, column in columns.items()}
-            headers, payload = pack(part)
-            message = PutOutputs(task, self._name, granted.token, [rows[i] for i in positions], headers)
-            futures.append((unit, self._connection(unit).submit(message, payload)))
-        for unit, future in futures:
-            self._await(unit, future, "PutOutputs")
+        self._services.beats.writes(columns)
+        self._put_outputs(task, granted, rows, columns)
+        self._held.settled(task, granted.token, rows)
 
-    def put_rows(
-        self, unit: str, partition: int, *, rows: Sequence[int], groups: Sequence[int], columns: dict[str, Column]
-    ) -> None:
-        """Create rows on a unit with their first columns (a source's put)."""
-        headers, payload = pack(columns)
-        message = PutRows(partition, list(rows), list(groups), headers)
-        self._ask(unit, message, payload)
+    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        """The task is done with rows of a lease without writing anything. Rows lost with their unit are acked too.
+
+        Raises:
+            Superseded: the lease is void.
+            TransportError: neither unit nor controller answer; acking again is safe.
+        """
+        rows = granted.rows if rows is None else rows
+        unit_of = dict(zip(granted.rows, granted.units, strict=True))
+        for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
+            part = [rows[i] for i in positions]
+            self._services.patiently(partial(self._ack, task, granted, unit, part))
+        self._held.settled(task, granted.token, rows)
+
+    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        """Return rows of a lease; somebody else gets them."""
+        rows = granted.rows if rows is None else rows
+        service = self._services.directory.controller_of(task)
+        self._services.ask(service, GiveBack(task, self.owner, granted.token, list(rows)))
+        self._held.settled(task, granted.token, rows)
+
+    def forget(self, task: str, granted: Granted) -> None:
+        """Another reader of this lease (a rank of the same replica) settles it: this client does not vouch for it."""
+        self._held.forget(task, granted.token)
+
+    # The queue as a whole
 
     def publish_version(self, step: int) -> None:
         """Announce that weights of `step` exist."""
-        self._ask_controller(PublishVersion(step))
+        self._services.tell_controllers(PublishVersion(step))
 
     def stop(self) -> None:
         """Answer everybody's fetches with `NoRows(stop)` from now on."""
-        self._ask_controller(Stop())
+        self._services.tell_controllers(Stop())
 
-    def stats(self) -> QueueStats:
-        """Return the controller's counts."""
-        return _expect(self._ask_controller(GetQueueStats())[0], QueueStats)
+    def clear_partition(self, partition: int) -> None:
+        """Remove all rows of a partition; work on them is superseded."""
+        self._services.tell_units(ClearPartition(partition), Done)
 
-    def fence(self, unit: str, task: str, token: int, rows: Sequence[int]) -> None:
-        """Void older leases at a unit (the controller's call)."""
-        self._ask(unit, FenceRows(task, token, list(rows)))
+    def commit(self, newest: int) -> None:
+        """A durable checkpoint covers partitions up to and including `newest`: retained rows go."""
+        self._services.tell_units(CommitPartitions(newest), Done)
 
-    def drop(self, unit: str, rows: Sequence[int]) -> None:
-        """Free rows at a unit (the controller's call)."""
-        self._ask(unit, DropRows(list(rows)))
+    def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:
+        """Write all rows of partitions after `after_partition` into a new directory; see `take_snapshot`."""
+        return take_snapshot(
+            self._services, Path(directory), after_partition=after_partition, forget_acks_of=forget_acks_of
+        )
 
-    def _ask_controller(self, message: Message, timeout_s: float | None = None) -> Reply:
-        timeout_s = (timeout_s or self._config.request_timeout_s) + _GRACE_S
-        return self._connection(self._controller).call(message, timeout_s=timeout_s)
+    def restore(self, directory: Path) -> int:
+        """Put the rows of a snapshot; see `restore_snapshot`."""
+        return restore_snapshot(self, Path(directory))
 
-    def _ask(self, unit: str, message: Message, payload: Tensor | None = None) -> Done:
-        timeout_s = self._config.request_timeout_s
-        reply, _ = self._connection(unit).call(message, payload, timeout_s=timeout_s)
-        return _expect(reply, Done)
+    def checkpoint_wanted(self) -> bool:
+        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon."""
+        limit = self._config.spill_after_bytes
+        return any(unit.retained_bytes > limit for unit in self.unit_stats().values())
 
-    def _connection(self, service: str) -> Connection:
-        with self._lock:
-            one_at_a_time = self._connecting.setdefault(service, threading.Lock())
-        with one_at_a_time:
-            with self._lock:
-                connection = self._connections.get(service)
-                if self._closed:
-                    raise TransportError(f"{self._name}: the queue client is closed")
-            if connection is not None and not connection.closed:
-                return connection
-            replies = CONTROLLER_REPLIES if service == self._controller else UNIT_REPLIES
-            limits = Limits(payload_bytes=self._config.max_message_bytes)
-            connection = Connection(self._credentials, service, self._name, replies, limits=limits)
-            with self._lock:
-                closed = self._closed
-                if not closed:
-                    self._connections[service] = connection
-        if closed:
-            connection.close()
-            raise TransportError(f"{self._name}: the queue client is closed")
-        return connection
+    def stats(self) -> list[QueueStats]:
+        """Return what each controller counts, the lead first."""
+        services = self._services
+        return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
 
-    def _await(self, unit: str, future: "Future[Reply]", what: str) -> Reply:
+    def unit_stats(self) -> dict[str, UnitStats]:
+        """Return what each unit holds."""
+        return self._services.tell_units(GetUnitStats(), UnitStats)
+
+    def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
+        reply = self._services.ask(self._services.directory.controller_of(message.task), message, timeout_s)
+        if isinstance(reply, Granted):
+            self._held.granted(message, reply)
+            return reply
+        return expect(reply, NoRows)
+
+    def _put_outputs(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        unit_of = dict(zip(granted.rows, granted.units, strict=True))
+        by_unit = _by_unit([unit_of[row] for row in rows])
+        sent = []
+        for unit, positions in by_unit.items():
+            whole = len(by_unit) == 1
+            part = {name: column if whole else column.select(positions) for name, column in columns.items()}
+            headers, payload = describe(part, narrow=True)
+            message = PutOutputs(task, self.owner, granted.token, [rows[i] for i in positions], headers)
+            sent.append((unit, message, self._services.unit(unit).submit(message, payload)))
+        for unit, message, future in sent:
+            self._services.answer(future, unit, message)
+
+    def _ack(self, task: str, granted: Granted, unit: str, rows: list[int]) -> None:
+        """Ack at the unit, or, when it is gone or started empty, at the controller."""
+        message = PutOutputs(task, self.owner, granted.token, rows, [])
         try:
-            return future.result(self._config.request_timeout_s)
-        except FutureTimeout as error:
-            raise TransportError(
-                f"{self._name}: {unit} did not answer {what} within {self._config.request_timeout_s:g} s"
-            ) from error
+            self._services.answer(self._services.unit(unit).submit(message), unit, message)
+        except PeerRefused:
+            raise
+        except TransportError as error:
+            try:
+                self._ack_lost(AckLost(task, self.owner, granted.token, rows))
+            except PeerRefused:  # the rows are not lost: their unit will be back, or gave its reason
+                raise error from None
+
+    def _ack_lost(self, lost: AckLost) -> None:
+        """Ack at the controller that gave the lease; the others must not ask for these rows again."""
+        directory = self._services.directory
+        first = directory.controller_of(lost.task)
+        self._services.call(first, lost)
+        for service in directory.controllers:
+            if service != first:
+                with contextlib.suppress(PeerRefused):  # not lost there yet: the unit's inventory will tell
+                    self._services.call(service, lost)
+
+    def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
+        """Try units, the emptiest first, until one has taken the rows."""
+        beats = self._services.beats
+        passed_over: set[str] = set()
+
+        def attempt() -> None:
+            if not beats.units():
+                beats.beat(self._services.directory.lead)
+            unit = self._loads.emptiest(beats.units(), passed_over)
+            try:
+                put(unit)
+            except RowsExist:
+                if not passed_over:
+                    raise
+                # An earlier attempt got through though its answer did not.
+            except (PeerRefused, Superseded):
+                raise
+            except TransportError:
+                passed_over.add(unit)
+                raise
+
+        self._services.patiently(attempt, timeout_s)
+
+
+def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
+    by_unit: dict[str, list[int]] = {}
+    for position, unit in enumerate(units):
+        by_unit.setdefault(unit, []).append(position)
+    return by_unit

@@ -1,10 +1,15 @@
 """Settings of the queue and of the schedule that its admission enforces."""
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from asyncflow.settings import Settings
+from tq.backends.config import BackendConfig
+
+if TYPE_CHECKING:
+    from tq.task_state import TaskSpec
 
 
 class ScheduleMode(StrEnum):
@@ -31,15 +36,88 @@ class ScheduleConfig(Settings):
         """`max_staleness`, or 0 in `sync` mode."""
         return 0 if self.mode is ScheduleMode.SYNC else self.max_staleness
 
+    @property
+    def live_rows(self) -> int:
+        """Rows that the schedule keeps alive at most: one step in training, `staleness_bound` ahead of it."""
+        return self.rollout_batch_size * self.n_samples_per_prompt * (self.staleness_bound + 1)
+
 
 class QueueConfig(Settings):
     """TransferQueue."""
 
     num_storage_units: int = Field(2, ge=1)
-    """Storage processes; rows are spread over them."""
+    """Storage processes; rows are spread over them by load."""
+    num_controllers: int = Field(1, ge=1)
+    """Controller processes; tasks are shared out among them."""
     request_timeout_s: float = Field(60.0, gt=0)
     """Deadline of one request to a storage unit, and how long a fetch parks before it is asked again (s)."""
+    lease_timeout_s: float = Field(30.0, gt=0)
+    """A consumer that is silent for so long loses its leases (s); heartbeats go out four times as often."""
+    unit_grace_s: float = Field(10.0, ge=0)
+    """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
+    max_deliveries: int = Field(5, ge=0)
+    """A row that comes back so often from dying consumers puts its group into quarantine; 0: never."""
+    max_live_rows: int = Field(0, ge=0)
+    """Rows that some task is not done with; new ones wait beyond. 0: as many as the schedule admits."""
+    max_live_bytes: int = Field(0, ge=0)
+    """The same in bytes; 0: no limit."""
+    policy: str = "fifo"
+    """How rounds are shared among data-parallel ranks: a name of `tq.policies.POLICIES` or `module:Class`."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel dropped."""
     max_clients: int = Field(1024, ge=1)
     """Channels that one service accepts at a time."""
+    shared_memory: bool = True
+    """Payloads between processes of one host go through shared memory; False: everything over the wire."""
+    token_columns: tuple[str, ...] = ("prompts", "responses")
+    """Columns whose lengths are a row's tokens: what token budgets and balanced policies count."""
+    retain_until_checkpoint: bool = False
+    """Keep rows that every task is done with until a checkpoint covers their step."""
+    spill_directory: str = ""
+    """Where rows that only wait for a checkpoint go when they take much memory; "": they stay in memory."""
+    spill_after_bytes: int = Field(2**30, ge=0)
+    """Bytes of such rows per storage unit from which on they spill, and an early checkpoint is asked for."""
+    backend: BackendConfig = BackendConfig()
+    """Where storage units keep values."""
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """Service names of the controllers; the first one is the lead."""
+        return tuple(f"controller-{k}" for k in range(self.num_controllers))
+
+
+class TaskConfig(Settings):
+    """A task of a queue that runs alone."""
+
+    name: str
+    """Unique."""
+    inputs: tuple[str, ...]
+    """Columns that must be written before a row is ready."""
+    outputs: tuple[str, ...] = ()
+    """Columns that the task writes."""
+    whole_groups: bool = False
+    """Hand out whole groups only."""
+    barrier: bool = False
+    """Hand out rows of a partition only when all of them are ready."""
+    keeps_leases: bool = False
+    """Leases survive a lost channel (a training gang)."""
+    max_deliveries: int = Field(0, ge=0)
+    """A row that comes back so often puts its group into quarantine; 0: never."""
+    policy: str = "fifo"
+    """A name of `tq.policies.POLICIES` or `module:Class`."""
+
+    def spec(self) -> "TaskSpec":
+        """Return it as a controller wants it."""
+        from tq.policies import load_policy
+        from tq.task_state import TaskSpec
+
+        return TaskSpec(
+            name=self.name,
+            inputs=frozenset(self.inputs),
+            outputs=frozenset(self.outputs),
+            whole_groups=self.whole_groups,
+            barrier=self.barrier,
+            keeps_leases=self.keeps_leases,
+            max_deliveries=self.max_deliveries,
+            policy=load_policy(self.policy),
+        )

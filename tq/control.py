@@ -1,328 +1,399 @@
 """The control plane's state over all tasks: events in, instructions out. Pure: no clock, no sockets, no threads.
 
-Events are the messages of `tq.messages` (those that carry a question come with a request number) and the few below.
-A fetch that cannot be answered is parked; the event that makes it answerable returns its `Answer`.
+Events are the messages of `tq.messages` (those that carry a question come with a request number) and those of
+`tq.control_events`. A request that cannot be answered is parked; the event that makes it answerable returns its
+`Answer`. A controller knows all rows of the queue, and hands out those of the tasks that it serves.
 
-    handle(RowsCreated(...))            -> []
-    handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]  or [] (parked)
-    handle(OutputsWritten(...))         -> [Answer(8, ...), Free("storage-0", (3, 4))]
+    handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
+    handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]     or [] (parked: no rows)
+    handle(OutputsWritten(...))         -> [Answer(8, Granted(...))]     of a fetch that waited for it
+    handle(OwnerGone("a"))              -> [Fence("ref", 9, {"storage-0": (3, 4)})], and after Fenced("ref", 9) ...
 """
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
-from asyncflow.errors import PeerRefused
+from asyncflow.errors import AsyncFlowError, PeerRefused
+from tq.control_events import (
+    Answer,
+    Commit,
+    DeadlinePassed,
+    Event,
+    Fence,
+    FenceAll,
+    Fenced,
+    Instruction,
+    Lost,
+    OwnerGone,
+    OwnerWrites,
+    Quarantine,
+    Quarantined,
+    RecoveryDeadline,
+    UnitGone,
+    UnitLost,
+)
+from tq.fetches import Fetches
+from tq.losses import Losses
 from tq.messages import (
+    AckLost,
     FetchRound,
     FetchRows,
-    Granted,
+    GiveBack,
+    Join,
+    Joined,
     NoRows,
     NoRowsReason,
     OpenPartition,
     OutputsWritten,
     PublishVersion,
     QueueStats,
+    RegisterUnit,
+    RemovalReason,
     RowsCreated,
+    RowsRemoved,
     Stop,
     TaskStats,
+    WatchLost,
 )
-from tq.task_state import Lease, TaskSpec, TaskState
+from tq.recovery import Recovering, Recovery
+from tq.room import Room
+from tq.row_book import RowBook
+from tq.task_state import TaskSpec, TaskState
+from tq.unit_registry import UnitRegistry
+from tq.wait_reasons import NEW_ROWS, WaitReasons
 
-
-@dataclass(frozen=True)
-class OwnerGone:
-    """A consumer's channel ended."""
-
-    owner: str
-
-
-@dataclass(frozen=True)
-class Fenced:
-    """The units confirmed that the void lease's late puts will be refused; its rows may be handed out again."""
-
-    task: str
-    token: int
-
-
-@dataclass(frozen=True)
-class DeadlinePassed:
-    """A parked request waited long enough."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Reply to a request."""
-
-    request: int
-    reply: Granted | NoRows
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Tell the units that leases of `rows` older than `token` are void, then report `Fenced`."""
-
-    task: str
-    token: int
-    rows: dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Free:
-    """All tasks are done with these rows of a unit."""
-
-    unit: str
-    rows: tuple[int, ...]
-
-
-Instruction = Answer | Fence | Free
-Fetch = FetchRows | FetchRound
-Event = (
-    RowsCreated | OutputsWritten | OpenPartition | Fetch | PublishVersion | Stop | OwnerGone | Fenced | DeadlinePassed
-)
-
-
-@dataclass
-class _Row:
-    unit: str
-    partition: int
-    group: int
-    group_size: int
-    written: set[str]
-    tasks_left: set[str]
-    ready_for: set[str] = field(default_factory=set)
+__all__ = [
+    "NEW_ROWS",
+    "Answer",
+    "Commit",
+    "ControlState",
+    "DeadlinePassed",
+    "Event",
+    "Fence",
+    "FenceAll",
+    "Fenced",
+    "Instruction",
+    "Lost",
+    "OwnerGone",
+    "OwnerWrites",
+    "Quarantine",
+    "Quarantined",
+    "Recovering",
+    "RecoveryDeadline",
+    "UnitGone",
+    "UnitLost",
+]
 
 
 class ControlState:
-    """Rows, tasks, leases and parked requests."""
+    """Rows, tasks, leases, units, and requests that wait."""
 
     def __init__(
-        self, tasks: Sequence[TaskSpec], *, max_staleness: int = 0, version: int = 0, first_token: int = 1
+        self,
+        tasks: Sequence[TaskSpec],
+        *,
+        served: Collection[str] | None = None,
+        max_staleness: int = 0,
+        version: int = 0,
+        first_token: int = 1,
+        row_limit: int = 0,
+        byte_limit: int = 0,
+        refill: bool = False,
+        recovering: Recovering | None = None,
+        heartbeat_s: float = 0.0,
     ) -> None:
         """Args:
-        tasks: every task that must be done with a row before it is freed.
-        max_staleness: bound of the gate; see `newest_partition`.
+        tasks: every task that must be done with a row before it is finished.
+        served: names of the tasks whose rows are handed out here; None: all.
+        max_staleness: bound of the gate: (s - 1) - version <= max_staleness.
         version: newest weights at the start.
         first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
+        row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
+        refill: admission replaces groups in quarantine; else their partition gets smaller.
+        recovering: whom a restarted controller waits for; None: a first start.
+        heartbeat_s: told to consumers that join.
         """
-        self.newest_version = version
-        self._max_staleness = max_staleness
-        self._tasks = {spec.name: TaskState(spec) for spec in tasks}
-        self._rows: dict[int, _Row] = {}
-        self._parked: dict[int, Fetch] = {}
-        self._fencing: dict[int, Lease] = {}
-        self._tokens = itertools.count(first_token)
-        self._stopped = False
+        self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
+        self._reasons = WaitReasons(self._book)
+        self._fetches = Fetches(self._book, self._reasons, max_staleness=max_staleness, version=version)
+        self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
+        self._losses = Losses(first_token)
+        self._registry = UnitRegistry(self._book, [spec.name for spec in tasks])
+        self._heartbeat_s = heartbeat_s
+        self._recovery: Recovery | None = None
+        if recovering is not None and (recovering.units or recovering.owners):
+            self._recovery = Recovery(self._book, recovering)
+            self._fetches.closed = True
+            self._reasons.recovering = self._recovery.waiting_for
+
+    @property
+    def newest_version(self) -> int:
+        """Newest published weights."""
+        return self._fetches.newest_version
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a restarted controller does not hand out rows yet."""
+        return self._recovery is not None
 
     def newest_partition(self, version: int) -> int:
         """Return the newest step that may start on weights of `version`: (s - 1) - version <= max_staleness."""
-        return version + 1 + self._max_staleness
+        return self._fetches.newest_partition(version)
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
         """Apply one event.
 
         Args:
             event: what happened.
-            request: number of a fetch, unique among parked ones; names it in its `Answer`.
+            request: number of a request, unique among those that wait; names it in its `Answer`.
 
         Raises:
-            PeerRefused: the event names a task that does not exist or a row that does, or asks for what cannot be;
-                nothing changed.
+            PeerRefused: the event names what does not exist, or asks for what cannot be; nothing changed. Its children
+                say that rows exist already, or that the queue is too small.
+            Superseded: a lease is void; nothing changed.
         """
-        match event:
-            case RowsCreated():
-                return self._create(event)
-            case OutputsWritten():
-                return self._write(event)
-            case OpenPartition():
-                if self._stopped:
-                    return []  # else ranks of one gang could disagree on whether the partition is over
-                for task in self._tasks.values():
-                    task.partition(event.partition).num_rows = event.num_rows
-                return self._retry()
-            case FetchRows() | FetchRound():
-                self._check(event)
-                self._parked[request] = event
-                return self._retry_one(request)
-            case PublishVersion():
-                self.newest_version = max(self.newest_version, event.step)
-                return self._retry()
-            case Stop():
-                self._stopped = True
-                return self._retry()
-            case OwnerGone():
-                return self._give_back(event.owner)
-            case Fenced():
-                return self._fenced(event)
-            case DeadlinePassed():
-                if self._parked.pop(event.request, None) is None:
-                    return []
-                return [self._nothing(event.request, NoRowsReason.DEADLINE)]
+        self._apply(event, request)
+        self._report_losses()
+        self._admit_puts()
+        self._recover()
+        self._fetches.wake()
+        out, self._book.out = self._book.out, []
+        return out
+
+    def units(self) -> dict[str, int]:
+        """Return the units that are up, with the bytes of live rows that they hold."""
+        return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
+
+    def known_rows(self) -> dict[int, list[int]]:
+        """Return partition -> rows that are somewhere or finished; of a restarted controller, once it has recovered."""
+        known = {number: list(rows) for number, rows in self._registry.finished.items()}
+        for number, row in self._book.rows.rows.items():
+            known.setdefault(row.partition, []).append(number)
+        return known
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
-        """Count rows per task."""
-        tasks = []
-        for name, task in self._tasks.items():
-            ready, leased, done = task.counts()
-            waiting = sum(1 for row in self._rows.values() if name not in row.ready_for)
-            parked = sum(1 for fetch in self._parked.values() if fetch.task == name)
-            tasks.append(TaskStats(name, waiting, ready, leased, done, parked))
-        return QueueStats(tasks, len(self._rows), self.newest_version, admitted_groups)
-
-    def _check(self, fetch: Fetch) -> None:
-        task = self._task(fetch.task)
-        if fetch.num_rows < 1:
-            raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
-        if not isinstance(fetch, FetchRound):
-            return
-        if not 0 <= fetch.rank < fetch.num_ranks or not task.join_rounds(fetch.partition, fetch.num_ranks):
-            raise PeerRefused(
-                f"{fetch.task}: rank {fetch.rank} of {fetch.num_ranks} asked for a round of partition "
-                f"{fetch.partition}; all ranks must count the same gang"
-            )
-        formed = task.num_rounds(fetch.partition)
-        if not task.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
-            raise PeerRefused(
-                f"{fetch.task}: round {fetch.round_index} of partition {fetch.partition} was asked for, but the next "
-                f"one is {formed}; a gang's ranks ask for every round"
-            )
-
-    def _create(self, event: RowsCreated) -> list[Instruction]:
-        if len(event.rows) != len(event.groups) or len(set(event.rows)) != len(event.rows):
-            raise PeerRefused(f"{len(event.rows)} rows with {len(event.groups)} groups, each row must be named once")
-        for row in event.rows:
-            if row in self._rows:
-                raise PeerRefused(f"row {row} exists already; row indices are never reused in a run")
-        sizes = Counter(event.groups)
-        for row, group in zip(event.rows, event.groups, strict=True):
-            written = set(event.columns)
-            self._rows[row] = _Row(event.unit, event.partition, group, sizes[group], written, set(self._tasks))
-            self._mark_ready(row)
-        return self._retry()
-
-    def _write(self, event: OutputsWritten) -> list[Instruction]:
-        task = self._task(event.task)
-        freed: dict[str, list[int]] = {}
-        touched = set()
-        for number in event.rows:
-            row = self._rows.get(number)
-            if row is None or event.task not in row.tasks_left:
-                continue  # a unit repeats a notification whose confirmation was lost
-            row.written.update(event.columns)
-            row.tasks_left.remove(event.task)
-            task.done(row.partition, number)
-            touched.add(row.partition)
-            if not row.tasks_left:
-                freed.setdefault(row.unit, []).append(number)
-                del self._rows[number]
-            else:
-                self._mark_ready(number)
-        for partition in touched:
-            task.drop_finished(partition)
-        return [*self._retry(), *(Free(unit, tuple(rows)) for unit, rows in freed.items())]
-
-    def _mark_ready(self, number: int) -> None:
-        row = self._rows[number]
-        for name, task in self._tasks.items():
-            if name not in row.ready_for and task.spec.inputs <= row.written:
-                row.ready_for.add(name)
-                task.row_ready(number, partition=row.partition, group=row.group, group_size=row.group_size)
-
-    def _give_back(self, owner: str) -> list[Instruction]:
-        for request in [number for number, fetch in self._parked.items() if fetch.owner == owner]:
-            del self._parked[request]
-        instructions: list[Instruction] = []
-        for name, task in self._tasks.items():
-            if task.spec.keeps_leases:
-                continue
-            for lease in [lease for lease in task.leases.values() if lease.owner == owner]:
-                task.end_lease(lease)
-                token = next(self._tokens)
-                self._fencing[token] = lease
-                instructions.append(Fence(name, token, self._by_unit(lease.rows)))
-        return instructions
-
-    def _fenced(self, event: Fenced) -> list[Instruction]:
-        task = self._task(event.task)
-        lease = self._fencing.pop(event.token)
-        groups: dict[int, list[int]] = {}
-        for number in sorted(lease.rows):
-            row = self._rows.get(number)
-            if row is not None and event.task in row.tasks_left:  # else its last put came before the fence
-                groups.setdefault(row.group, []).append(number)
-        task.give_back(lease.partition, [tuple(rows) for rows in groups.values()])
-        return self._retry()
-
-    def _retry(self) -> list[Instruction]:
-        return [instruction for request in list(self._parked) for instruction in self._retry_one(request)]
-
-    def _retry_one(self, request: int) -> list[Instruction]:
-        fetch = self._parked[request]
-        answer = self._answer_round(request, fetch) if isinstance(fetch, FetchRound) else self._answer(request, fetch)
-        if answer is None:
-            return []
-        del self._parked[request]
-        return [answer]
-
-    def _answer(self, request: int, fetch: FetchRows) -> Answer | None:
-        if self._stopped:
-            return self._nothing(request, NoRowsReason.STOP)
-        task = self._task(fetch.task)
-        newest = self.newest_partition(fetch.version) if task.spec.gated else None
-        taken = task.take(fetch.num_rows, newest_allowed=newest)
-        if taken is not None:
-            return self._grant(request, fetch, *taken)
-        if task.spec.gated and self.newest_version > fetch.version:
-            return self._nothing(request, NoRowsReason.NEWER_VERSION)
-        return None
-
-    def _answer_round(self, request: int, fetch: FetchRound) -> Answer | None:
-        task = self._task(fetch.task)
-        formed = fetch.round_index < task.num_rounds(fetch.partition)
-        if not formed and task.exhausted(fetch.partition):
-            return self._nothing(request, NoRowsReason.PARTITION_DONE)
-        if not formed and self._stopped:
-            return self._nothing(request, NoRowsReason.STOP)
-        share = task.share(
-            fetch.partition, fetch.round_index, fetch.rank, num_rows=fetch.num_rows, num_ranks=fetch.num_ranks
+        """Count rows per task; who is connected, and times, are the caller's to add."""
+        rows = self._book.rows
+        return QueueStats(
+            tasks=[self._task_stats(task) for task in self._book.tasks.values()],
+            live_rows=len(rows),
+            newest_version=self.newest_version,
+            admitted_groups=admitted_groups,
+            live_bytes=rows.num_bytes,
+            row_limit=self._room.row_limit,
+            byte_limit=self._room.byte_limit,
+            waiting_puts=len(self._room.waiting),
+            lost_rows=rows.num_lost,
+            quarantined_groups=self._book.num_quarantined,
+            units=self.units(),
         )
-        if share is None:
-            return None
-        return self._grant(request, fetch, fetch.partition, share.rows, share.round_rows, share.last)
 
-    def _grant(
+    def _task_stats(self, task: TaskState) -> TaskStats:
+        ready = sum(part.queue.num_rows for part in task.partitions.values())
+        leased = len(task.leases.holders)
+        return TaskStats(
+            task=task.spec.name,
+            waiting=task.num_left - ready - leased,
+            ready=ready,
+            leased=leased,
+            done=sum(part.num_done for part in task.partitions.values()),
+            parked_requests=self._fetches.parked.count(task.spec.name),
+            acked=task.num_acked,
+            deliveries=task.num_deliveries,
+            given_back=task.num_given_back,
+        )
+
+    def _apply(self, event: Event, request: int) -> None:
+        match event:
+            case RowsCreated():
+                self._create(event, request)
+            case OutputsWritten():
+                self._book.write(event)
+            case RowsRemoved():
+                self._remove(event)
+            case FetchRows() | FetchRound():
+                self._fetches.check(event)
+                self._fetches.add(request, event)
+            case GiveBack():
+                self._give_back(event)
+            case AckLost():
+                self._book.ack_lost(event)
+            case OpenPartition():
+                self._open(event)
+            case WatchLost():
+                self._losses.watchers[request] = event
+                self._tell_watchers()
+            case PublishVersion():
+                self._fetches.publish(event.step)
+            case Stop():
+                self._fetches.stop()
+            case DeadlinePassed():
+                self._expire(event.request)
+            case Fenced():
+                self._book.fenced(event)
+                if self._recovery is not None:
+                    self._recovery.fenced(event.task, event.token)
+            case _:
+                self._meet(event, request)
+
+    def _meet(
         self,
+        event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
         request: int,
-        fetch: Fetch,
-        partition: int,
-        rows: tuple[int, ...],
-        round_rows: int = 0,
-        last: bool = False,
-    ) -> Answer:
-        token = next(self._tokens)
-        task = self._task(fetch.task)
-        rows = tuple(row for row in rows if row in self._rows and fetch.task in self._rows[row].tasks_left)
-        if rows:
-            task.lease(Lease(token, fetch.owner, partition, set(rows)))
-        held = [self._rows[row] for row in rows]
-        groups = [row.group for row in held]
-        units = [row.unit for row in held]
-        return Answer(request, Granted(token, partition, list(rows), groups, units, round_rows, last))
+    ) -> None:
+        """Somebody came or went."""
+        match event:
+            case RegisterUnit():
+                self._room.cancel(event.unit)
+                reply = self._registry.register(event)
+                self._losses.forget(row for record in event.records for row in record.rows)
+                self._book.out.append(Answer(request, reply))
+                if self._recovery is not None:
+                    self._recovery.registered(event.unit)
+            case Join():
+                self._join(event, request)
+            case OwnerGone():
+                self._leave(event.owner)
+            case OwnerWrites():
+                self._reasons.writes(event.owner, event.columns)
+            case UnitGone():
+                unit = self._book.rows.units.get(event.unit)
+                self._room.cancel(event.unit)
+                if unit is not None:
+                    self._book.set_online(unit, online=False)
+            case UnitLost():
+                unit = self._book.rows.units.get(event.unit)
+                if unit is not None and not unit.online:
+                    self._book.lose(unit)
+            case RecoveryDeadline():
+                if self._recovery is not None and self._recovery.collecting:
+                    self._recovery.rebuild()
+        if self._recovery is not None and self._recovery.collecting and self._recovery.collected:
+            self._recovery.rebuild()
 
-    def _nothing(self, request: int, reason: NoRowsReason) -> Answer:
-        return Answer(request, NoRows(reason, self.newest_version))
+    # Puts
 
-    def _by_unit(self, rows: Iterable[int]) -> dict[str, tuple[int, ...]]:
-        units: dict[str, list[int]] = {}
-        for row in sorted(rows):
-            units.setdefault(self._rows[row].unit, []).append(row)
-        return {unit: tuple(numbers) for unit, numbers in units.items()}
+    def _create(self, event: RowsCreated, request: int) -> None:
+        num_new = self._book.check_new(event)
+        if num_new and not event.commits:
+            self._room.check(event)
+            if self._room.waiting or not self._fits(event):
+                self._room.waiting[request] = event
+                return
+        self._take(event, request)
 
-    def _task(self, name: str) -> TaskState:
-        task = self._tasks.get(name)
+    def _take(self, event: RowsCreated, request: int) -> None:
+        accepted = self._book.create(event)
+        self._losses.forget(event.rows)
+        self._book.out.append(Answer(request, accepted))
+
+    def _fits(self, event: RowsCreated) -> bool:
+        return self._room.fits(event, num_rows=len(self._book.rows), num_bytes=self._book.rows.num_bytes)
+
+    def _admit_puts(self) -> None:
+        waiting = self._room.waiting
+        while waiting and self._fits(waiting[first := next(iter(waiting))]):
+            event = waiting.pop(first)
+            try:
+                self._book.check_new(event)
+            except PeerRefused as error:  # somebody else put these rows meanwhile
+                self._book.out.append(Answer(first, error))
+            else:
+                self._take(event, first)
+
+    def _remove(self, event: RowsRemoved) -> None:
+        self._room.cancel(event.unit, set(event.rows))
+        table = self._book.rows.rows
+        here = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
+        if event.reason is RemovalReason.QUARANTINED:
+            self._book.remove_quarantined(here)
+            return
+        for number in here:
+            self._book.remove(number)
+        if event.reason is RemovalReason.CLEARED:
+            self._book.clear_if_empty(event.partition)
+
+    def _open(self, event: OpenPartition) -> None:
+        if self._fetches.stopped:
+            return  # else ranks of one gang could disagree on whether the partition is over
+        self._book.rows.partition(event.partition).declared = event.num_rows
+        self._book.recount(event.partition)
+        for task in self._book.tasks.values():
+            task.sized(event.partition)
+
+    # Consumers
+
+    def _give_back(self, event: GiveBack) -> None:
+        self._book.bit(event.task)
+        task = self._book.tasks.get(event.task)
         if task is None:
-            raise PeerRefused(f"no task is named {name!r}; known: {' '.join(self._tasks)}")
-        return task
+            raise PeerRefused(f"{event.task} is served by another controller")
+        if event.token in task.leases.by_token:
+            self._book.give_back(task, event.token, event.rows)
+
+    def _join(self, event: Join, request: int) -> None:
+        void: list[int] = []
+        if self._recovery is not None and self._recovery.collecting:
+            self._recovery.joined(event.owner, event.holds)
+        else:
+            for held in event.holds:
+                task = self._book.tasks.get(held.task)
+                if task is None:
+                    continue
+                if held.token in task.leases.by_token:
+                    task.leases.read(held.token, event.owner)
+                elif held.rows and not all(task.leases.settled(held.token, row) for row in held.rows):
+                    void.append(held.token)
+        self._book.out.append(Answer(request, Joined(void, self._heartbeat_s)))
+
+    def _leave(self, owner: str) -> None:
+        self._fetches.leave(owner)
+        self._reasons.leave(owner)
+        if self._recovery is not None and self._recovery.collecting:
+            self._recovery.gone(owner)
+        for task in self._book.tasks.values():
+            if not task.spec.keeps_leases:
+                for lease in task.leases.leave(owner):
+                    self._book.give_back(task, lease.token)
+
+    # Waiting
+
+    def _expire(self, request: int) -> None:
+        put = self._room.waiting.pop(request, None)
+        if put is not None:
+            rows = self._book.rows
+            why = self._reasons.blocking()
+            refusal = self._room.refusal(put, num_rows=len(rows), num_bytes=rows.num_bytes, because=why)
+            self._refuse(request, refusal)
+        elif self._losses.watchers.pop(request, None) is not None:
+            self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
+        else:
+            self._fetches.expire(request)
+
+    def _refuse(self, request: int, error: AsyncFlowError) -> None:
+        self._book.out.append(Answer(request, error))
+
+    def _report_losses(self) -> None:
+        if not self._book.lost_now:
+            return
+        new = self._losses.report(self._book.needed())
+        if new:
+            table = self._book.rows.rows
+            self._book.out.append(Lost(tuple(new), tuple(table[number].group for number in new)))
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for request, watch in list(self._losses.watchers.items()):
+            reply = self._losses.unseen(watch.after, self._book.rows.rows)
+            if reply is not None:
+                del self._losses.watchers[request]
+                self._book.out.append(Answer(request, reply))
+
+    def _recover(self) -> None:
+        recovery = self._recovery
+        if recovery is None:
+            return
+        self._reasons.recovering = recovery.waiting_for
+        if recovery.over:
+            self._recovery = None
+            self._reasons.recovering = ""
+            self._fetches.open()

@@ -1,65 +1,96 @@
-"""The controller service: the control plane's shell around `ControlState` and `AdmissionState`.
+"""One controller service: the control plane's shell around `ControlState`, and, on the lead, admission.
 
-Threads: the channel server's receivers apply events under one lock and send the answers; `deadlines` answers parked
-requests whose time is up; `housekeeping` carries fences and frees to the units; `admission` puts new prompts.
+Threads: the channel server's receivers apply events under one lock and send the answers; `clock` answers parked
+requests whose time is up and gives silent consumers up; `unit-chores` carries fences to the units; `admission` puts new
+prompts.
 Nobody calls another process while holding the lock.
+
+    first start      serve at once
+    later starts     read the mark, wait for the units' inventories and for the consumers that were there, fence the
+                     rest, serve
 """
 
 import heapq
 import logging
-import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import msgspec
-
-from asyncflow.errors import TransportError
+from asyncflow.errors import AsyncFlowError
+from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
-from tq.admission import AdmissionState, AdmittedGroup
-from tq.batch import Column
+from tq.admission import AdmissionMark, AdmissionState
+from tq.admitting import Admitting, PromptSource
 from tq.client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control import Answer, ControlState, DeadlinePassed, Event, Fence, Fenced, Free, Instruction, OwnerGone
+from tq.control import (
+    Answer,
+    ControlState,
+    DeadlinePassed,
+    Event,
+    Fence,
+    FenceAll,
+    Instruction,
+    Lost,
+    OwnerGone,
+    OwnerWrites,
+    Quarantine,
+    Quarantined,
+    Recovering,
+    RecoveryDeadline,
+    UnitGone,
+    UnitLost,
+)
+from tq.directory import Directory
+from tq.durable_mark import DurableMark
 from tq.messages import (
     CONTROLLER_REQUESTS,
+    AckLost,
+    Alive,
     Done,
     FetchRound,
     FetchRows,
     GetQueueStats,
+    GiveBack,
+    Heartbeat,
+    Join,
     OpenPartition,
+    OutputsWritten,
     PublishVersion,
+    QueueStats,
+    RegisterUnit,
+    RowsCreated,
+    RowsRemoved,
     Stop,
+    WatchLost,
 )
+from tq.services import BEATS_PER_TIMEOUT
+from tq.sessions import Sessions
 from tq.task_state import TaskSpec
+from tq.unit_chores import UnitChores
 
 logger = logging.getLogger(__name__)
 
-_GROUPS_PER_PUT = 64
 _LONGEST_PARK_S = 3600.0
-
-
-class PromptSource(Protocol):
-    """Where admission takes prompts from."""
-
-    def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return the first columns of all rows of `groups`, group after group."""
+_CHECKS_PER_TIMEOUT = 8
+_RATE_WINDOW_S = 10.0
+_TOKENS_PER_START = 40
+"""Bits of a token that count leases; those above count starts of the controller."""
 
 
 class ControllerService:
-    """Serves the control plane under `name` until `close`."""
+    """Serves its part of the control plane under `name` until `close`."""
 
     def __init__(
         self,
         credentials: Credentials,
         name: str,
         *,
-        units: Sequence[str],
         tasks: Sequence[TaskSpec],
         config: QueueConfig,
-        schedule: ScheduleConfig,
+        schedule: ScheduleConfig | None = None,
         prompts: PromptSource | None = None,
         version: int = 0,
         last_step: int = 0,
@@ -68,181 +99,314 @@ class ControllerService:
 
         Args:
             credentials: store and secret.
-            name: service name.
-            units: names of the storage units.
-            tasks: see `ControlState`.
-            config, schedule: settings.
-            prompts: admission's source; None: rows come from elsewhere.
+            name: one of `config.controllers`; the first one is the lead.
+            tasks: of the whole queue, producers before consumers.
+            config: settings.
+            schedule: the staleness gate; None: no gate.
+            prompts: admission's source, on the lead; None: rows come from elsewhere.
             version: step of the weights at the start.
             last_step: admission ends here.
         """
-        self._state = ControlState(tasks, max_staleness=schedule.staleness_bound, version=version)
-        self._admission = AdmissionState(schedule, version=version, last_step=last_step)
-        self._prompts = prompts
-        self._config = config
-        self._units = tuple(units)
-        self._lock = threading.Lock()
-        self._calls: dict[int, Call] = {}
-        self._next_request = 0
-        self._deadlines: list[tuple[float, int]] = []
-        self._wake_deadlines = threading.Condition(self._lock)
-        self._chores: queue.SimpleQueue[Fence | Free | None] = queue.SimpleQueue()
-        self._versions: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.failure: Exception | None = None
         self.failed = threading.Event()
+        self._name = name
+        self._config = config
+        self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
+        self._lead = name == self._directory.lead
+        self._durable = DurableMark(credentials, name)
+        starts = self._durable.start()
+        self._recovered = starts > 1
+        self._mark = self._durable.load()
+        self._mark.newest_version = max(version, self._mark.newest_version)
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Waiting] = {}
+        self._next_request = 0
+        self._timers: list[tuple[float, int, Event]] = []
+        self._timer_set = threading.Condition(self._lock)
+        self._sessions = Sessions()
+        self._incarnations: dict[str, str] = {}
+        self._done_before: dict[str, tuple[float, int]] = {}
+        self._started = time.monotonic()
+        self._mark_lock = threading.Lock()
         self._closed = False
-        self._client = QueueClient(credentials, name, controller=name, config=config)
-        self._server = ChannelServer(credentials, name, CONTROLLER_REQUESTS, self, max_clients=config.max_clients)
-        self._threads = [
-            threading.Thread(target=self._guard, args=(target,), name=target.__name__.strip("_"), daemon=True)
-            for target in (self._watch_deadlines, self._do_chores, self._admit)
-        ]
-        for thread in self._threads:
-            thread.start()
+        recovering = None
+        if self._recovered:
+            recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(self._durable.names("owner")))
+            logger.warning("start %d: waiting for %s", starts, recovering)
+        self._state = ControlState(
+            tasks,
+            served=self._directory.served_by(name),
+            max_staleness=schedule.staleness_bound if schedule else 0,
+            version=self._mark.newest_version,
+            first_token=(starts << _TOKENS_PER_START) + 1,
+            row_limit=_row_limit(config, schedule) if self._lead else 0,
+            byte_limit=config.max_live_bytes if self._lead else 0,
+            refill=prompts is not None,
+            recovering=recovering,
+            heartbeat_s=config.lease_timeout_s / BEATS_PER_TIMEOUT,
+        )
+        for partition, num_rows in self._mark.partitions.items():
+            self._state.handle(OpenPartition(partition, num_rows))
+        if self._mark.stopped:
+            self._state.handle(Stop())
+        self._chores = UnitChores(credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply)
+        self._client = QueueClient(credentials, name, config=config)
+        self._admitting: Admitting | None = None
+        if prompts is not None and schedule is not None and self._lead:
+            self._admitting = self._make_admitting(schedule, prompts, version=version, last_step=last_step)
+        with credentials.borrowed_store() as store:
+            self._directory.publish(store)
+        limits = Limits(payload_bytes=config.max_message_bytes)
+        self._server = ChannelServer(
+            credentials, name, CONTROLLER_REQUESTS, self, limits=limits, max_clients=config.max_clients
+        )
+        self._clock = threading.Thread(target=self._watch_clock, name="clock", daemon=True)
+        self._clock.start()
+        if recovering is not None:
+            with self._lock:
+                self._set_timer(config.lease_timeout_s, RecoveryDeadline())
+        self._start_admitting()
 
     def stop(self) -> None:
         """Answer everybody's fetches with `NoRows(stop)` from now on."""
+        self._remember(Stop())
         self._apply(Stop())
 
     def close(self) -> None:
         """Stop serving; idempotent."""
         with self._lock:
             self._closed = True
-            self._wake_deadlines.notify_all()
-        self._chores.put(None)
-        self._versions.put(None)
+            self._timer_set.notify_all()
+        if self._admitting is not None:
+            self._admitting.close()
         self._server.close()
+        self._chores.close()
         self._client.close()
-        for thread in self._threads:
-            thread.join(timeout=5)
+        self._clock.join(timeout=5)
 
     def disconnected(self, session: Session) -> None:
-        """A client's leases return, except a trainer's."""
+        """A channel ended: a consumer's leases return, except a trainer's; a unit's rows wait for its return."""
         with self._lock:
-            answers = self._sort(self._state.handle(OwnerGone(_owner(session))))
-            for request in [number for number, call in self._calls.items() if call.session == session]:
+            for request in [number for number, waiting in self._calls.items() if waiting.call.session == session]:
                 del self._calls[request]  # it would keep the channel alive
+            owners, units = self._sessions.ended(session.number)
+            answers = [answer for owner in owners for answer in self._handle(OwnerGone(owner))]
+            for unit in units:
+                answers += self._handle(UnitGone(unit))
+                self._set_timer(self._config.unit_grace_s, UnitLost(unit))
         self._send(answers)
+        if not self._closed:
+            for owner in owners:
+                self._durable.remove("owner", owner)
 
     def handle(self, call: Call) -> None:
-        """Carry out one request of `CONTROLLER_REQUESTS`; fetches may be answered later."""
+        """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
         message = call.message
         match message:
-            case FetchRows() | FetchRound():
-                self._fetch(message, call)
-            case GetQueueStats():
-                with self._lock:
-                    stats = self._state.stats(self._admission.admitted_groups)
-                call.reply(stats)
+            case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
+                self._ask(message, call, timeout_s=message.timeout_s)
+            case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost():
+                self._apply(message)
+                call.reply(Done())
+            case Heartbeat():
+                self._heartbeat(message, call)
+            case Join():
+                self._join(message, call)
+            case RegisterUnit():
+                self._register(message, call)
+            case OpenPartition() | Stop():
+                self._remember(message)
+                self._apply(message)
+                call.reply(Done())
             case PublishVersion():
+                self._remember(message)
                 self._apply(message)
-                self._versions.put(message.step)
+                if self._admitting is not None:
+                    self._admitting.add(message.step)
                 call.reply(Done())
-            case _:
-                self._apply(message)
-                call.reply(Done())
+            case GetQueueStats():
+                call.reply(self._stats())
 
-    def _fetch(self, message: FetchRows | FetchRound, call: Call) -> None:
-        event = msgspec.structs.replace(message, owner=_owner(call.session))
+    def _ask(self, event: FetchRows | FetchRound | WatchLost | RowsCreated, call: Call, *, timeout_s: float) -> None:
         with self._lock:
             self._next_request += 1
             request = self._next_request
-            self._calls[request] = call
+            task = event.task if isinstance(event, FetchRows | FetchRound) else ""
+            self._calls[request] = _Waiting(call, task, time.monotonic())
             try:
-                instructions = self._state.handle(event, request)
-            except TransportError:
+                answers = self._handle(event, request)
+            except AsyncFlowError:
                 del self._calls[request]
                 raise
-            timeout_s = min(message.timeout_s, _LONGEST_PARK_S) if message.timeout_s > 0 else 0.0
-            if not any(isinstance(instruction, Answer) for instruction in instructions):
-                heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request))
-                self._wake_deadlines.notify_all()
-            answers = self._sort(instructions)
+            if request in self._calls:
+                self._set_timer(min(timeout_s, _LONGEST_PARK_S) if timeout_s > 0 else 0.0, DeadlinePassed(request))
+        self._send(answers)
+
+    def _heartbeat(self, message: Heartbeat, call: Call) -> None:
+        with self._lock:
+            known = self._sessions.heard(message.owner, time.monotonic())
+            if known and message.writes:
+                self._handle(OwnerWrites(message.owner, tuple(message.writes)))
+            stats = self._state.units()
+        call.reply(Alive(known, stats, self._state.newest_version))
+
+    def _join(self, message: Join, call: Call) -> None:
+        self._durable.add("owner", message.owner)
+        with self._lock:
+            self._sessions.joined(call.session.number, message.owner, time.monotonic())
+            self._next_request += 1
+            self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
+            answers = self._handle(message, self._next_request)
+        self._send(answers)
+
+    def _register(self, message: RegisterUnit, call: Call) -> None:
+        self._durable.add("unit", message.unit)
+        empty = self._incarnations.get(message.unit) != message.incarnation
+        self._chores.catch_up(message.unit, empty=empty)
+        with self._lock:
+            self._incarnations[message.unit] = message.incarnation
+            self._sessions.registered(call.session.number, message.unit)
+            self._next_request += 1
+            self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
+            answers = self._handle(message, self._next_request)
         self._send(answers)
 
     def _apply(self, event: Event) -> None:
         with self._lock:
-            answers = self._sort(self._state.handle(event))
+            answers = self._handle(event)
         self._send(answers)
 
-    def _sort(self, instructions: list[Instruction]) -> list[tuple[Call, Answer]]:
+    def _handle(self, event: Event, request: int = 0) -> "list[tuple[Call, Answer]]":
+        """Apply an event and hand out its instructions; the lock is held."""
         answers = []
-        for instruction in instructions:
+        for instruction in self._state.handle(event, request):
             if isinstance(instruction, Answer):
-                answers.append((self._calls.pop(instruction.request), instruction))
+                waiting = self._calls.pop(instruction.request, None)
+                if waiting is not None:
+                    answers.append((waiting.call, instruction))
             else:
-                self._chores.put(instruction)
+                self._delegate(instruction)
+        self._start_admitting()
         return answers
 
-    @staticmethod
-    def _send(answers: list[tuple[Call, Answer]]) -> None:
-        for call, answer in answers:
-            call.reply(answer.reply)
+    def _delegate(self, instruction: Instruction) -> None:
+        match instruction:
+            case Fence() | FenceAll() | Quarantine():
+                self._chores.add(instruction)
+            case Lost() | Quarantined() if self._admitting is not None:
+                self._admitting.add(instruction)
+            case Quarantined():
+                self._shrink(instruction)
 
-    def _watch_deadlines(self) -> None:
+    @staticmethod
+    def _send(answers: "list[tuple[Call, Answer]]") -> None:
+        for call, answer in answers:
+            if isinstance(answer.reply, AsyncFlowError):
+                call.refuse(answer.reply)
+            else:
+                call.reply(answer.reply)
+
+    def _set_timer(self, delay_s: float, event: Event) -> None:
+        self._next_request += 1
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, self._next_request, event))
+        self._timer_set.notify_all()
+
+    def _watch_clock(self) -> None:
+        check_s = self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT
         while not self._closed:
             with self._lock:
                 now = time.monotonic()
-                passed = []
-                while self._deadlines and self._deadlines[0][0] <= now:
-                    passed.append(heapq.heappop(self._deadlines)[1])
-                if not passed:
-                    until = self._deadlines[0][0] - now if self._deadlines else None
-                    self._wake_deadlines.wait(until)
-            for request in passed:
-                self._apply(DeadlinePassed(request))
+                answers = []
+                while self._timers and self._timers[0][0] <= now:
+                    answers += self._handle(heapq.heappop(self._timers)[2])
+                silent = self._sessions.silent(now, self._config.lease_timeout_s)
+                for owner in silent:
+                    logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
+                    answers += self._handle(OwnerGone(owner))
+                if not answers and not silent:
+                    until = min(check_s, self._timers[0][0] - now) if self._timers else check_s
+                    self._timer_set.wait(max(0.0, until))
+            self._send(answers)
+            for owner in silent:
+                self._durable.remove("owner", owner)
 
-    def _do_chores(self) -> None:
-        while (chore := self._chores.get()) is not None:
-            if isinstance(chore, Free):
-                self._client.drop(chore.unit, chore.rows)
-                continue
-            for unit, rows in chore.rows.items():
-                self._client.fence(unit, chore.task, chore.token, rows)
-            self._apply(Fenced(chore.task, chore.token))
+    def _make_admitting(
+        self, schedule: ScheduleConfig, prompts: PromptSource, *, version: int, last_step: int
+    ) -> Admitting:
+        if self._mark.admission is None:
+            state = AdmissionState(schedule, version=version, last_step=last_step)
+        else:
+            state = AdmissionState.from_mark(self._mark.admission, schedule, last_step=last_step)
+        return Admitting(
+            state,
+            self._client,
+            prompts,
+            num_units=self._config.num_storage_units,
+            save=self._remember_admission,
+            failed=self._fail,
+        )
 
-    def _admit(self) -> None:
-        while True:
-            for step in self._admission.admissible():
-                self._admit_step(step)
-            version = self._versions.get()
-            if version is None:
-                return
-            self._admission.published(version)
-
-    def _admit_step(self, step: int) -> None:
-        if self._prompts is None:
+    def _start_admitting(self) -> None:
+        """Begin as soon as the state knows which rows exist."""
+        if self._admitting is None or self._admitting.started or self._state.recovering:
             return
-        groups = self._admission.groups_of(step)
-        self._apply(OpenPartition(step, sum(len(group.rows) for group in groups)))
-        for start in range(0, len(groups), _GROUPS_PER_PUT):
-            chunk = groups[start : start + _GROUPS_PER_PUT]
-            for k, unit in enumerate(self._units):
-                part = chunk[k :: len(self._units)]
-                if part:
-                    self._client.put_rows(
-                        unit,
-                        step,
-                        rows=[row for group in part for row in group.rows],
-                        groups=[group.group for group in part for _ in group.rows],
-                        columns=dict(self._prompts.columns(part)),
-                    )
+        self._admitting.start(self._state.known_rows() if self._recovered else None)
 
-    def _guard(self, target: "_Loop") -> None:
-        try:
-            target()
-        except Exception as error:  # the boundary of a thread: without it the whole service is dead
-            if not self._closed:
-                logger.exception("%s failed", target.__name__)
-                self.failure = error
-                self.failed.set()
+    def _shrink(self, quarantined: Quarantined) -> None:
+        """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""
+        if quarantined.partition in self._mark.partitions:
+            self._mark.partitions[quarantined.partition] -= quarantined.num_rows
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.failed.set()
+
+    def _remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
+        """Make a fact durable before it is acted on."""
+        with self._mark_lock:
+            match event:
+                case OpenPartition():
+                    self._mark.partitions[event.partition] = event.num_rows
+                case PublishVersion():
+                    self._mark.newest_version = max(self._mark.newest_version, event.step)
+                case Stop():
+                    self._mark.stopped = True
+            self._durable.save(self._mark)
+
+    def _remember_admission(self, mark: AdmissionMark) -> None:
+        with self._mark_lock:
+            self._mark.admission = mark
+            self._durable.save(self._mark)
+
+    def _stats(self) -> QueueStats:
+        now = time.monotonic()
+        admitted = 0 if self._admitting is None else self._admitting.admitted_groups
+        with self._lock:
+            stats = self._state.stats(admitted)
+            stats.owners = self._sessions.owners
+            oldest: dict[str, float] = {}
+            for waiting in self._calls.values():
+                oldest[waiting.task] = min(waiting.since, oldest.get(waiting.task, now))
+            for task in stats.tasks:
+                task.controller = self._name
+                task.oldest_request_s = now - oldest.get(task.task, now)
+                before, done = self._done_before.get(task.task, (self._started, 0))
+                task.rows_per_s = (task.acked - done) / max(now - before, 1e-3)
+                if now - before > _RATE_WINDOW_S:
+                    self._done_before[task.task] = (now, task.acked)
+        return stats
 
 
-class _Loop(Protocol):
-    __name__: str
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that is not answered yet; `task` is "" for those that are not fetches."""
 
-    def __call__(self) -> None: ...
+    call: Call
+    task: str
+    since: float
 
 
-def _owner(session: Session) -> str:
-    return f"{session.client}#{session.number}"
+def _row_limit(config: QueueConfig, schedule: ScheduleConfig | None) -> int:
+    if config.max_live_rows or schedule is None:
+        return config.max_live_rows
+    return schedule.live_rows

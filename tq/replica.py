@@ -1,82 +1,208 @@
-"""One data-parallel replica: ranks that work on the same rows. Rank 0 fetches, one packed buffer is broadcast."""
+"""One data-parallel replica: ranks that train on the same rows. Rank 0 fetches; every rank gets one packed broadcast.
+
+    rank 0: queue -> item ->+-> header 4 KiB (sizes; a small item whole) --> rank 1, 2, ...
+                            '-> one buffer (description, then values), only if it did not fit
+
+`relay` runs in the read-ahead thread of every rank, on a group that nothing else uses, so it overlaps with compute and
+the order of the collectives is the same everywhere. What ends rank 0's fetching (a stop, the last partition, any
+error) travels like an item: no rank waits for rows that will not come. A rank that dies breaks the group's pairs, so
+the others' broadcast fails. int64 columns travel as narrow as their values allow.
+
+With `ReplicaFetch.EACH` there is no broadcast: every rank (a pipeline stage that reads columns of its own, say) asks
+for the same rounds and is granted the same leases, which rank 0 acknowledges.
+"""
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from enum import StrEnum
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from asyncflow import errors
+from asyncflow.device import abort_group
+from asyncflow.errors import AsyncFlowError, TransportError
+from asyncflow.transport.payload import Payload, aligned
 from tq.batch import PackedBatch
-from tq.messages import Granted, NoRowsReason
-from tq.wire import ColumnHeader, pack, unpack
+from tq.messages import Granted, NoRows
+from tq.wire import ColumnHeader, describe, unpack
 
-_Item = tuple[Granted, PackedBatch] | NoRowsReason
+Round = tuple[Granted, PackedBatch]
+"""One rank's lease in a round, and its rows."""
+
+HEADER_BYTES = 4096
+_SIZES = struct.Struct("<qq")
+_CPU = torch.device("cpu")
+
+
+class ReplicaFetch(StrEnum):
+    """Who of a replica talks to the queue."""
+
+    BROADCAST = "broadcast"
+    EACH = "each"
+
+
+class Failure(msgspec.Struct):
+    """An error of rank 0: its class, by name, and its text."""
+
+    kind: str
+    text: str
 
 
 class _Envelope(msgspec.Struct):
-    granted: Granted | None
-    reason: NoRowsReason | None
-    columns: list[ColumnHeader]
-    payload_bytes: int
+    """What travels; everything absent: rank 0 has nothing more to give."""
+
+    answer: Granted | NoRows | None = None
+    failure: Failure | None = None
+    columns: list[ColumnHeader] = []
 
 
 class Replica:
-    """A process group whose ranks share rows; all of them call `broadcast` in the same order."""
+    """The ranks that share rows. Its collectives belong to one thread per rank; `abort` to any."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str = "replica",
+        *,
+        fetch: ReplicaFetch = ReplicaFetch.BROADCAST,
+        device: torch.device | None = None,
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
         """Args:
-        group: ranks of the replica; its rank 0 fetches.
-        device: where the group's backend wants its tensors; default the CPU.
+        group: the replica's ranks, for nothing but this (`asyncflow.device.connect_group`). With `EACH` only its
+            ranks matter.
+        name: for messages.
+        fetch: who asks the queue.
+        device: where `group`'s backend wants its tensors; default the CPU.
+        control: a Gloo group of the same ranks for the headers. Without it they go over `group`, where on an
+            accelerator a kernel would occupy the device while rank 0 waits for rows.
         """
+        self.name = name
+        self.shares = fetch is ReplicaFetch.BROADCAST and group.size() > 1
+        """Whether rank 0's rows are broadcast."""
         self._group = group
-        self._device = device or torch.device("cpu")
+        self._device = device or _CPU
+        self._control = control or group
+        self._control_device = self._device if control is None else _CPU
+        self._stream = None if self._device == _CPU else torch.Stream(device=self._device)
+        self._fetch = fetch
+        self._outgoing = torch.empty(0, dtype=torch.uint8)
+        self._aborted = False
 
     @property
     def fetches(self) -> bool:
-        """Whether this rank is the one that talks to the queue."""
+        """Whether this rank talks to the queue."""
+        return self._fetch is ReplicaFetch.EACH or self._group.rank() == 0
+
+    @property
+    def acks(self) -> bool:
+        """Whether this rank acknowledges the replica's leases."""
         return self._group.rank() == 0
 
-    def broadcast(self, item: _Item | None) -> _Item:
-        """Give rank 0's item to every rank: lengths first, then one packed buffer (description and values).
+    def relay(self, items: Iterator[Round | NoRows] | None) -> Iterator[Round | NoRows]:
+        """Yield rank 0's items on every rank; all ranks iterate, in one thread each.
 
         Args:
-            item: on rank 0; ignored elsewhere.
+            items: on rank 0; None elsewhere.
+
+        Raises:
+            TransportError: a rank of the replica is gone.
+            Exception: what `items` raised on rank 0; the same error on the other ranks.
         """
-        size = torch.zeros(2, dtype=torch.int64)
-        buffer = torch.empty(0, dtype=torch.uint8)
-        if self.fetches:
-            assert item is not None, "rank 0 of a replica has no item to share"
-            buffer, size[0] = self._encode(item)
-            size[1] = buffer.numel()
-        size = self._send(size)
-        if not self.fetches:
-            buffer = torch.empty(int(size[1]), dtype=torch.uint8)
-        buffer = self._send(buffer)
-        if self.fetches:
-            assert item is not None
-            return item
-        return self._decode(buffer, int(size[0]))
+        if items is None:
+            while (item := self._receive()) is not None:
+                yield item
+            return
+        more = True
+        while more:
+            try:
+                item = next(items, None)
+            except Exception as error:  # the other ranks wait for this: they raise it too
+                self._share(_Envelope(failure=Failure(type(error).__name__, str(error))))
+                raise
+            more = item is not None
+            self._give(item)
+            if item is not None:
+                yield item
 
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        on_device = tensor.to(self._device)
-        self._group.broadcast([on_device]).wait()
-        return on_device.cpu()
+    def abort(self) -> None:
+        """End the group, from any thread: whoever waits in it gets a `TransportError`, here and on other ranks."""
+        if not self._aborted:
+            self._aborted = True
+            for group in {self._group, self._control}:
+                abort_group(group)
 
-    @staticmethod
-    def _encode(item: _Item) -> tuple[torch.Tensor, int]:
-        if isinstance(item, NoRowsReason):
-            envelope, payload = _Envelope(None, item, [], 0), torch.empty(0, dtype=torch.uint8)
+    def _give(self, item: Round | NoRows | None) -> None:
+        if isinstance(item, tuple):
+            headers, payload = describe(item[1].columns, narrow=True)
+            self._share(_Envelope(item[0], columns=headers), payload)
         else:
-            headers, payload = pack(dict(item[1].columns))
-            envelope = _Envelope(item[0], None, headers, payload.numel())
-        meta = msgspec.msgpack.encode(envelope)
-        aligned = meta.ljust(-(-len(meta) // 8) * 8, b"\0")
-        return torch.cat([torch.frombuffer(bytearray(aligned), dtype=torch.uint8), payload]), len(meta)
+            self._share(_Envelope(item))
 
-    @staticmethod
-    def _decode(buffer: torch.Tensor, meta_bytes: int) -> _Item:
-        envelope = msgspec.msgpack.decode(buffer[:meta_bytes].numpy().tobytes(), type=_Envelope)
-        if envelope.reason is not None:
-            return envelope.reason
-        assert envelope.granted is not None
-        payload = buffer[-(-meta_bytes // 8) * 8 :]
-        columns = unpack(envelope.columns, payload)
-        return envelope.granted, PackedBatch(tuple(envelope.granted.rows), columns, tuple(envelope.granted.groups))
+    def _share(self, envelope: _Envelope, payload: Payload | None = None) -> None:
+        payload = payload or Payload([])
+        meta = msgspec.msgpack.encode(envelope)
+        total = aligned(len(meta)) + payload.num_bytes
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        header[: _SIZES.size] = torch.frombuffer(
+            bytearray(_SIZES.pack(len(meta), payload.num_bytes)), dtype=torch.uint8
+        )
+        body = header[_SIZES.size :][:total] if _fits(total) else self._room(total)
+        body[: len(meta)] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+        payload.write(body[aligned(len(meta)) :])
+        self._broadcast(header, self._control, self._control_device)
+        if not _fits(total):
+            self._broadcast(body, self._group, self._device)
+
+    def _receive(self) -> Round | NoRows | None:
+        header = self._broadcast(torch.empty(HEADER_BYTES, dtype=torch.uint8), self._control, self._control_device)
+        meta_bytes, payload_bytes = _SIZES.unpack(header[: _SIZES.size].numpy().tobytes())
+        total = aligned(meta_bytes) + payload_bytes
+        if _fits(total):
+            body = header[_SIZES.size :][:total]
+        else:
+            body = self._broadcast(torch.empty(total, dtype=torch.uint8), self._group, self._device)
+        envelope = msgspec.msgpack.decode(body[:meta_bytes].numpy().tobytes(), type=_Envelope)
+        if envelope.failure is not None:
+            raise self._error(envelope.failure)
+        granted = envelope.answer
+        if not isinstance(granted, Granted):
+            return granted
+        columns = unpack(envelope.columns, body[aligned(meta_bytes) :])
+        return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
+
+    def _broadcast(self, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+        """Rank 0's `tensor` on every rank, on the CPU again."""
+        if self._aborted:
+            raise TransportError(f"{self.name}: closed")
+        try:
+            with self._stream or contextlib.nullcontext():  # not behind the compute kernels of the default stream
+                there = tensor.to(device)
+                group.broadcast([there]).wait()
+                return there.cpu()
+        except RuntimeError as error:
+            self.abort()  # nobody else notices by itself: a broadcast does not touch every pair
+            raise TransportError(
+                f"{self.name}: a broadcast among its {group.size()} ranks failed at rank {group.rank()}: "
+                f"one of them died or left"
+            ) from error
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """Memory that is sent from again and again: fresh pages would cost as much as the copy."""
+        if self._outgoing.numel() < num_bytes:
+            self._outgoing = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._outgoing[:num_bytes]
+
+    def _error(self, failure: Failure) -> AsyncFlowError:
+        kind = getattr(errors, failure.kind, TransportError)
+        text = failure.text if kind.__name__ == failure.kind else f"{failure.kind}: {failure.text}"
+        error: AsyncFlowError = kind(f"{text} (at rank 0 of {self.name})")
+        return error
+
+
+def _fits(num_bytes: int) -> bool:
+    return _SIZES.size + num_bytes <= HEADER_BYTES

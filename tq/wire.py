@@ -1,13 +1,29 @@
-"""Columns as message parts: a typed description and one contiguous run of bytes, no padding beyond 8-byte alignment."""
+"""Columns as message parts: a typed description, and pieces of bytes that are copied only when they leave.
+
+Each column takes up its values, then int32 [N, R] shapes (for 1-D rows: their lengths) unless the description gives one
+shape for all rows. Pieces start at multiples of 8 bytes; there is no other padding. Integers may travel narrower than
+they are; floats never change.
+
+Legend of shapes: N rows, V values, R dimensions of each row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncflow.errors import TransportError
-from tq.batch import Column
+from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.transport.payload import ALIGN, Payload, Piece, aligned
+from tq.columns import Column, ColumnKind
+from tq.spans import SMALL_BYTES, Int64s, offsets_of
+from tq.stored_column import StoredColumn
 
-_ALIGN = 8
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32)  # narrowest first
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -15,66 +31,248 @@ _DTYPES = {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
     )
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint16: "uint16"}
+_WIRE_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_MAX_RANK = 32
+_MAX_NUMEL = 2**62
 
 
 class ColumnHeader(msgspec.Struct, frozen=True):
-    """Describes one packed column in a payload: `num_values` elements, then `num_rows` int32 lengths."""
+    """Describes one packed column in a payload.
+
+    Attributes:
+        name: of the column.
+        dtype: of its values.
+        wire_dtype: as which they travel: `dtype`, or a narrower integer.
+        kind: what the rows are.
+        num_rows, num_values: N and V.
+        rank: R; 1 unless `kind` is a tensor.
+        shape: of every row, if all have the same and it holds values; else None, and int32 [N, R] follow the values.
+    """
 
     name: str
     dtype: str
+    wire_dtype: str
+    kind: ColumnKind
     num_rows: int
     num_values: int
-    text: bool
+    rank: int = 1
+    shape: list[int] | None = None
 
 
-def pack(columns: dict[str, Column]) -> tuple[list[ColumnHeader], Tensor]:
-    """Return headers and payload uint8 [bytes]; values are copied once."""
-    headers = []
-    total = 0
+def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[ColumnHeader], Payload]:
+    """Return headers and the payload that they describe; nothing is copied yet.
+
+    Args:
+        columns: by name.
+        narrow: let int64 and int32 values travel as the narrowest integers that hold their extremes.
+
+    Raises:
+        TransportError: a column's dtype, rank or device cannot travel.
+    """
+    headers, pieces = [], []
     for name, column in columns.items():
-        dtype = str(column.values.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
+        values = column.values.detach().contiguous()
+        if values.dtype not in _NAMES or values.dtype is torch.uint16:
+            dtype = str(values.dtype).removeprefix("torch.")
             raise TransportError(f"column {name}: dtype {dtype} cannot travel; use one of {' '.join(_DTYPES)}")
-        headers.append(ColumnHeader(name, dtype, len(column), column.values.numel(), column.text))
-        total += _aligned(column.values.nbytes) + _aligned(column.lengths.nbytes)
-    payload = torch.empty(total, dtype=torch.uint8)
-    offset = 0
-    for column in columns.values():
-        for part in (column.values, column.lengths):
-            payload[offset : offset + part.nbytes] = part.contiguous().view(torch.uint8)
-            offset += _aligned(part.nbytes)
-    return headers, payload
+        if not values.is_cpu or column.rank > _MAX_RANK:
+            raise TransportError(
+                f"column {name}: rank {column.rank} on {values.device}; only ranks up to {_MAX_RANK} on the CPU travel"
+            )
+        if int(column.lengths.numpy().sum(dtype=np.int64)) != values.numel():
+            raise TransportError(f"column {name}: lengths do not add up to {values.numel()} values")
+        wire_dtype = _narrowest(values) if narrow else values.dtype
+        shapes = column.lengths.numpy()[:, None] if column.shapes is None else column.shapes.numpy()
+        header, shape_pieces = _header(name, values.dtype, wire_dtype, column.kind, values.numel(), shapes)
+        headers.append(header)
+        pieces += [Piece((values,), wire_dtype), *shape_pieces]
+    return headers, Payload(pieces)
 
 
-def unpack(headers: list[ColumnHeader], payload: Tensor) -> dict[str, Column]:
-    """Return columns that view `payload`.
+def describe_stored(
+    name: str, parts: Sequence[tuple[StoredColumn, Sequence[int]]], *, wide: bool
+) -> tuple[ColumnHeader, list[Piece]]:
+    """Describe rows of a unit, in the order of `parts`.
+
+    One piece has parts of one dtype, so puts that were narrowed differently are brought to the narrowest dtype that
+    holds all of them: one more copy, of those only. Short rows that are not neighbours are gathered first, long ones
+    are copied once, straight to where they go.
+
+    Args:
+        name: of the column.
+        parts: which rows of which put (at least one part); pass ranges for neighbours.
+        wide: let the values travel as what readers want (shared memory: their cast is saved); else as they are held.
+
+    Raises:
+        PeerRefused: the parts differ in kind, dtype or rank.
+    """
+    first = parts[0][0]
+    for stored, _ in parts:
+        if (stored.kind, stored.dtype, stored.rank) != (first.kind, first.dtype, first.rank):
+            found = " and ".join(f"{one.kind} {one.dtype} of rank {one.rank}" for one in (first, stored))
+            raise PeerRefused(f"column {name}: {found} do not make one column; read these rows apart")
+    held = _common({stored.values.dtype for stored, _ in parts}, first.dtype)
+    tensors = [part for stored, positions in parts for part in stored.read(positions)]
+    tensors = _joined([part if part.dtype is held else part.to(held) for part in tensors])
+    wire_dtype = first.dtype if wide else held
+    num_values = sum(tensor.numel() for tensor in tensors)
+    shapes = [stored.shapes_of(positions) for stored, positions in parts]
+    all_shapes = shapes[0] if len(shapes) == 1 else np.concatenate(shapes)
+    header, shape_pieces = _header(name, first.dtype, wire_dtype, first.kind, num_values, all_shapes)
+    return header, [Piece(tensors, wire_dtype), *shape_pieces]
+
+
+def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column]:
+    """Return columns; those that did not travel narrow view `payload`.
+
+    Args:
+        headers: one per column, in the order of the payload.
+        payload: uint8 [bytes], contiguous.
 
     Raises:
         TransportError: the headers do not describe this payload.
     """
     columns = {}
+    for name, stored in unpack_stored(headers, payload).items():
+        shapes = None
+        if stored.shape is not None:
+            lengths = torch.full((len(stored),), math.prod(stored.shape), dtype=torch.int32)
+            if stored.rank != 1:
+                shapes = torch.tensor(stored.shape, dtype=torch.int32).expand(len(stored), stored.rank)
+        else:
+            assert stored.shapes is not None and stored.offsets is not None
+            all_shapes = torch.from_numpy(stored.shapes)
+            if stored.rank == 1:
+                lengths = all_shapes[:, 0]
+            else:
+                lengths, shapes = torch.from_numpy(np.diff(stored.offsets).astype(np.int32)), all_shapes
+        columns[name] = Column(stored.values.to(stored.dtype), lengths, stored.kind, shapes)
+    return columns
+
+
+def unpack_stored(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, StoredColumn]:
+    """Return columns for a storage unit: every one views `payload` and stays as narrow as it came.
+
+    Args:
+        headers: one per column, in the order of the payload.
+        payload: uint8 [bytes], contiguous.
+
+    Raises:
+        TransportError: the headers do not describe this payload.
+    """
+    if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
+        payload = payload.clone()
+    columns: dict[str, StoredColumn] = {}
     offset = 0
     for header in headers:
-        if header.dtype not in _DTYPES or header.num_rows < 0 or header.num_values < 0:
-            raise TransportError(f"column {header.name}: malformed header {header}")
-        dtype = _DTYPES[header.dtype]
-        values, offset = _take(payload, offset, header.num_values * dtype.itemsize)
-        lengths, offset = _take(payload, offset, header.num_rows * 4)
-        column = Column(values.view(dtype), lengths.view(torch.int32), header.text)
-        if header.num_rows and (int(column.lengths.min()) < 0 or int(column.lengths.sum()) != header.num_values):
-            raise TransportError(f"column {header.name}: lengths do not add up to {header.num_values} values")
-        columns[header.name] = column
+        dtype, wire_dtype = _checked(header)
+        if header.name in columns:
+            raise TransportError(f"column {header.name}: described twice")
+        data, offset = _take(payload, offset, header.num_values * wire_dtype.itemsize)
+        values = data.view(wire_dtype)
+        shape, shapes, offsets = None, None, None
+        if header.shape is not None:
+            shape = tuple(header.shape)
+        else:
+            data, offset = _take(payload, offset, header.num_rows * header.rank * 4)
+            shapes = data.view(torch.int32).numpy().reshape(header.num_rows, header.rank)
+            offsets = offsets_of(_checked_lengths(header, shapes))
+        columns[header.name] = StoredColumn(
+            values, header.num_rows, dtype, header.kind, header.rank, shape, shapes, offsets
+        )
     if offset != payload.numel():
         raise TransportError(f"payload: {payload.numel()} bytes, but its headers describe {offset}")
     return columns
 
 
+def _narrowest(values: Tensor) -> torch.dtype:
+    if values.dtype not in (torch.int64, torch.int32) or values.numel() == 0:
+        return values.dtype
+    low, high = (int(extreme) for extreme in values.aminmax())
+    for dtype in _NARROW:
+        if dtype.itemsize < values.itemsize and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return dtype
+    return values.dtype
+
+
+def _common(held: set[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    if len(held) == 1:
+        return held.pop()
+    low = min(torch.iinfo(one).min for one in held)
+    high = max(torch.iinfo(one).max for one in held)
+    fits = (one for one in _NARROW if torch.iinfo(one).min <= low and high <= torch.iinfo(one).max)
+    return next(fits, dtype)
+
+
+def _joined(tensors: list[Tensor]) -> list[Tensor]:
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    return [torch.cat(tensors)] if 0 < num_bytes < SMALL_BYTES * (len(tensors) - 1) else tensors
+
+
+def _header(
+    name: str, dtype: torch.dtype, wire_dtype: torch.dtype, kind: ColumnKind, num_values: int, shapes_NR: NDArray[Any]
+) -> tuple[ColumnHeader, list[Piece]]:
+    num_rows, rank = shapes_NR.shape
+    names = _NAMES[dtype], _NAMES[wire_dtype]
+    # Rows without values are spelled out, so that what a receiver allocates is bounded by the bytes it was sent.
+    if num_values and _all_equal(shapes_NR):
+        return ColumnHeader(name, *names, kind, num_rows, num_values, rank, shapes_NR[0].tolist()), []
+    flat = torch.from_numpy(np.ascontiguousarray(shapes_NR, dtype=np.int32).reshape(-1))
+    return ColumnHeader(name, *names, kind, num_rows, num_values, rank), [Piece((flat,), torch.int32)]
+
+
+def _all_equal(shapes_NR: NDArray[Any]) -> bool:
+    if shapes_NR.shape[1] and shapes_NR[0, 0] != shapes_NR[-1, 0]:
+        return False  # what most columns are: one look instead of all
+    return bool((shapes_NR == shapes_NR[0]).all())
+
+
+def _checked(header: ColumnHeader) -> tuple[torch.dtype, torch.dtype]:
+    dtype, wire_dtype = _DTYPES.get(header.dtype), _WIRE_DTYPES.get(header.wire_dtype)
+    if dtype is None or wire_dtype is None or not (dtype is wire_dtype or _narrows(dtype, wire_dtype)):
+        raise TransportError(f"column {header.name}: malformed header {header}: dtypes")
+    packed = header.kind is ColumnKind.TENSOR or (dtype is wire_dtype is torch.uint8 and header.rank == 1)
+    if not packed or not isinstance(header.kind, ColumnKind) or not 0 <= header.rank <= _MAX_RANK:
+        raise TransportError(f"column {header.name}: malformed header {header}: kind or rank")
+    if header.num_rows < 0 or header.num_values < 0:
+        raise TransportError(f"column {header.name}: malformed header {header}: negative counts")
+    if header.shape is None:
+        if header.rank == 0 and header.num_rows:
+            raise TransportError(f"column {header.name}: malformed header {header}: scalars without a shape")
+    elif (
+        len(header.shape) != header.rank
+        or any(not 0 < size < 2**31 for size in header.shape)
+        or math.prod(header.shape) >= 2**31
+        or header.num_rows * math.prod(header.shape) != header.num_values
+    ):
+        raise TransportError(f"column {header.name}: {header.num_rows} rows of {header.shape} do not add up: {header}")
+    return dtype, wire_dtype
+
+
+def _narrows(dtype: torch.dtype, wire_dtype: torch.dtype) -> bool:
+    return dtype in (torch.int64, torch.int32) and wire_dtype in _NARROW and wire_dtype.itemsize < dtype.itemsize
+
+
+def _checked_lengths(header: ColumnHeader, shapes_NR: NDArray[np.int32]) -> Int64s:
+    if header.rank == 1:
+        row_lengths: Int64s = shapes_NR[:, 0].astype(np.int64)
+        if int(row_lengths.sum()) != header.num_values or (header.num_rows and row_lengths.min() < 0):
+            raise TransportError(f"column {header.name}: lengths do not add up to {header.num_values} values")
+        return row_lengths
+    # In float64 because a product of hostile sizes overflows int64; it is exact for all sizes that can be right.
+    sizes = shapes_NR.astype(np.float64)
+    lengths = sizes.prod(axis=1)
+    negative = bool((sizes < 0).any())
+    too_large = bool((lengths >= 2**31).any() or (np.maximum(sizes, 1).prod(axis=1) >= _MAX_NUMEL).any())
+    if negative or too_large or int(lengths.sum()) != header.num_values:
+        raise TransportError(f"column {header.name}: lengths do not add up to {header.num_values} values")
+    whole: Int64s = lengths.astype(np.int64)
+    return whole
+
+
 def _take(payload: Tensor, offset: int, num_bytes: int) -> tuple[Tensor, int]:
-    end = offset + _aligned(num_bytes)
+    end = offset + aligned(num_bytes)
     if end > payload.numel():
         raise TransportError(f"payload: {payload.numel()} bytes, but its headers describe more")
     return payload[offset : offset + num_bytes], end
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN

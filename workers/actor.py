@@ -72,6 +72,7 @@ class Actor:
             self._reference = FrozenModel(model_dir, config.model, temperature=temperature, device=context.device)
         self._completed = self._saved = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
+        self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
         self._sender = self._meet_receivers()
         self._client = context.queue_client()
         self._loader = StreamingDataLoader(
@@ -99,7 +100,8 @@ class Actor:
             self._finish_step(record)
             if record.stopped:
                 break
-            if self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0:
+            due = self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0
+            if due or record.save_wanted:
                 self._save()
         self._save()
         if self._context.rank == 0 and self._completed >= self._context.job.last_step:
@@ -195,6 +197,7 @@ class Actor:
     def _finish_step(self, record: StepRecord) -> None:
         self._loader.ack()
         record.sync_bytes = self._sender.bytes_per_version
+        record.save_wanted = self._keeps_rows and self._client.checkpoint_wanted()
         record.join(gather_json(record.share(), device=self._context.device))
         if self._recorder is not None:
             self._recorder.write(record)
@@ -213,6 +216,8 @@ class Actor:
         with self._timeline.span("checkpoint", step=self._completed):
             self._checkpointer.save(self._engine, step=self._completed, meta=meta)
         self._saved = self._completed
+        if self._keeps_rows:
+            self._client.commit(self._completed)
 
     def _elapsed(self) -> float:
         return time.time() - self._context.job.started_at

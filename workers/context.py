@@ -24,7 +24,6 @@ from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client import QueueClient
 from workers.config import RunConfig
-from workers.dataflow import CONTROLLER
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class WorkerContext:
 
     def queue_client(self) -> QueueClient:
         """Return this process's access to the queue."""
-        return QueueClient(self.credentials(), self.name, controller=CONTROLLER, config=self.config.tq)
+        return QueueClient(self.credentials(), self.name, config=self.config.tq, stop=self.stopping)
 
     def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
         """Say what this rank does from now on; the next heartbeat carries it.

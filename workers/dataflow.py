@@ -19,7 +19,7 @@ ALIASES = {"reference": "ref"}
 ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd")
 """Roles that take a device per rank, in the order in which they get them."""
 CONTROLLER, STORAGE = "controller", "storage"
-"""The queue's own processes; the controller's is also its service name."""
+"""The queue's own processes."""
 SERVICES = frozenset({CONTROLLER, STORAGE})
 
 PROMPT_COLUMNS = ("prompts", "answers", "epochs")

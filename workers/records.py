@@ -27,6 +27,7 @@ class StepRecord:
         sync_exposed_s: seconds that publishing held up this rank.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
         stopped: a stop came instead of publishing; on this rank, later on any.
+        save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepRecord:
     sync_exposed_s: float = 0.0
     sync_bytes: int = 0
     stopped: bool = False
+    save_wanted: bool = False
 
     def arrived(self) -> None:
         """A micro-batch is there."""
@@ -53,13 +55,19 @@ class StepRecord:
 
     def share(self) -> dict[str, Any]:
         """Return what the other ranks must know of a published step; see `join`."""
-        return {"ledger": self.ledger, "sync_bytes": self.sync_bytes, "stopped": self.stopped}
+        return {
+            "ledger": self.ledger,
+            "sync_bytes": self.sync_bytes,
+            "stopped": self.stopped,
+            "save_wanted": self.save_wanted,
+        }
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
         """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
         self.ledger = [line for share in shares for line in share["ledger"]]
         self.sync_bytes = sum(share["sync_bytes"] for share in shares)
         self.stopped = any(share["stopped"] for share in shares)
+        self.save_wanted = any(share["save_wanted"] for share in shares)
 
 
 class StepRecorder:

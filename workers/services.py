@@ -12,7 +12,6 @@ from tq.controller import ControllerService
 from tq.storage import StorageUnit
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
-from workers.dataflow import CONTROLLER
 from workers.prompt_dataset import PromptDataset
 from workers.tasks import launched_tasks, task_specs
 
@@ -35,36 +34,39 @@ class DatasetPrompts:
 
 def run_storage(context: WorkerContext) -> None:
     """Serve one storage unit until the run is over."""
-    unit = StorageUnit(context.credentials(), context.gang.name, context.config.tq, controller=CONTROLLER)
+    config = context.config.tq
+    unit = StorageUnit(context.credentials(), context.gang.name, config, controllers=config.controllers)
     context.report("serving")
     context.exiting.wait()
     unit.close()
 
 
 def run_controller(context: WorkerContext) -> None:
-    """Serve the control plane and admission until the run is over; pass a stop on to everybody who waits.
+    """Serve a part of the control plane until the run is over; the lead admits prompts. Pass a stop on to all who wait.
 
     Raises:
         RoleFailed: a part of the service died.
     """
     config = context.config
-    rows = read_prompt_rows(Path(config.data.path), config.data)
-    dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
+    prompts = None
+    if context.gang.name == config.tq.controllers[0]:
+        rows = read_prompt_rows(Path(config.data.path), config.data)
+        dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
+        prompts = DatasetPrompts(dataset)
     service = ControllerService(
         context.credentials(),
-        CONTROLLER,
-        units=[gang.name for gang in context.job.of_role("storage")],
-        tasks=task_specs(launched_tasks(context.config, context.job), config.schedule.mode),
+        context.gang.name,
+        tasks=task_specs(launched_tasks(context.config, context.job), config),
         config=config.tq,
         schedule=config.schedule,
-        prompts=DatasetPrompts(dataset),
+        prompts=prompts,
         version=context.start_step,
         last_step=context.job.last_step,
     )
     context.report("serving")
     while not context.stopping.wait(0.2):
         if service.failed.is_set():
-            raise RoleFailed(f"controller: {service.failure}") from service.failure
+            raise RoleFailed(f"{context.gang.name}: {service.failure}") from service.failure
     service.stop()
     context.exiting.wait()
     service.close()

@@ -4,22 +4,26 @@ from collections.abc import Sequence
 
 from asyncflow.job import Job
 from tq.config import ScheduleMode
+from tq.policies import load_policy
 from tq.task_state import TaskSpec
 from workers.algorithms.graph import algorithm_tasks
 from workers.config import RunConfig
 from workers.dataflow import SERVICES, PlacedTask, place_tasks
 
 
-def task_specs(tasks: Sequence[PlacedTask], mode: ScheduleMode) -> list[TaskSpec]:
-    """Return what the controller must know of each placed task under a schedule."""
+def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
+    """Return what the controllers must know of each placed task under the run's schedule."""
     return [
         TaskSpec(
             name=task.name,
             inputs=frozenset(task.inputs),
+            outputs=frozenset(task.outputs),
             whole_groups=task.whole_groups or task.role == "rollout",
             gated=task.role == "rollout",
-            barrier=mode is ScheduleMode.SYNC and task.role != "rollout",
+            barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             keeps_leases=task.role == "actor",
+            max_deliveries=0 if task.role == "actor" else config.tq.max_deliveries,
+            policy=load_policy(config.tq.policy if task.role == "actor" else "fifo"),
         )
         for task in tasks
     ]

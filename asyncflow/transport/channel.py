@@ -5,34 +5,61 @@ timeout would kill the pair, so idle receives have none; deadlines are kept by w
 passed deadline means: drop the channel, open another.
 
     client                                server
-      |-- frame [meta] [payload] ---------->|   sends are serialised by a lock, any thread may send
-      |<--------- frame [meta] [payload] ---|   one thread per end receives
+      |-- hello ------><------------ hello -|   who they are; each tries to map the other's memory
+      |-- verdict ----><---------- verdict -|   whether it could
+      |-- frame [body] [payload] ---------->|   any thread may send; body and payload may be in the frame,
+      |<--------- frame [body] [payload] ---|   in shared memory, or follow; one thread per end receives
       |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
       X  abort                              X   both ends' operations fail at once, whatever they wait for
+
+Frames have their own tag, and their receives are posted ahead: a frame never waits behind a payload, and neither for a
+peer that does not read, as long as receives are posted (`expect`).
 """
 
 import contextlib
-import logging
 import os
 import threading
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.frame import FRAME_BYTES, INLINE_BYTES, Frame, FrameKind, Limits, decode_frame, encode_frame
-
-logger = logging.getLogger(__name__)
+from asyncflow.transport.cuts import cut, cut_bytes, place
+from asyncflow.transport.frame import (
+    FRAME_BYTES,
+    ROOM_BYTES,
+    UNREADABLE,
+    Frame,
+    FrameKind,
+    Limits,
+    Route,
+    decode_frame,
+    encode_frame,
+    seal_frame,
+)
+from asyncflow.transport.hello import Hello, Verdict
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.posted import PostedFrames
+from asyncflow.transport.sharing import Sharing
+from asyncflow.transport.warm import warm_pool
 
 _NO_TIMEOUT = timedelta(days=365)
 _GOODBYE_TIMEOUT_S = 5.0
-_TAG = 0
+_SHORTEST_S = 0.001  # Gloo takes 0 for none
+_FRAME_TAG = 0
 _ABORT_TAG = 1
+_BULK_TAG = 2
+_POSTED = 8
+_POSTED_LEAST = 4
+_IN_FLIGHT = 2  # messages of one payload: packing one overlaps with sending the other
 
 
 @cache
@@ -67,14 +94,15 @@ def abort_gloo(group: dist.ProcessGroup) -> None:
 class Channel:
     """One end of a pair. Any thread may send; exactly one thread receives."""
 
-    def __init__(self, store: dist.Store, *, is_server: bool, peer: str, limits: Limits) -> None:
-        """Connect; both ends must do so within the store's timeout.
+    def __init__(self, store: dist.Store, *, is_server: bool, peer: str, limits: Limits, timeout_s: float) -> None:
+        """Connect; both ends must do so within the deadline.
 
         Args:
-            store: prefixed for this pair alone.
+            store: prefixed for this pair alone; its timeout bounds the meeting.
             is_server: takes rank 0.
             peer: the other end's name, for messages.
-            limits: largest parts accepted.
+            limits: largest parts accepted, and whether memory is shared.
+            timeout_s: deadline of the hellos.
 
         Raises:
             TransportError: the peer did not come.
@@ -82,60 +110,94 @@ class Channel:
         self.peer = peer
         self._limits = limits
         self._other = 1 if is_server else 0
-        self._send_lock = threading.Lock()
+        self._frame_lock = threading.Lock()
+        self._bulk_lock = threading.Lock()  # taken before the frame lock: messages follow in the order of their frames
         self._broken = False
+        self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        self._out_view = self._out.numpy().data
+        self._sharing = Sharing(peer, limits)
         try:
             self._group = gloo_group(store, 1 - self._other, 2)
+            self._frames = PostedFrames(self._group, self._other, _FRAME_TAG, FRAME_BYTES)
+            self._frames.post(_POSTED)
         except RuntimeError as error:
             raise TransportError(f"channel to {peer}: the peer did not connect") from error
-        self._frame_in = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        try:
+            self._meet(timeout_s)
+        except (TransportError, *UNREADABLE) as error:
+            self.abort()
+            raise TransportError(f"channel to {peer}: no proper hello ({error})") from error
 
-    def send(self, kind: FrameKind, request_id: int, meta: bytes, payload: Tensor | None = None) -> None:
-        """Send one message; returns when the bytes left this process.
+    @property
+    def shared(self) -> bool:
+        """Whether payloads sent from here go through shared memory."""
+        return self._sharing.usable
 
-        Args:
-            kind: request, reply or goodbye.
-            request_id: see `Frame`.
-            meta: encoded message.
-            payload: uint8, contiguous, any length; must not change until this returns.
+    def expect(self, frames: int) -> None:
+        """Let the peer send so many frames without waiting for this end.
 
         Raises:
             TransportError: the channel is broken.
         """
-        payload_bytes = 0 if payload is None else payload.numel()
-        parts = [torch.frombuffer(bytearray(encode_frame(kind, request_id, meta, payload_bytes)), dtype=torch.uint8)]
-        if len(meta) > INLINE_BYTES:
-            parts.append(torch.frombuffer(bytearray(meta), dtype=torch.uint8))
-        if payload is not None and payload_bytes:
-            parts.append(payload)
-        with self._send_lock:
-            self._send_parts(parts, _NO_TIMEOUT)
+        try:
+            self._frames.post(frames)
+        except RuntimeError as error:
+            raise self._gone("the peer is gone") from error
+
+    def send(
+        self,
+        kind: FrameKind,
+        request_id: int,
+        meta: bytes,
+        payload: Payload | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send one message; returns when the bytes left this process or are where the peer reads them.
+
+        Args:
+            kind: request or reply.
+            request_id: see `Frame`.
+            meta: encoded message.
+            payload: must not change until this returns.
+            timeout_s: for the peer to take what it must; then the channel is broken.
+
+        Raises:
+            TransportError: the channel is broken.
+        """
+        frame = Frame(kind, request_id, body=meta)
+        if payload is not None:
+            frame.payload_bytes = payload.num_bytes
+        if len(meta) + frame.payload_bytes <= ROOM_BYTES:
+            self._send(frame, payload, timeout_s)
+            return
+        frame.outside = len(meta) > ROOM_BYTES
+        frame.route = Route.SHARED
+        if self._sharing.place(frame, payload):
+            self._send(frame, None, timeout_s)
+        else:
+            self._send_over_wire(frame, payload, timeout_s)
 
     def receive(self) -> tuple[Frame, bytes, Tensor]:
         """Wait for one message, without a deadline; returns (frame, meta, payload uint8 [payload_bytes]).
 
-        A goodbye is the last message; it is answered, so that both ends stop receiving.
+        The payload is the caller's as long as there is a view of it. A goodbye is the last message; it is answered, so
+        that both ends stop receiving.
 
         Raises:
             TransportError: the peer is gone or broke the protocol; the channel cannot be used any more.
         """
         try:
-            self._receive_into(self._frame_in)
-            frame = decode_frame(self._frame_in.numpy().tobytes(), self._limits)
-            meta = frame.inline
-            if frame.meta_bytes > INLINE_BYTES:
-                rest = torch.empty(frame.meta_bytes, dtype=torch.uint8)
-                self._receive_into(rest)
-                meta = rest.numpy().tobytes()
-            frame.verify(meta)
-            payload = torch.empty(frame.payload_bytes, dtype=torch.uint8)
-            if frame.payload_bytes:
-                self._receive_into(payload)
+            frame = self._next_frame(_NO_TIMEOUT)
+            if frame.kind is FrameKind.HELLO:
+                raise TransportError(f"channel to {self.peer}: a second hello")
+            meta, payload = self._take_parts(frame)
         except TransportError:
             self.abort()
             raise
         if frame.kind is FrameKind.GOODBYE:
             self.goodbye()
+            self._sharing.end()
         return frame, meta, payload
 
     def goodbye(self) -> None:
@@ -143,36 +205,136 @@ class Channel:
 
         Nothing is sent after it, since the peer stops receiving. A peer that does not take it in time is cut off.
         """
-        if not self._send_lock.acquire(timeout=_GOODBYE_TIMEOUT_S):
-            self.abort()
-            return
         try:
+            self._send(Frame(FrameKind.GOODBYE), None, _GOODBYE_TIMEOUT_S)
+        except TransportError:
             if not self._broken:
-                data = bytearray(encode_frame(FrameKind.GOODBYE, 0, b"", 0))
-                self._send_parts([torch.frombuffer(data, dtype=torch.uint8)], timedelta(seconds=_GOODBYE_TIMEOUT_S))
-        except TransportError as error:
-            logger.debug("%s", error)
-        finally:
-            self._broken = True
-            self._send_lock.release()
+                self.abort()
+        self._broken = True
 
     def abort(self) -> None:
         """Cut the pair: whoever sends or receives on either end gets a TransportError. Idempotent, any thread."""
         self._broken = True
         abort_gloo(self._group)
+        self._sharing.end()
 
-    def _send_parts(self, parts: list[Tensor], timeout: timedelta) -> None:
-        if self._broken:
-            raise TransportError(f"channel to {self.peer}: closed")
-        try:
-            for part in parts:
-                self._group.send([part], self._other, _TAG).wait(timeout)
-        except RuntimeError as error:
-            self._broken = True
-            raise TransportError(f"channel to {self.peer}: send failed; the peer is gone") from error
+    def _meet(self, timeout_s: float) -> None:
+        timeout = _timeout(timeout_s)
+        encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+        self._send(Frame(FrameKind.HELLO, body=encode(self._sharing.hello)), None, timeout_s)
+        verdict = self._sharing.judge(decode(self._next_frame(timeout).body, type=Hello))
+        self._send(Frame(FrameKind.HELLO, body=encode(verdict)), None, timeout_s)
+        self._sharing.settle(decode(self._next_frame(timeout).body, type=Verdict))
 
-    def _receive_into(self, buffer: Tensor) -> None:
+    def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
+        """Send a frame, with the payload in it."""
+        with self._held(self._frame_lock, timeout_s):
+            frame.releases = self._sharing.take_released()
+            end = encode_frame(frame, self._out_view)
+            if payload is not None:
+                payload.write(self._out[end : end + frame.payload_bytes])
+                end += frame.payload_bytes
+            seal_frame(self._out_view, end)
+            self._wait(self._post(self._out, _FRAME_TAG), timeout_s)
+            if frame.kind is FrameKind.GOODBYE:
+                self._broken = True
+
+    def _send_over_wire(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
+        parts = [] if payload is None else cut(payload)
+        sizes = [cut_bytes(part) for part in parts]
+        frame.route, frame.num_cuts = Route.WIRE, len(sizes)
+        frame.body = b"".join(size.to_bytes(8, "little") for size in sizes) + frame.body
+        frame.outside = len(frame.body) > ROOM_BYTES
+        with self._held(self._bulk_lock, timeout_s):
+            self._send(frame, None, timeout_s)
+            try:
+                self._send_parts(frame, parts, timeout_s)
+            except BaseException:
+                self.abort()  # the peer waits for what was announced
+                raise
+
+    def _send_parts(self, frame: Frame, parts: list[Tensor | Payload], timeout_s: float | None) -> None:
+        in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        if frame.outside:
+            parts = [_tensor_of(frame.body), *parts]
+        for part in parts:
+            if isinstance(part, Payload):
+                packed = warm_pool().lend(part.num_bytes)
+                part.write(packed)
+                part = packed
+            in_flight.append((self._post(part, _BULK_TAG), part))
+            if len(in_flight) > _IN_FLIGHT:
+                self._wait(in_flight.popleft()[0], timeout_s)
+        for work, _ in in_flight:
+            self._wait(work, timeout_s)
+
+    def _next_frame(self, timeout: timedelta) -> Frame:
         try:
-            self._group.recv([buffer], self._other, _TAG).wait()
+            if self._frames.num_posted <= _POSTED_LEAST:  # several at once: each wakes the peer's Gloo thread
+                self._frames.post(_POSTED)
+            buffer = self._frames.take(timeout)
         except RuntimeError as error:
-            raise TransportError(f"channel to {self.peer}: the peer is gone") from error
+            raise self._gone("the peer is gone") from error
+        frame = decode_frame(buffer.numpy().data, self._limits)
+        self._frames.reuse(buffer)
+        self._sharing.release(frame)
+        return frame
+
+    def _take_parts(self, frame: Frame) -> tuple[bytes, Tensor]:
+        if frame.route is Route.SHARED:
+            taken = self._sharing.take(frame)  # brings the body
+            return frame.body, taken
+        if frame.route is Route.FRAME:
+            return frame.body, _tensor_of(frame.payload)
+        if frame.outside:
+            body = torch.empty(frame.body_bytes, dtype=torch.uint8)
+            self._receive_into([body])
+            frame.accept_body(body.numpy().tobytes())
+        cuts, meta = frame.split_body()
+        payload = warm_pool().lend(frame.payload_bytes)
+        self._receive_into(place(payload, cuts))
+        return meta, payload
+
+    def _receive_into(self, buffers: list[Tensor]) -> None:
+        try:
+            works = [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._gone("the peer is gone") from error
+
+    @contextlib.contextmanager
+    def _held(self, lock: threading.Lock, timeout_s: float | None) -> Iterator[None]:
+        if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            raise TransportError(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
+        try:
+            if self._broken:
+                raise TransportError(f"channel to {self.peer}: closed")
+            yield
+        finally:
+            lock.release()
+
+    def _post(self, data: Tensor, tag: int) -> dist.Work:
+        try:
+            return self._group.send([data], self._other, tag)
+        except RuntimeError as error:
+            raise self._gone("send failed; the peer is gone") from error
+
+    def _wait(self, work: dist.Work, timeout_s: float | None) -> None:
+        try:
+            work.wait(_timeout(timeout_s))
+        except RuntimeError as error:
+            raise self._gone("send failed; the peer is gone") from error
+
+    def _gone(self, reason: str) -> TransportError:
+        self._broken = True
+        return TransportError(f"channel to {self.peer}: {reason}")
+
+
+def _timeout(timeout_s: float | None) -> timedelta:
+    return _NO_TIMEOUT if timeout_s is None else timedelta(seconds=max(_SHORTEST_S, timeout_s))
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    # frombuffer refuses emptiness, and warns of what cannot be written to.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import TransportError
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
-from asyncflow.transport.replies import Refused, RefusedKind
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.replies import Refused, refusal
 
 Reply = tuple[Any, Tensor]
 
 _CLOSE_TIMEOUT_S = 5.0
+_SPARE_FRAMES = 1  # a goodbye comes unasked
 
 
 class Connection:
@@ -36,7 +39,7 @@ class Connection:
             service: whom to call.
             client: this process's name, for the other side's messages.
             replies: msgspec type (tagged union) of what the service answers, without `Refused`.
-            limits: largest reply accepted.
+            limits: largest reply accepted, and whether memory is shared.
 
         Raises:
             TransportError: the service does not answer within the handshake's deadline or fails its proof.
@@ -45,42 +48,59 @@ class Connection:
         self._decoder = msgspec.msgpack.Decoder(replies | Refused)
         self._encoder = msgspec.msgpack.Encoder()
         with credentials.borrowed_store() as store:
-            channel_id = ask_for_channel(store, credentials.secret, service, client)
-            pair = pair_store(store, service, channel_id)
-            self._channel = Channel(pair, is_server=False, peer=service, limits=limits or Limits())
+            pair = pair_store(store, service, ask_for_channel(store, credentials.secret, service, client))
+            self._channel = Channel(
+                pair, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.timeout_s
+            )
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
         self._thread.start()
 
-    def submit(self, message: Any, payload: Tensor | None = None) -> "Future[Reply]":
-        """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError."""
+    def submit(
+        self, message: Any, payload: Payload | None = None, *, timeout_s: float | None = None
+    ) -> "Future[Reply]":
+        """Send a request; the future yields (reply, payload uint8) or raises PeerRefused or TransportError.
+
+        Args:
+            message: of the service's requests.
+            payload: must not change until this returns. The reply's belongs to the caller.
+            timeout_s: for the service to take it, if it is busy; then the channel is given up.
+
+        Raises:
+            TransportError: the channel is broken.
+        """
         request_id = next(self._ids)
         future: Future[Reply] = Future()
+        future.set_running_or_notify_cancel()  # else somebody could cancel it and break the thread that answers
+        meta = self._encoder.encode(message)
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise TransportError(f"channel to {self.service}: closed")
             self._pending[request_id] = future
+            open_requests = len(self._pending)
         try:
-            self._channel.send(FrameKind.REQUEST, request_id, self._encoder.encode(message), payload)
+            self._channel.expect(open_requests + _SPARE_FRAMES)
+            self._channel.send(FrameKind.REQUEST, request_id, meta, payload, timeout_s=timeout_s)
         except TransportError:
             with self._lock:
                 self._pending.pop(request_id, None)
             raise
         return future
 
-    def call(self, message: Any, payload: Tensor | None = None, *, timeout_s: float) -> Reply:
+    def call(self, message: Any, payload: Payload | None = None, *, timeout_s: float) -> Reply:
         """Send a request and wait for its reply.
 
         Raises:
             TransportError: no reply within `timeout_s` (the channel is given up), or the peer is gone.
             PeerRefused, Superseded: the service answered no.
         """
-        future = self.submit(message, payload)
+        deadline = time.monotonic() + timeout_s
+        future = self.submit(message, payload, timeout_s=timeout_s)
         try:
-            return future.result(timeout_s)
+            return future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout as error:
             self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
             raise TransportError(
@@ -90,12 +110,22 @@ class Connection:
     @property
     def closed(self) -> bool:
         """Whether requests are refused from now on: closed here, by the service, or broken."""
-        return self._closed
+        return self._closed.is_set()
+
+    @property
+    def shared(self) -> bool:
+        """Whether payloads of requests go through shared memory: the service runs on this host."""
+        return self._channel.shared
+
+    def wait_closed(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is `closed`; returns whether it is."""
+        return self._closed.wait(timeout_s)
 
     def close(self) -> None:
         """Say goodbye; idempotent. Requests in flight fail."""
         with self._lock:
-            closed, self._closed = self._closed, True
+            closed = self._closed.is_set()
+            self._closed.set()
         if not closed:
             self._channel.goodbye()
             self._thread.join(timeout=_CLOSE_TIMEOUT_S)
@@ -106,6 +136,8 @@ class Connection:
         try:
             while True:
                 frame, meta, payload = self._channel.receive()
+                if frame.kind is FrameKind.REQUEST:
+                    raise TransportError(f"channel to {self.service}: a request from the serving side")
                 if frame.kind is FrameKind.GOODBYE:
                     self._fail("the service closed it", cut=False)
                     return
@@ -113,25 +145,24 @@ class Connection:
                     future = self._pending.pop(frame.request_id, None)
                 if future is not None:
                     self._settle(future, meta, payload)
+                del future, payload  # else the last reply's bytes live until the next one
         except TransportError as error:
             self._fail(str(error))
 
     def _settle(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
         try:
             reply = self._decoder.decode(meta)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             future.set_exception(TransportError(f"channel to {self.service}: a reply that cannot be read ({error})"))
             raise TransportError(f"a reply could not be read ({error})") from error
         if not isinstance(reply, Refused):
             future.set_result((reply, payload))
-        elif reply.kind is RefusedKind.SUPERSEDED:
-            future.set_exception(Superseded(f"{self.service}: {reply.message}"))
         else:
-            future.set_exception(PeerRefused(f"{self.service}: {reply.message}"))
+            future.set_exception(refusal(reply, self.service))
 
     def _fail(self, reason: str, *, cut: bool = True) -> None:
         with self._lock:
-            self._closed = True
+            self._closed.set()
             pending, self._pending = self._pending, {}
         if cut:
             self._channel.abort()

@@ -1,26 +1,35 @@
-"""The fixed first part of every message: lengths, checksum, and the message itself when it is short. Pure.
+"""The fixed first part of every message: lengths, handles, checksums, and all the rest when that is short. Pure.
 
-    | magic 4 | kind 2 | 0 2 | request id 8 | meta bytes 4 | 0 4 | payload bytes 8 | meta xxh3 8 | meta ... |
-    '------------------------------------ HEADER_BYTES -----------------------------------------'
-    '---------------------------------------- FRAME_BYTES -------------------------------------------------'
+    | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | cuts 4 | payload bytes 8 |
+    | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
+    '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
 
-A frame always has FRAME_BYTES, because a Gloo receive must be posted with the exact size. Meta that does not fit
-follows as a message of its own, then the payload. Lengths are checked against limits before they are believed.
+A frame always has FRAME_BYTES, because a Gloo receive must be posted with the exact size. The body is the sizes of the
+messages that follow (8 bytes each), then the typed message. `Route` says where the payload is, and the body when it
+does not fit. Nothing is believed before the checksum, and no length before it was compared with the limits.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import xxhash
 
 from asyncflow.errors import TransportError
+from asyncflow.transport.payload import ALIGN, aligned
 
 FRAME_BYTES = 4096
-_HEADER = struct.Struct("<4sHHQIIQQ")
+MOST_RELEASES = 32
+_HEADER = struct.Struct("<Q4sBBHQIIQQIIQ")
+_CHECKSUM = struct.Struct("<Q")
+_MAGIC = b"AFW2"
 HEADER_BYTES = _HEADER.size
-INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
-_MAGIC = b"AFW1"
+ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
+"""Body and payload up to this always fit."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: also for text that is not UTF-8, and for endless nesting."""
 
 
 class FrameKind(IntEnum):
@@ -29,65 +38,165 @@ class FrameKind(IntEnum):
     REQUEST = 1
     REPLY = 2
     GOODBYE = 3
+    HELLO = 4
+
+
+class Route(IntEnum):
+    """Where the payload is: in the frame, in shared memory, in messages that follow."""
+
+    FRAME = 0
+    SHARED = 1
+    WIRE = 2
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest parts that an end accepts (bytes)."""
+    """What an end accepts and uses.
+
+    Attributes:
+        meta_bytes, payload_bytes: largest parts accepted.
+        shared_memory: use it when the peer is on the same host.
+        arena_bytes: addresses reserved for payloads that the peer has not released; more of them go over the wire.
+    """
 
     meta_bytes: int = 2**26
     payload_bytes: int = 2**31
+    shared_memory: bool = True
+    arena_bytes: int = 2**33
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A decoded header.
+class Frame(msgspec.Struct):
+    """A header, and what came with it.
 
     Attributes:
-        kind: request, reply or goodbye.
+        kind: what it is.
         request_id: pairs a reply with its request; unique per channel.
-        meta_bytes, payload_bytes: sizes of the parts.
-        checksum: xxh3-64 of the meta part.
-        inline: the meta part when it fits, else empty.
+        route: where the payload is.
+        body: cuts and message; empty when it is outside the frame.
+        outside: the body goes the payload's route.
+        num_cuts: sizes at the front of the body.
+        payload_bytes: length of the payload.
+        offset, generation: handle of the region (`Route.SHARED`).
+        releases: offsets of regions of the receiver's arena that its peer has no views of any more.
+        body_bytes, body_checksum: of a body, wherever it is.
+        payload: when it is in the frame.
     """
 
     kind: FrameKind
-    request_id: int
-    meta_bytes: int
-    payload_bytes: int
-    checksum: int
-    inline: bytes
+    request_id: int = 0
+    route: Route = Route.FRAME
+    body: bytes = b""
+    outside: bool = False
+    num_cuts: int = 0
+    payload_bytes: int = 0
+    offset: int = 0
+    generation: int = 0
+    releases: Sequence[int] = ()
+    body_bytes: int = 0
+    body_checksum: int = 0
+    payload: bytes = b""
 
-    def verify(self, meta: bytes) -> None:
-        """Raise TransportError when `meta` is not what was sent."""
-        if xxhash.xxh3_64_intdigest(meta) != self.checksum:
+    def split_body(self) -> tuple[list[int], bytes]:
+        """Return (cuts, message).
+
+        Raises:
+            TransportError: the cuts do not make up the payload.
+        """
+        if self.route is not Route.WIRE:
+            return [], self.body
+        cuts = list(struct.unpack_from(f"<{self.num_cuts}Q", self.body))
+        if sum(map(aligned, cuts)) != self.payload_bytes or not all(cuts):
+            raise TransportError(f"frame: cuts {cuts[:8]} do not make up a payload of {self.payload_bytes} bytes")
+        return cuts, self.body[8 * self.num_cuts :]
+
+    def accept_body(self, body: bytes) -> None:
+        """Take a body that came from outside the frame.
+
+        Raises:
+            TransportError: it is not what was sent.
+        """
+        if len(body) != self.body_bytes or xxhash.xxh3_64_intdigest(body) != self.body_checksum:
             raise TransportError("frame: checksum of the message does not match; the channel is dropped")
+        self.body = body
 
 
-def encode_frame(kind: FrameKind, request_id: int, meta: bytes, payload_bytes: int) -> bytes:
-    """Return FRAME_BYTES bytes."""
-    checksum = xxhash.xxh3_64_intdigest(meta)
-    header = _HEADER.pack(_MAGIC, kind, 0, request_id, len(meta), 0, payload_bytes, checksum)
-    inline = meta if len(meta) <= INLINE_BYTES else b""
-    return (header + inline).ljust(FRAME_BYTES, b"\0")
+def encode_frame(frame: Frame, out: memoryview) -> int:
+    """Write all but the payload and the checksum; returns where the payload goes.
+
+    Args:
+        frame: `payload` and checksums are not read.
+        out: FRAME_BYTES bytes.
+    """
+    end = HEADER_BYTES
+    if frame.releases:
+        struct.pack_into(f"<{len(frame.releases)}Q", out, end, *frame.releases)
+        end += 8 * len(frame.releases)
+    body_checksum = 0
+    if frame.outside:
+        body_checksum = xxhash.xxh3_64_intdigest(frame.body)
+    else:
+        out[end : end + len(frame.body)] = frame.body
+        end += len(frame.body)
+    _HEADER.pack_into(
+        out, 0, 0, _MAGIC, frame.kind, frame.route, len(frame.releases), frame.request_id, len(frame.body),
+        frame.num_cuts, frame.payload_bytes, frame.offset, frame.generation, frame.outside, body_checksum,
+    )  # fmt: skip
+    return aligned(end) if frame.payload_bytes else end
 
 
-def decode_frame(data: bytes, limits: Limits) -> Frame:
-    """Parse FRAME_BYTES bytes.
+def seal_frame(out: memoryview, end: int) -> None:
+    """Write the checksum of all that is used, [0, end)."""
+    _CHECKSUM.pack_into(out, 0, xxhash.xxh3_64_intdigest(out[_CHECKSUM.size : end]))
+
+
+def decode_frame(data: memoryview, limits: Limits) -> Frame:
+    """Parse FRAME_BYTES bytes; the result does not refer to them.
 
     Raises:
-        TransportError: not a frame, unknown kind, or a length beyond `limits`.
+        TransportError: not a frame, changed on its way, unknown kind, or a length beyond `limits`.
     """
     if len(data) != FRAME_BYTES:
         raise TransportError(f"frame: {len(data)} bytes, not {FRAME_BYTES}")
-    magic, kind, _, request_id, meta_bytes, _, payload_bytes, checksum = _HEADER.unpack_from(data)
+    (
+        checksum, magic, kind, route, num_releases, request_id, body_bytes, num_cuts, payload_bytes,
+        offset, generation, outside, body_checksum,
+    ) = _HEADER.unpack_from(data)  # fmt: skip
     if magic != _MAGIC:
         raise TransportError(f"frame: starts with {magic!r}, not {_MAGIC!r}; the peer speaks another protocol")
-    if kind not in FrameKind.__members__.values():
-        raise TransportError(f"frame: unknown kind {kind}")
-    if meta_bytes > limits.meta_bytes:
-        raise TransportError(f"frame: message of {meta_bytes} bytes, limit {limits.meta_bytes}")
+    if kind not in _KINDS or route not in _ROUTES or (outside and route == Route.FRAME):
+        raise TransportError(f"frame: unknown kind {kind} or route {route}")
     if payload_bytes > limits.payload_bytes:
         raise TransportError(f"frame: payload of {payload_bytes} bytes, limit {limits.payload_bytes}")
-    inline = data[HEADER_BYTES : HEADER_BYTES + meta_bytes] if meta_bytes <= INLINE_BYTES else b""
-    return Frame(FrameKind(kind), request_id, meta_bytes, payload_bytes, checksum, inline)
+    if body_bytes - 8 * num_cuts > limits.meta_bytes or num_cuts > _most_cuts(payload_bytes):
+        raise TransportError(f"frame: message of {body_bytes} bytes, limit {limits.meta_bytes}; {num_cuts} cuts")
+    body_at = HEADER_BYTES + 8 * num_releases
+    body_end = body_at if outside else body_at + body_bytes
+    payload_at = aligned(body_end) if payload_bytes else body_end
+    end = payload_at if route != Route.FRAME else payload_at + payload_bytes
+    if end > FRAME_BYTES or num_releases > MOST_RELEASES or 8 * num_cuts > body_bytes * (route == Route.WIRE):
+        raise TransportError(f"frame: its parts end at {end}, beyond {FRAME_BYTES}")
+    if xxhash.xxh3_64_intdigest(data[_CHECKSUM.size : end]) != checksum:
+        raise TransportError("frame: checksum does not match; the channel is dropped")
+    return Frame(
+        kind=_KINDS[kind],
+        request_id=request_id,
+        route=_ROUTES[route],
+        body=bytes(data[body_at:body_end]),
+        outside=bool(outside),
+        num_cuts=num_cuts,
+        payload_bytes=payload_bytes,
+        offset=offset,
+        generation=generation,
+        releases=struct.unpack_from(f"<{num_releases}Q", data, HEADER_BYTES) if num_releases else (),
+        body_bytes=body_bytes,
+        body_checksum=body_checksum,
+        payload=bytes(data[payload_at:end]),
+    )
+
+
+def _most_cuts(payload_bytes: int) -> int:
+    return 2 + payload_bytes // 2**16  # senders cut coarser than that, whatever their version
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
+_ROUTES = {int(route): route for route in Route}

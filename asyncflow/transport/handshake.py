@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 
 from asyncflow.errors import TransportError
+from asyncflow.transport.frame import UNREADABLE
 
 _NONCE_BYTES = 16
 
@@ -92,9 +93,9 @@ def ask_key(service: str) -> str:
     return f"channel/{service}/ask"
 
 
-def pair_store(store: dist.Store, service: str, channel_id: str) -> dist.PrefixStore:
+def pair_store(store: dist.Store, service: str, pair_key: str) -> dist.PrefixStore:
     """Return the store prefix under which the pair's two ends find each other."""
-    return dist.PrefixStore(f"channel/{service}/{channel_id}/pair", store)
+    return dist.PrefixStore(f"channel/{service}/pair/{pair_key}", store)
 
 
 def prove(secret: bytes, side: str, service: str, ask: Ask, server_nonce: bytes) -> bytes:
@@ -105,7 +106,7 @@ def prove(secret: bytes, side: str, service: str, ask: Ask, server_nonce: bytes)
 
 
 def ask_for_channel(store: dist.TCPStore, secret: bytes, service: str, client: str) -> str:
-    """Run the client's side; returns the channel id that both ends now trust.
+    """Run the client's side; returns the pair's key, which only who knows the secret can derive.
 
     Raises:
         TransportError: no answer within the store's timeout, or the server does not know the secret.
@@ -117,7 +118,7 @@ def ask_for_channel(store: dist.TCPStore, secret: bytes, service: str, client: s
         offer = msgspec.msgpack.decode(store.get(f"{base}/offer"), type=Offer)
     except dist.DistError as error:
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise TransportError(f"{client}: {service} sent an offer that cannot be read") from error
     if not hmac.compare_digest(offer.proof, prove(secret, "server", service, ask, offer.nonce)):
         raise TransportError(f"{client}: {service} does not know the job's secret")
@@ -126,11 +127,11 @@ def ask_for_channel(store: dist.TCPStore, secret: bytes, service: str, client: s
         store.set(f"{base}/answer", answer)  # type: ignore[arg-type]  # the stub lacks bytes
     except dist.DistError as error:
         raise TransportError(f"{client}: the job store is gone, so the launcher is") from error
-    return ask.channel_id
+    return _pair_key(secret, service, ask, offer.nonce)
 
 
-def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) -> None:
-    """Run the server's side for one ask; returns when the client has proved itself.
+def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) -> str:
+    """Run the server's side for one ask; returns the pair's key when the client has proved itself.
 
     Raises:
         TransportError: the client vanished or does not know the secret; nobody else is affected.
@@ -148,3 +149,9 @@ def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) 
     store.delete_key(f"{base}/answer")
     if not hmac.compare_digest(answer, prove(secret, "client", service, ask, nonce)):
         raise TransportError(f"{service}: {ask.client} does not know the job's secret")
+    return _pair_key(secret, service, ask, nonce)
+
+
+def _pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> str:
+    # Not the channel id, which is public: whoever else writes to the store must not meet either end under it.
+    return prove(secret, "pair", service, ask, server_nonce).hex()

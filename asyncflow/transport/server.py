@@ -4,7 +4,6 @@ Threads: one waits for asks; one per handshake, so that a slow or dead one block
 runs the handler. A reply may be sent later from any thread (a parked request).
 """
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -17,21 +16,29 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, TransportError
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import FrameKind, Limits
+from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store
-from asyncflow.transport.replies import Refused, RefusedKind
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.replies import refused
 
 logger = logging.getLogger(__name__)
 
 _CLOSE = b"close"
 _CLOSE_TIMEOUT_S = 6.0
 _IDLE = timedelta(days=30)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Call:
-    """One request. Reply exactly once, now or later, from any thread."""
+    """One request. Reply exactly once, now or later, from any thread.
+
+    Attributes:
+        session: who asked.
+        message: what.
+        payload: uint8; belongs to whoever keeps a view of it.
+    """
 
     def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:
         self.session = session
@@ -40,17 +47,24 @@ class Call:
         self._channel = channel
         self._request_id = request_id
 
-    def reply(self, message: Any, payload: Tensor | None = None) -> None:
-        """Answer; a client that is gone is not an error here (its session ends on its own)."""
+    @property
+    def shared(self) -> bool:
+        """Whether payloads of replies go through shared memory: the client runs on this host."""
+        return self._channel.shared
+
+    def reply(self, message: Any, payload: Payload | None = None) -> None:
+        """Answer; a client that is gone is not an error here (its session ends on its own).
+
+        A client that does not read delays only payloads that go over the wire.
+        """
         try:
-            self._channel.send(FrameKind.REPLY, self._request_id, msgspec.msgpack.encode(message), payload)
+            self._channel.send(FrameKind.REPLY, self._request_id, _ENCODER.encode(message), payload)
         except TransportError as error:
             logger.info("%s", error)
 
     def refuse(self, error: AsyncFlowError) -> None:
         """Answer that the request was not carried out."""
-        kind = RefusedKind.SUPERSEDED if isinstance(error, Superseded) else RefusedKind.INVALID
-        self.reply(Refused(kind, str(error)))
+        self.reply(refused(error))
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class ChannelServer:
             service: the name that clients ask for.
             requests: msgspec type (tagged union) of the requests.
             handler: carries them out.
-            limits: largest request accepted.
+            limits: largest request accepted, and whether memory is shared.
             max_clients: further clients are refused while so many are connected.
         """
         self._credentials = credentials
@@ -108,6 +122,7 @@ class ChannelServer:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._channels: dict[int, tuple[Channel, threading.Thread]] = {}
+        self._serving: set[threading.Thread] = set()  # also those whose channel ended, until they are really gone
         self._greeting = 0
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name=f"accept-{service}", daemon=True)
@@ -120,6 +135,7 @@ class ChannelServer:
                 return
             self._closed = True
             channels = list(self._channels.values())
+            serving = set(self._serving)
         try:
             with self._credentials.borrowed_store() as store:
                 store.queue_push(ask_key(self._service), _CLOSE)
@@ -129,7 +145,7 @@ class ChannelServer:
         for goodbye in goodbyes:
             goodbye.start()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in (self._acceptor, *goodbyes, *(thread for _, thread in channels)):
+        for thread in (self._acceptor, *goodbyes, *serving):
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
         for channel, thread in channels:
             if thread.is_alive():
@@ -149,7 +165,7 @@ class ChannelServer:
                 return
             try:
                 ask = msgspec.msgpack.decode(data, type=Ask)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 logger.warning("%s: an ask that cannot be read was dropped", self._service)
                 continue
             threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
@@ -163,10 +179,7 @@ class ChannelServer:
                 return
             self._greeting += 1
         try:
-            with self._credentials.borrowed_store() as store:
-                accept_channel(store, self._credentials.secret, self._service, ask)
-                pair = pair_store(store, self._service, ask.channel_id)
-                channel = Channel(pair, is_server=True, peer=ask.client, limits=self._limits)
+            channel = self._meet(ask)
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
             return
@@ -175,36 +188,49 @@ class ChannelServer:
                 self._greeting -= 1
         session = Session(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
-        thread = threading.Thread(target=self._serve, args=(channel, session, ask.channel_id), name=name, daemon=True)
+        thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
         with self._lock:
             closed = self._closed
             if not closed:
                 self._channels[session.number] = (channel, thread)
                 thread.start()
+                self._serving = {each for each in self._serving if each.is_alive()} | {thread}
         if closed:
             channel.goodbye()
 
-    def _serve(self, channel: Channel, session: Session, channel_id: str) -> None:
-        met = False
+    def _meet(self, ask: Ask) -> Channel:
+        with self._credentials.borrowed_store() as store:
+            key = accept_channel(store, self._credentials.secret, self._service, ask)
+            pair = pair_store(store, self._service, key)
+            try:
+                return Channel(
+                    pair,
+                    is_server=True,
+                    peer=ask.client,
+                    limits=self._limits,
+                    timeout_s=self._credentials.timeout_s,
+                )
+            finally:  # both ends have met, or never will
+                for name in pair.list_keys():
+                    pair.delete_key(name)
+
+    def _serve(self, channel: Channel, session: Session) -> None:
         try:
             while True:
                 frame, meta, payload = channel.receive()
-                if not met:
-                    # Not before: a client that still reads the keys would not find its peer.
-                    met = True
-                    self._forget_keys(channel_id)
                 if frame.kind is FrameKind.GOODBYE:
                     break
+                if frame.kind is not FrameKind.REQUEST:
+                    raise TransportError(f"channel to {session.client}: a reply from the asking side")
                 self._run(Call(channel, frame.request_id, session, self._decoder.decode(meta), payload))
                 del payload  # else the last request's bytes live until the next one
         except TransportError as error:
             logger.info("%s: %s", self._service, error)
-        except msgspec.DecodeError as error:
+            channel.abort()
+        except UNREADABLE as error:
             logger.warning("%s: %s sent a message that cannot be read (%s)", self._service, session.client, error)
             channel.abort()
         finally:
-            if not met:
-                self._forget_keys(channel_id)
             self._handler.disconnected(session)
             with self._lock:
                 self._channels.pop(session.number, None)
@@ -217,9 +243,3 @@ class ChannelServer:
         except Exception as error:  # the boundary of the service: one bad request must not end it
             logger.exception("%s: %s failed", self._service, type(call.message).__name__)
             call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
-
-    def _forget_keys(self, channel_id: str) -> None:
-        with contextlib.suppress(TransportError, dist.DistError), self._credentials.borrowed_store() as store:
-            pair = pair_store(store, self._service, channel_id)
-            for key in pair.list_keys():
-                pair.delete_key(key)

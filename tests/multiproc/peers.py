@@ -1,94 +1,32 @@
 """What the child processes of these tests do. Each function runs in a process of its own and talks over a pipe."""
 
-import os
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
 
-import msgspec
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from echo_peers import Credentials as Credentials
+from echo_peers import credentials
 
-from asyncflow.device import connect_group
-from asyncflow.transport.frame import Limits
-from asyncflow.transport.handshake import Credentials, ask_for_channel
-from asyncflow.transport.server import Call, ChannelServer, Session
-from tq import Column, ControllerService, PackedBatch, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
+import tq
+from asyncflow.errors import Superseded
+from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.admission import AdmittedGroup
 from tq.config import QueueConfig, ScheduleConfig
 from tq.messages import Granted, NoRowsReason
-from tq.replica import Replica
 from weightsync.groups import Membership, agree_on_plan, connect_receiver, connect_sender, read_plan
 from weightsync.plan import ShardSpec
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.version import Version
 
-SECRET = b"the job's secret"
 QUEUE = QueueConfig(request_timeout_s=20)
 CPU = torch.device("cpu")
 
 
-def credentials(port: int, timeout_s: float = 20.0) -> Credentials:
-    """Connect to the test's store."""
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return Credentials(store, SECRET, timeout_s)
-
-
-class Ping(msgspec.Struct, tag=True):
-    """Answered by `Pong`; `answer` False: never."""
-
-    text: str
-    answer: bool = True
-
-
-class Pong(msgspec.Struct, tag=True):
-    """The ping's text and payload come back."""
-
-    text: str
-
-
-class Echo:
-    """Answers pings and reports clients that left."""
-
-    def __init__(self, pipe: Pipe | None = None) -> None:
-        self.pipe = pipe
-        self.parked: list[Call] = []
-
-    def handle(self, call: Call) -> None:
-        if call.message.answer:
-            call.reply(Pong(call.message.text), call.payload)
-        else:
-            self.parked.append(call)
-
-    def disconnected(self, session: Session) -> None:
-        if self.pipe is not None:
-            self.pipe.send(("left", session.client))
-
-
-def echo_server(port: int, pipe: Pipe) -> None:
-    """Serve until told to close."""
-    server = ChannelServer(credentials(port), "echo", Ping, Echo(pipe), limits=Limits(payload_bytes=2**26))
-    pipe.send("ready")
-    pipe.recv()
-    server.close()
-    pipe.send("closed")
-
-
-def vanishing_client(port: int, pipe: Pipe) -> None:
-    """Prove the secret, then die before the pair is built."""
-    mine = credentials(port)
-    ask_for_channel(mine.own_store(), SECRET, "echo", "vanishing")
-    pipe.send("asked")
-    os._exit(0)
-
-
 def storage_unit(port: int, pipe: Pipe, name: str) -> None:
     """Serve one storage unit."""
-    unit = StorageUnit(credentials(port), name, QUEUE, controller="controller")
+    unit = StorageUnit(credentials(port), name, QUEUE, controllers=QUEUE.controllers)
     pipe.send("ready")
     pipe.recv()
     unit.close()
@@ -106,8 +44,7 @@ def controller(port: int, pipe: Pipe, tasks: Sequence[TaskSpec], schedule: Sched
     """Serve the control plane over two units; admission puts prompts when `last_step` > 0."""
     service = ControllerService(
         credentials(port),
-        "controller",
-        units=["storage-0", "storage-1"],
+        "controller-0",
         tasks=tasks,
         config=QUEUE,
         schedule=schedule,
@@ -123,14 +60,26 @@ def controller(port: int, pipe: Pipe, tasks: Sequence[TaskSpec], schedule: Sched
 
 def holder(port: int, pipe: Pipe, task: str, num_rows: int) -> None:
     """Lease rows and keep them."""
-    client = QueueClient(credentials(port), "holder", controller="controller", config=QUEUE)
+    client = QueueClient(credentials(port), "holder", config=QUEUE)
     pipe.send(client.fetch(task, num_rows=num_rows).rows)
     pipe.recv()
 
 
+def sleeper(_port: int, pipe: Pipe, address: str) -> None:
+    """Lease a row of a queue that runs alone, and put late."""
+    client = tq.connect(address, "sleeper")
+    lease = client.fetch("score", num_rows=1)
+    pipe.send(lease.rows)
+    pipe.recv()
+    try:
+        client.put("score", lease, lease.rows, {"score": tq.column(torch.tensor([1.0]))})
+    except Superseded as error:
+        pipe.send(type(error).__name__)
+
+
 def trainer(port: int, pipe: Pipe, rank: int, num_ranks: int, last_partition: int, stop_after: int) -> None:
     """Go through partitions, acknowledge each; rank 0 publishes versions. Reports rows per partition."""
-    client = QueueClient(credentials(port), f"actor/{rank}", controller="controller", config=QUEUE)
+    client = QueueClient(credentials(port), f"actor/{rank}", config=QUEUE)
     loader = StreamingDataLoader(
         client, "train", ["x", "doubled"], first_partition=1, last_partition=last_partition,
         rows_per_round=2, rank=rank, num_ranks=num_ranks, timeout_s=1,
@@ -159,7 +108,7 @@ def trainer(port: int, pipe: Pipe, rank: int, num_ranks: int, last_partition: in
 
 def doubler(port: int, pipe: Pipe) -> None:
     """A map task: doubled = 2 x, until the queue stops."""
-    client = QueueClient(credentials(port), "ref-0/0", controller="controller", config=QUEUE)
+    client = QueueClient(credentials(port), "ref-0/0", config=QUEUE)
     total = 0
     while True:
         granted = client.fetch("double", num_rows=3)
@@ -171,23 +120,6 @@ def doubler(port: int, pipe: Pipe) -> None:
             break
     pipe.send(total)
     client.close()
-
-
-def replica_rank(port: int, pipe: Pipe, rank: int) -> None:
-    """Share two rounds and an end over a replica of two ranks."""
-    group = connect_group(PrefixStore("replica", credentials(port).own_store()), rank, 2, CPU)
-    replica = Replica(group)
-    column = Column.of_rows([torch.arange(k, dtype=torch.bfloat16) for k in (3, 0, 2)])
-    granted = Granted(1, 2, [7, 8, 9], [3, 3, 4], ["u", "u", "v"], 3, True)
-    batch = PackedBatch((7, 8, 9), {"a": column, "t": Column.of_texts(["x", "", "yz"])}, (3, 3, 4))
-    items: list[Any] = [(granted, batch), (Granted(2, 2, [], [], [], 1), PackedBatch((), {})), NoRowsReason.STOP]
-    for item in items:
-        got = replica.broadcast(item if rank == 0 else None)
-        if isinstance(got, NoRowsReason):
-            pipe.send(got)
-        else:
-            columns = {name: (c.values.tolist(), c.lengths.tolist(), c.text) for name, c in got[1].columns.items()}
-            pipe.send((got[0], got[1].indices, got[1].groups, columns))
 
 
 class Run:

@@ -27,14 +27,15 @@ def main() -> None:
     schedule = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1)
     tasks = [TaskSpec("train", frozenset({"x"}), keeps_leases=True)]
     names = ("storage-0", "storage-1")
-    service = ControllerService(credentials, "controller", units=names, tasks=tasks, config=config, schedule=schedule)
-    units = [StorageUnit(credentials, name, config, controller="controller") for name in names]
-    client = QueueClient(credentials, "client", controller="controller", config=config)
-    client.put_rows("storage-0", 1, rows=[0], groups=[0], columns={"x": Column.of_scalars(torch.ones(1))})
+    service = ControllerService(credentials, "controller-0", tasks=tasks, config=config, schedule=schedule)
+    units = [StorageUnit(credentials, name, config, controllers=config.controllers) for name in names]
+    client = QueueClient(credentials, "client", config=config)
+    client.put_rows({"x": Column.of_scalars(torch.ones(1))}, partition=1)
     client.get(client.fetch("train", num_rows=1), ["x"])
     parked = threading.Event()
     loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=9, rows_per_round=1)
-    while not client.stats().tasks[0].parked_requests:
+    loader.next_partition()
+    while not client.stats()[0].tasks[0].parked_requests:
         parked.wait(0.01)
 
     members = Membership("0", 1, ("rollout-0",))

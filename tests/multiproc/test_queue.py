@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from peers import QUEUE, Credentials, controller, doubler, holder, replica_rank, storage_unit, trainer
+from peers import QUEUE, Credentials, controller, doubler, holder, storage_unit, trainer
 
 from asyncflow.errors import Superseded, TransportError
 from asyncflow.transport.connection import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
 from tq.config import ScheduleConfig, ScheduleMode
-from tq.messages import UNIT_REPLIES, FetchRound, GetUnitStats, Granted, NoRows, NoRowsReason, OpenPartition
+from tq.messages import UNIT_REPLIES, FetchRound, GetUnitStats, Granted, NoRows, NoRowsReason
 
 Start = Callable[..., Any]
 SYNC = ScheduleConfig(mode=ScheduleMode.SYNC, max_staleness=0, rollout_batch_size=4, n_samples_per_prompt=2)
@@ -43,7 +43,7 @@ def _connect(credentials: Credentials) -> Iterator[Callable[..., QueueClient]]:
     opened: list[QueueClient] = []
 
     def connect(name: str = "client") -> QueueClient:
-        opened.append(QueueClient(credentials, name, controller="controller", config=QUEUE))
+        opened.append(QueueClient(credentials, name, config=QUEUE))
         return opened[-1]
 
     yield connect
@@ -52,12 +52,12 @@ def _connect(credentials: Credentials) -> Iterator[Callable[..., QueueClient]]:
 
 
 def put_source(client: QueueClient, rows: range, partition: int = 1) -> None:
-    """Put groups of two rows, spread over the units; row r holds 0 .. its group."""
-    for k, unit in enumerate(UNITS):
+    """Put groups of two rows, in two parts, which go to different units; row r holds 0 .. its group."""
+    for k in range(2):
         part = [row for row in rows if row // 2 % 2 == k]
         if part:
             column = Column.of_rows([torch.arange(row // 2 + 1) for row in part])
-            client.put_rows(unit, partition, rows=part, groups=[row // 2 for row in part], columns={"x": column})
+            client.put_rows({"x": column}, partition=partition, rows=part, groups=[row // 2 for row in part])
 
 
 def unit_stats(credentials: Credentials) -> list[tuple[int, int]]:
@@ -92,8 +92,8 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     parked: list[Granted | NoRows] = []
     waiting = threading.Thread(target=lambda: parked.append(client.fetch("double", num_rows=8)))
     waiting.start()
-    eventually(lambda: source.stats().tasks[0].parked_requests == 1, "the fetch did not park")
-    source._ask_controller(OpenPartition(1, 8))
+    eventually(lambda: source.stats()[0].tasks[0].parked_requests == 1, "the fetch did not park")
+    source.open_partition(1, 8)
     put_source(source, range(8))
     waiting.join(10)
     assert not waiting.is_alive(), "the write did not wake the parked fetch"
@@ -121,9 +121,9 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     ends = [one.fetch_round(round_of(2, rank)) for rank, one in enumerate(trainers)]
     assert [end.reason for end in ends] == [NoRowsReason.PARTITION_DONE] * 2
     for one, share in held:
-        one.put("train", share, share.rows, {})
+        one.ack("train", share)
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
-    assert source.stats().live_rows == 0
+    assert source.stats()[0].live_rows == 0
 
 
 def test_deadline_answers_a_fetch_that_finds_nothing(queue: Any, connect: Any) -> None:
@@ -153,7 +153,7 @@ def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> N
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._connections["controller"].close()
+    former._services._links.open()["controller-0"].close()
     granted = heir.fetch("double", num_rows=2)
     assert granted.rows == lost.rows
     outputs = {"doubled": Column.of_scalars(torch.zeros(2, dtype=torch.int64))}
@@ -170,21 +170,21 @@ def test_late_put_to_rows_that_were_freed_is_superseded(queue: Any, connect: Any
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._connections["controller"].close()
+    former._services._links.open()["controller-0"].close()
     granted = heir.fetch("double", num_rows=2)
-    heir.put("double", granted, granted.rows, {})
+    heir.ack("double", granted)
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
     with pytest.raises(Superseded):
-        former.put("double", lost, lost.rows, {})
+        former.ack("double", lost)
 
 
 def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> None:
     queue(DOUBLE)
     client = connect()
     put_source(client, range(2))
-    assert client.stats().live_rows == 2
-    client._connections["controller"].close()
-    client._connections["storage-0"].close()
+    assert client.stats()[0].live_rows == 2
+    for link in client._services._links.open().values():
+        link.close()
     assert client.get(client.fetch("double", num_rows=2), ["x"])["x"].values.tolist() == [0, 0]
 
 
@@ -197,9 +197,9 @@ def test_dead_unit_is_an_error_at_whoever_needs_it(queue: Any, connect: Any) -> 
     services["storage-1"].signal(signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(TransportError):
-        client.put("double", granted, granted.rows, {})
+        client.put("double", granted, granted.rows, {"doubled": client.get(granted, ["x"])["x"]})
     assert time.monotonic() - began < 5
-    assert client.stats().newest_version == 0
+    assert client.stats()[0].newest_version == 0
 
 
 def test_admission_trainers_and_a_map_task_run_a_few_steps(
@@ -216,7 +216,7 @@ def test_admission_trainers_and_a_map_task_run_a_few_steps(
         assert rows == list(range((partition - 1) * 6, partition * 6))
     assert [stopped for _, stopped in seen] == [False, False]
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
-    stats = connect().stats()
+    stats = connect().stats()[0]
     assert (stats.admitted_groups, stats.newest_version, stats.live_rows) == (12, 4, 0)
     connect().stop()
     assert mapper.hear() == 24
@@ -251,21 +251,17 @@ def test_closing_a_loader_ends_an_iteration_that_waits(queue: Any, connect: Any)
     assert rounds == []
 
 
-def test_loader_raises_when_the_controller_dies_and_raises_again(queue: Any, connect: Any) -> None:
+def test_loader_raises_when_the_controller_dies_and_raises_again(
+    queue: Any, connect: Any, credentials: Credentials
+) -> None:
     services = queue(DOUBLE, TRAIN)
-    loader = StreamingDataLoader(connect(), "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1)
+    impatient = QueueClient(credentials, "actor/0", config=QUEUE.model_copy(update={"request_timeout_s": 1.0}))
+    loader = StreamingDataLoader(impatient, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1)
     loader.next_partition()
-    eventually(lambda: connect("observer").stats().tasks[1].parked_requests == 1, "the loader did not ask")
+    eventually(lambda: connect("observer").stats()[0].tasks[1].parked_requests == 1, "the loader did not ask")
     services["controller"].signal(signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(TransportError):
             next(iter(loader))
     loader.close()
-
-
-def test_ranks_of_a_replica_get_identical_batches(start: Start) -> None:
-    ranks = [start(replica_rank, rank) for rank in range(2)]
-    for _ in range(3):
-        first, second = (rank.hear() for rank in ranks)
-        assert first == second
-    assert [rank.end() for rank in ranks] == [0, 0]
+    impatient.close()

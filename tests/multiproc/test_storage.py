@@ -1,109 +1,202 @@
-"""A storage unit beside a controller that confirms when the test says so."""
+"""A storage unit behind real channels, beside controllers that do what the test says."""
 
-import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from peers import QUEUE, Credentials
+from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, until
 
-from asyncflow.errors import PeerRefused, Superseded
-from asyncflow.transport.connection import Connection
-from asyncflow.transport.server import Call, ChannelServer, Session
-from tq import Column, StorageUnit
+from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded
+from asyncflow.transport.handshake import Credentials
+from tq import Column
 from tq.messages import (
-    CONTROLLER_REQUESTS,
-    UNIT_REPLIES,
+    ClearPartition,
+    CommitPartitions,
+    CutSnapshot,
     Done,
-    FenceRows,
-    GetUnitStats,
+    DropRows,
+    HoldPuts,
     OutputsWritten,
-    PutOutputs,
-    PutRows,
+    QuarantineRows,
+    RemovalReason,
+    RowsAccepted,
+    RowsCreated,
+    RowsRemoved,
+    Stored,
+    WriteSnapshot,
 )
-from tq.wire import pack
-
-
-class SlowController:
-    """Confirms creations at once, outputs when told."""
-
-    def __init__(self) -> None:
-        self.written: list[Call] = []
-        self.arrived = threading.Event()
-        self.refusing = False
-
-    def handle(self, call: Call) -> None:
-        if self.refusing:
-            raise PeerRefused("not today")
-        if isinstance(call.message, OutputsWritten):
-            self.written.append(call)
-            self.arrived.set()
-        else:
-            call.reply(Done())
-
-    def disconnected(self, session: Session) -> None:
-        """Nothing hangs on a session."""
-
-
-Bench = tuple[SlowController, Connection, Connection, Connection]
+from tq.snapshot import read_snapshot, write_manifest
 
 
 @pytest.fixture(name="bench")
 def _bench(credentials: Credentials) -> Iterator[Bench]:
-    """The controller, and three clients of a unit that holds rows 0 and 1."""
-    slow = SlowController()
-    server = ChannelServer(credentials, "controller", CONTROLLER_REQUESTS, slow)
-    unit = StorageUnit(credentials, "storage-0", QUEUE, controller="controller")
-    clients = [Connection(credentials, "storage-0", f"client-{k}", UNIT_REPLIES) for k in range(3)]
-    clients[0].call(PutRows(1, [0, 1], [0, 0], []), timeout_s=10)
-    yield slow, clients[0], clients[1], clients[2]
-    for client in clients:
-        client.close()
-    unit.close()
-    server.close()
+    bench = Bench(credentials)
+    yield bench
+    bench.close()
 
 
-def outputs(token: int, value: float = 1.0) -> tuple[PutOutputs, torch.Tensor]:
-    """Return a put of row 0."""
-    headers, payload = pack({"ref": Column.of_scalars(torch.tensor([value]))})
-    return PutOutputs("ref", "a", token, [0], headers), payload
+def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
+    controller, client = bench.started()
+    prompts = Column.of_rows([torch.arange(3), torch.arange(5)])
+    assert isinstance(done(client.create([0, 1], {"prompts": prompts, "x": numbers(0, 1)}, groups=[4, 4])), Stored)
+    assert controller.hears(RowsCreated) == RowsCreated(
+        "storage-0", 1, [0, 1], [4, 4], ["prompts", "x"], [3, 5], 8 * 8 + 2 * 4
+    )
+    done(client.put("ref", 3, [1], {"ref": numbers(2)}))
+    assert controller.hears(OutputsWritten) == OutputsWritten("storage-0", "ref", 3, [1], ["ref"], [0], 4)
+    read = client.get([1, 0], "prompts")["prompts"]
+    assert [row.tolist() for row in read.rows()] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+    assert read.values.dtype is torch.int64
+    done(client.put("train", 5, [0, 1]))
+    done(client.put("ref", 4, [0]))
+    with pytest.raises(PeerRefused, match="row 0"):
+        client.get([0], "prompts")
+    assert (stats(client).num_rows, stats(client).num_bytes) == (0, 0)
 
 
-def test_fence_is_confirmed_only_when_the_controller_knows_what_was_written_before(bench: Bench) -> None:
-    """Else the controller would hand out a row that is done."""
-    slow, owner, other, bystander = bench
-    put = owner.submit(*outputs(3))
-    assert slow.arrived.wait(10)
-    fence = other.submit(FenceRows("ref", 5, [0]))
-    bystander.call(FenceRows("ref", 5, [1]), timeout_s=10)
-    assert not fence.done()
-    assert not put.done()
-    slow.written[0].reply(Done())
-    assert isinstance(put.result(10)[0], Done)
-    assert isinstance(fence.result(10)[0], Done)
-    with pytest.raises(Superseded):
-        other.call(*outputs(4), timeout_s=10)
-    with pytest.raises(Superseded):
-        other.call(*outputs(6), timeout_s=10)
+def test_repeated_put_is_told_again_and_a_different_one_is_refused(bench: Bench) -> None:
+    controller, client = bench.started()
+    done(client.create([0], {"x": numbers(0)}))
+    controller.hears(RowsCreated)
+    for _ in range(2):
+        done(client.put("ref", 3, [0], {"ref": numbers(float("nan"))}))
+        controller.hears(OutputsWritten)
+    refused(client.put("ref", 3, [0], {"ref": numbers(2)}), PeerRefused, "something else")
+    done(client.put("train", 4, [0]))
+    done(client.put("ref", 3, [0], {"ref": numbers(float("nan"))}))  # the row is freed by now
+    done(client.put("train", 4, [0]))
+    refused(client.put("train", 3, [0]), Superseded, "not here any more")
 
 
-def test_repeated_put_is_notified_again_and_a_different_one_is_refused(bench: Bench) -> None:
-    slow, owner, _, _ = bench
-    for attempt in range(2):
-        put = owner.submit(*outputs(3))
-        assert slow.arrived.wait(10)
-        slow.arrived.clear()
-        slow.written[attempt].reply(Done())
-        put.result(10)
-    with pytest.raises(PeerRefused, match="something else"):
-        owner.call(*outputs(3, value=2.0), timeout_s=10)
+def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench) -> None:
+    controller, client = bench.started()
+    controller.parking.add(RowsCreated)
+    first = client.create([0], {"x": numbers(1)})
+    parked = controller.parks()
+    again = client.create([0], {"x": numbers(1)})
+    refused(client.create([0], {"x": numbers(2)}), RowsExist, "row 0 exists")
+    assert not first.done() and not again.done()
+    parked.reply(RowsAccepted())
+    assert isinstance(done(first), Stored) and isinstance(done(again), Stored)
+    assert isinstance(done(client.create([0], {"x": numbers(1)})), Stored)
+    assert controller.parked.empty()
 
 
-def test_failed_notification_fails_the_put_of_new_rows_and_leaves_none(bench: Bench) -> None:
-    slow, owner, _, _ = bench
-    slow.refusing = True
-    with pytest.raises(PeerRefused, match="not today"):
-        owner.call(PutRows(1, [7], [7], []), timeout_s=10)
-    slow.refusing = False
-    assert owner.call(GetUnitStats(), timeout_s=10)[0].num_rows == 2
-    owner.call(PutRows(1, [7], [7], []), timeout_s=10)
+@pytest.mark.parametrize("error", [QueueFull("no room"), RowsExist("elsewhere"), PeerRefused("not today")])
+def test_refused_rows_are_gone_and_the_refusal_arrives_as_it_was(bench: Bench, error: PeerRefused) -> None:
+    controller, client = bench.started()
+    controller.refusals[RowsCreated] = error
+    refused(client.create([7], {"x": numbers(1)}), type(error), str(error))
+    assert (stats(client).num_rows, stats(client).num_bytes) == (0, 0)
+    controller.refusals.clear()
+    done(client.create([7], {"x": numbers(1)}))
+
+
+def test_commit_is_kept_when_a_controller_fails_and_told_again_with_the_next_put(bench: Bench) -> None:
+    controller, client = bench.started()
+    done(client.create([0], {"x": numbers(0)}))
+    controller.refusals[OutputsWritten] = PeerRefused("not today")
+    refused(client.put("ref", 3, [0], {"ref": numbers(1)}), PeerRefused, "not today")
+    controller.refusals.clear()
+    refused(client.put("ref", 4, [0], {"ref": numbers(1)}), Superseded, "row 0")
+    done(client.put("ref", 3, [0], {"ref": numbers(1)}))
+
+
+def test_cleared_partition_is_told_and_its_bytes_return(bench: Bench) -> None:
+    controller, client = bench.started()
+    done(client.create([0, 1], {"x": numbers(0, 1)}))
+    done(client.create([2], {"x": numbers(2)}, partition=2))
+    controller.hears(RowsCreated), controller.hears(RowsCreated)
+    assert isinstance(client.ask(ClearPartition(1)), Done)
+    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 1, [0, 1], RemovalReason.CLEARED)
+    assert client.ask(QuarantineRows("ref", 2, [2, 99])) == Done()
+    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.QUARANTINED, "ref", 2)
+    assert stats(client).num_bytes == 0
+    done(client.create([2], {"x": numbers(2)}))
+    assert client.ask(DropRows([2])) == Done()
+    assert stats(client).num_rows == 0
+
+
+def test_every_kind_of_column_comes_back_as_it_was(bench: Bench) -> None:
+    _, client = bench.started()
+    columns = {
+        "texts": Column.of_texts(["a", "", "äß"]),
+        "bytes": Column.of_bytes([b"\0\xff", b"", b"x"]),
+        "json": Column.of_values([{"a": [1, None]}, "s", 2.5]),
+        "images": Column.of_rows([torch.randn(2, 3), torch.randn(0, 3), torch.randn(1, 1)]),
+        "dense": Column.of_dense(torch.randn(3, 2, 2).to(torch.bfloat16)),
+        "wide": Column.of_rows([torch.tensor([2**40]), torch.tensor([-1, 2]), torch.tensor([], dtype=torch.int64)]),
+    }
+    done(client.create([0, 1, 2], columns))
+    read = client.get([2, 0, 1], *columns)
+    for name, column in columns.items():
+        expected = column.select([2, 0, 1])
+        assert same(read[name].values, expected.values), name
+        assert read[name].kind is column.kind
+        assert read[name].rank == column.rank
+        assert [row.shape for row in read[name].rows()] == [row.shape for row in expected.rows()]
+
+
+def test_survivors_of_a_large_put_do_not_hold_all_of_it(bench: Bench) -> None:
+    _, client = bench.started()
+    rows = Column.of_dense(torch.arange(20 * 10_000.0).reshape(20, 10_000))
+    done(client.create(list(range(20)), {"x": rows}))
+    held = stats(client).num_bytes
+    client.ask(DropRows(list(range(18))))
+    until(lambda: stats(client).num_bytes < held / 5)
+    assert torch.equal(client.get([19, 18], "x")["x"].values, rows.select([19, 18]).values)
+    client.ask(DropRows([18, 19]))
+    assert stats(client).num_bytes == 0
+
+
+def test_retained_rows_spill_and_go_with_the_checkpoint(bench: Bench, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(
+        update={"retain_until_checkpoint": True, "spill_directory": str(tmp_path), "spill_after_bytes": 0}
+    )
+    _, client = bench.started(config)
+    prompts = Column.of_rows([torch.arange(1000)])
+    done(client.create([0], {"prompts": prompts}))
+    done(client.put("ref", 1, [0]))
+    done(client.put("train", 1, [0]))
+    assert stats(client).retained_rows == 1
+    until(lambda: stats(client).spilled_bytes > 0)
+    assert stats(client).num_bytes == 0
+    assert list(tmp_path.rglob("*.block"))
+    assert torch.equal(client.get([0], "prompts")["prompts"].values, prompts.values)
+    client.ask(CommitPartitions(1))
+    until(lambda: not list(tmp_path.rglob("*.block")))
+    assert stats(client).num_rows == 0
+
+
+def test_puts_wait_for_the_cut_and_snapshot_holds_what_was_before_it(bench: Bench, tmp_path: Path) -> None:
+    _, client = bench.started()
+    done(client.create([0, 1], {"x": numbers(0, 1)}, partition=3))
+    done(client.put("ref", 1, [1], {"ref": numbers(9)}))
+    other = bench.client("other")
+    client.ask(HoldPuts("h", 20))
+    late = other.create([2], {"x": numbers(2)}, partition=3)
+    wrong = other.create([0], {"x": numbers(7)}, partition=3)
+    assert stats(client).num_rows == 2
+    client.ask(CutSnapshot("h", 2, []))
+    assert isinstance(done(late), Stored)
+    refused(wrong, RowsExist, "row 0")
+    client.ask(ClearPartition(3))
+    written = client.ask(WriteSnapshot("h", str(tmp_path)))
+    assert (written.num_rows, len(written.files)) == (2, 1)
+    write_manifest(tmp_path, written.files, num_rows=2)
+    chunks = {tuple(chunk.rows): chunk for chunk in read_snapshot(tmp_path)}
+    assert {rows: sorted(chunk.columns) for rows, chunk in chunks.items()} == {(0,): ["x"], (1,): ["ref", "x"]}
+    assert chunks[(1,)].commits == {"ref": [0]}
+    assert chunks[(1,)].columns["ref"].values.tolist() == [9]
+    with pytest.raises(PeerRefused, match="hold h"):
+        client.ask(WriteSnapshot("h", str(tmp_path)))
+    assert stats(client).num_bytes == 0
+
+
+def test_hold_ends_by_itself(bench: Bench) -> None:
+    _, client = bench.started()
+    client.ask(HoldPuts("h", 0.05))
+    done(client.create([0], {"x": numbers(0)}))
+    with pytest.raises(PeerRefused, match="ended"):
+        client.ask(CutSnapshot("h", 0, []))

@@ -68,7 +68,7 @@ def test_kill_of_the_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     command.wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= before, "the end of shared memory", deadline_s=10)
 
 
-@pytest.mark.parametrize("role", ["rollout-1", "ref-0", "actor", "storage-0", "controller"])
+@pytest.mark.parametrize("role", ["rollout-1", "ref-0", "actor", "storage-0", "controller-0"])
 def test_killed_worker_ends_the_run_and_is_named(tmp_path: Path, role: str) -> None:
     run_dir = tmp_path / "run"
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:

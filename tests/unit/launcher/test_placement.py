@@ -25,7 +25,7 @@ def configure(write_config: Callable[..., Path]) -> Configure:
 def test_services_come_first_and_every_rollout_is_its_own_gang(configure: Configure) -> None:
     gangs = place_gangs(configure("rollout:2,actor:4,ref:1"), Devices("cpu"))
     assert [(gang.name, gang.num_ranks) for gang in gangs] == [
-        ("controller", 1),
+        ("controller-0", 1),
         ("storage-0", 1),
         ("storage-1", 1),
         ("actor", 4),
@@ -43,7 +43,7 @@ def test_accelerators_go_to_actor_then_rollout_then_ref(configure: Configure) ->
     assert by_name["rollout-0"] == ("cuda:2",)
     assert by_name["rollout-1"] == ("cuda:3",)
     assert by_name["ref-0"] == ("cuda:4",)
-    assert by_name["controller"] == ("cpu",)
+    assert by_name["controller-0"] == ("cpu",)
 
 
 def test_reward_and_advantages_take_no_device(configure: Configure) -> None:

@@ -1,36 +1,117 @@
 """A `ControlState` with the bookkeeping that tests need: requests are numbered, answers are collected."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
-from tq.control import Answer, ControlState, Event, Fence, Fenced, Free, Instruction
-from tq.messages import FetchRound, FetchRows, Granted, NoRows, OpenPartition, OutputsWritten, RowsCreated
+from asyncflow.errors import AsyncFlowError
+from tq.control import (
+    Answer,
+    Commit,
+    ControlState,
+    Event,
+    Fence,
+    FenceAll,
+    Fenced,
+    Instruction,
+    Lost,
+    Quarantine,
+    Quarantined,
+)
+from tq.messages import (
+    AckLost,
+    FetchRound,
+    FetchRows,
+    GiveBack,
+    Granted,
+    Held,
+    Join,
+    Joined,
+    NoRows,
+    OpenPartition,
+    OutputsWritten,
+    RegisterUnit,
+    RemovalReason,
+    RowRecords,
+    RowsAccepted,
+    RowsCreated,
+    RowsRemoved,
+    UnitAccepted,
+    WatchLost,
+)
 from tq.task_state import TaskSpec
 
 
 class ControlWorld:
     """Drives a `ControlState`; fences are held until `confirm_fences`."""
 
-    def __init__(self, *tasks: TaskSpec, max_staleness: int = 0) -> None:
-        self.state = ControlState(tasks, max_staleness=max_staleness)
-        self.answers: dict[int, Granted | NoRows] = {}
-        self.freed: list[int] = []
-        self.fences: list[Fence] = []
+    def __init__(self, *tasks: TaskSpec, **settings: Any) -> None:
+        self.state = ControlState(tasks, **settings)
+        self.answers: dict[int, Any] = {}
+        self.fences: list[Fence | FenceAll] = []
+        self.quarantines: list[Quarantine] = []
+        self.quarantined: list[Quarantined] = []
+        self.lost: list[int] = []
+        self.commits: list[Commit] = []
+        self.unit_of: dict[int, str] = {}
         self._requests = 0
+
+    @property
+    def freed(self) -> list[int]:
+        """Rows that were created and that every task is done with."""
+        return sorted(self.unit_of.keys() - {row for rows in self.state.known_rows().values() for row in rows})
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
         """Apply an event and sort what it returns."""
         instructions = self.state.handle(event, request)
         for instruction in instructions:
-            if isinstance(instruction, Answer):
-                assert instruction.request not in self.answers, "a request was answered twice"
-                self.answers[instruction.request] = instruction.reply
-            elif isinstance(instruction, Free):
-                self.freed.extend(instruction.rows)
-            else:
-                self.fences.append(instruction)
+            match instruction:
+                case Answer():
+                    assert instruction.request not in self.answers, "a request was answered twice"
+                    self.answers[instruction.request] = instruction.reply
+                case Fence() | FenceAll():
+                    self.fences.append(instruction)
+                case Quarantine():
+                    self.quarantines.append(instruction)
+                case Quarantined():
+                    self.quarantined.append(instruction)
+                case Lost():
+                    self.lost.extend(instruction.rows)
+                case Commit():
+                    self.commits.append(instruction)
         return instructions
+
+    def request(self, event: Event) -> int:
+        """Apply an event that is a request; returns its number."""
+        self._requests += 1
+        self.handle(event, self._requests)
+        return self._requests
+
+    def put(
+        self,
+        rows: Iterable[int],
+        unit: str = "storage-0",
+        *,
+        size: int = 1,
+        partition: int = 1,
+        columns: Sequence[str] = ("x",),
+        tokens: int = 1,
+        num_bytes: int = 0,
+        commits: dict[str, list[int]] | None = None,
+        group_size: int = 0,
+    ) -> int:
+        """A unit announces rows in groups of `size`; returns the request's number."""
+        rows = list(rows)
+        groups = [row // size for row in rows]
+        lengths = [tokens] * len(rows)
+        event = RowsCreated(
+            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}
+        )
+        request = self.request(event)
+        if isinstance(self.answers.get(request), RowsAccepted):
+            self.unit_of.update(dict.fromkeys(rows, unit))
+        return request
 
     def create(
         self, rows: Iterable[int], *, size: int = 1, partition: int = 1, columns: Sequence[str] = ("x",)
@@ -40,27 +121,68 @@ class ControlWorld:
         for unit in range(2):
             part = [row for row in rows if (row // size) % 2 == unit]
             if part:
-                groups = [row // size for row in part]
-                self.handle(RowsCreated(f"storage-{unit}", partition, part, groups, list(columns)))
+                self.put(part, f"storage-{unit}", size=size, partition=partition, columns=columns)
+
+    def register(
+        self,
+        unit: str,
+        rows: Iterable[int] = (),
+        *,
+        incarnation: str = "1",
+        partition: int = 1,
+        size: int = 1,
+        columns: Sequence[str] = ("x",),
+        done: Sequence[str] = (),
+        finished: Sequence[int] = (),
+        deliveries: dict[str, list[int]] | None = None,
+    ) -> UnitAccepted:
+        """A unit registers with rows that are all alike."""
+        rows = list(rows)
+        ones = [1] * len(rows)
+        groups = [row // size for row in rows]
+        record = RowRecords(
+            partition, rows, groups, [size] * len(rows), ones, ones, list(columns), list(done), deliveries or {}
+        )
+        records = [record] if rows else []
+        request = self.request(
+            RegisterUnit(unit, incarnation, records, {partition: list(finished)} if finished else {})
+        )
+        self.unit_of.update(dict.fromkeys(rows, unit))
+        reply = self.answers[request]
+        assert isinstance(reply, UnitAccepted)
+        return reply
+
+    def join(self, owner: str, *holds: Held) -> Joined:
+        """A consumer joins."""
+        reply = self.answers[self.request(Join(owner, list(holds)))]
+        assert isinstance(reply, Joined)
+        return reply
 
     def open(self, num_rows: int, partition: int = 1) -> None:
         """Declare a partition."""
         self.handle(OpenPartition(partition, num_rows))
 
-    def ask(self, task: str, num_rows: int = 1, *, owner: str = "a", version: int = 0) -> int:
+    def ask(self, task: str, num_rows: int = 1, *, owner: str = "a", version: int = 0, **options: Any) -> int:
         """Fetch; returns the request's number."""
-        self._requests += 1
-        self.handle(FetchRows(task, owner, num_rows, version, 60), self._requests)
-        return self._requests
+        return self.request(FetchRows(task, owner, num_rows, version, 60, **options))
 
     def ask_round(
-        self, task: str, index: int, rank: int, *, num_rows: int = 1, num_ranks: int = 2, partition: int = 1
+        self,
+        task: str,
+        index: int,
+        rank: int,
+        *,
+        num_rows: int = 1,
+        num_ranks: int = 2,
+        partition: int = 1,
+        owner: str = "",
+        token_budget: int = 0,
     ) -> int:
         """Fetch a rank's share of a round; returns the request's number."""
-        self._requests += 1
-        event = FetchRound(task, f"rank-{rank}", partition, index, num_rows, rank, num_ranks, 60)
-        self.handle(event, self._requests)
-        return self._requests
+        owner = owner or f"rank-{rank}"
+        return self.request(
+            FetchRound(task, owner, partition, index, num_rows, rank, num_ranks, 60, token_budget=token_budget)
+        )
 
     def granted(self, request: int) -> Granted:
         """Return a request's lease."""
@@ -74,17 +196,48 @@ class ControlWorld:
         assert isinstance(answer, NoRows), answer
         return answer.reason.value
 
+    def error(self, request: int) -> AsyncFlowError:
+        """Return a request's refusal."""
+        answer = self.answers[request]
+        assert isinstance(answer, AsyncFlowError), answer
+        return answer
+
     def write(
         self, task: str, granted: Granted, rows: Sequence[int] | None = None, columns: Sequence[str] = ()
     ) -> None:
-        """A unit reports outputs."""
-        self.handle(OutputsWritten(task, granted.token, list(granted.rows if rows is None else rows), list(columns)))
+        """The units report outputs."""
+        rows = list(granted.rows if rows is None else rows)
+        for unit in sorted({self.unit_of[row] for row in rows}):
+            there = [row for row in rows if self.unit_of[row] == unit]
+            self.handle(OutputsWritten(unit, task, granted.token, there, list(columns), [], 0))
+
+    def ack_lost(self, task: str, granted: Granted, owner: str = "a") -> None:
+        """A consumer acks rows whose unit is gone."""
+        self.handle(AckLost(task, owner, granted.token, granted.rows))
+
+    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None, owner: str = "a") -> None:
+        """A consumer returns rows."""
+        self.handle(GiveBack(task, owner, granted.token, list(granted.rows if rows is None else rows)))
+
+    def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1, group: int = -1) -> None:
+        """The units report that rows left."""
+        for unit in sorted({self.unit_of[row] for row in rows}):
+            there = [row for row in rows if self.unit_of[row] == unit]
+            self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason), "", group))
+
+    def watch(self, after: int = 0) -> int:
+        """Watch for lost rows; returns the request's number."""
+        return self.request(WatchLost(after, 60))
 
     def confirm_fences(self) -> None:
         """The units carried out every fence."""
         fences, self.fences = self.fences, []
         for fence in fences:
             self.handle(Fenced(fence.task, fence.token))
+
+    def task(self, name: str) -> Any:
+        """Return a task's counts."""
+        return next(task for task in self.state.stats().tasks if task.task == name)
 
 
 @pytest.fixture(scope="session")

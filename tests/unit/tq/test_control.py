@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control import Answer, DeadlinePassed, Fenced, Free, OwnerGone
+from tq.control import Answer, DeadlinePassed, Fenced, OwnerGone
 from tq.messages import FetchRows, OutputsWritten, PublishVersion, RowsCreated, Stop
 
 World = Callable[..., Any]
@@ -225,7 +225,7 @@ def test_unknown_task_is_refused_and_nothing_stays_parked(make_world: World) -> 
     with pytest.raises(PeerRefused, match="no task is named 'reff'; known: ref"):
         world.ask("reff")
     with pytest.raises(PeerRefused, match="no task"):
-        world.handle(OutputsWritten("reff", 1, [0], []))
+        world.handle(OutputsWritten("storage-0", "reff", 1, [0], [], [], 0))
     with pytest.raises(PeerRefused, match="at least 1"):
         world.ask("ref", 0)
     assert world.state.stats().tasks[0].parked_requests == 0
@@ -236,7 +236,7 @@ def test_malformed_creation_is_refused_and_adds_nothing(make_world: World, rows:
     world = make_world(REF)
     world.create([0])
     with pytest.raises(PeerRefused):
-        world.handle(RowsCreated("storage-0", 1, rows, groups, ["x"]))
+        world.handle(RowsCreated("storage-1", 1, rows, groups, ["x"], [1] * len(rows), 0), 99)
     assert world.state.stats().live_rows == 1
 
 
@@ -245,7 +245,8 @@ def test_instructions_name_the_request_and_the_unit(make_world: World) -> None:
     world.create([0])
     (answer,) = world.handle(FetchRows("ref", "a", 1, 0, 60), 7)
     assert isinstance(answer, Answer) and answer.request == 7
-    assert world.handle(OutputsWritten("ref", answer.reply.token, [0], [])) == [Free("storage-0", (0,))]
+    (fence,) = world.handle(OwnerGone("a"))
+    assert (fence.task, fence.rows) == ("ref", {"storage-0": (0,)})
 
 
 def test_stats_count_rows_of_each_stage(make_world: World) -> None:

@@ -78,10 +78,25 @@ def test_handshake_leaves_no_key_in_the_store(store: TCPStore) -> None:
     assert set(store.list_keys()) == before
 
 
-def _serve_once(store: TCPStore, secret: bytes, refused: list[str]) -> None:
+def test_both_ends_meet_under_a_key_that_only_the_secret_gives(store: TCPStore) -> None:
+    keys: list[str] = []
+    for _ in range(2):
+        serving = threading.Thread(target=_serve_once, args=(store, SECRET, [], keys))
+        serving.start()
+        keys.append(ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0"))
+        serving.join(timeout=10)
+    one, other = set(keys[:2]), set(keys[2:])
+    assert len(one) == len(other) == 1, "the two ends differ"
+    assert one != other
+    assert all(len(key) == 64 for key in keys)
+
+
+def _serve_once(store: TCPStore, secret: bytes, refused: list[str], keys: list[str] | None = None) -> None:
     own = Credentials(store, secret).own_store(2)
     ask = msgspec.msgpack.decode(own.queue_pop(ask_key("controller")), type=Ask)
     try:
-        accept_channel(own, secret, "controller", ask)
+        key = accept_channel(own, secret, "controller", ask)
+        if keys is not None:
+            keys.append(key)
     except TransportError as error:
         refused.append(str(error))

@@ -1,0 +1,187 @@
+"""Shared memory of one direction of a channel: the sender writes payloads into it, the receiver reads them in place.
+
+    sender                                       receiver
+      Arena: anonymous memfd, sparse               PeerArena: maps /proc/PID/fd/N of the sender (then it is closed)
+      allocate -> write -> handle in a frame ----> lend: a tensor over the region
+      region may be used again <------ release --- last view gone; rides on the next frame that goes back
+
+Nothing has a name, so nothing needs unlinking after a kill. A region is used again only after its release, and an arena
+dies as a whole with its channel while mappings live on, so a peer that is slow, stopped or dead sees no other bytes
+than those sent to it, and its death costs nobody else anything.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.extents import ALIGN_BYTES, Extents
+from asyncflow.transport.loan import lend
+
+_NAME = "asyncflow"
+_TOKEN_BYTES = 16
+_DATA_START = 4096  # the token's page
+
+
+class ArenaOffer(msgspec.Struct):
+    """Where an arena is.
+
+    Attributes:
+        fd: the sender's descriptor.
+        num_bytes: of the whole file.
+        generation: repeated in every handle.
+        token: the file's first bytes.
+    """
+
+    fd: int
+    num_bytes: int
+    generation: int
+    token: bytes
+
+
+class Arena:
+    """The sender's end. Thread-safe."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve `num_bytes` of addresses; pages come with their first use.
+
+        Raises:
+            OSError: no descriptor or no addresses are left.
+        """
+        fd, token = create_memfd(num_bytes)
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._memory = _mapped(fd, num_bytes)
+        self._extents = Extents(num_bytes - _DATA_START)
+        self._lock = threading.Lock()
+        self.offer = ArenaOffer(fd, num_bytes, secrets.randbits(32), token)
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the offset of a region, or None when there is no room."""
+        with self._lock:
+            start = self._extents.allocate(num_bytes)
+        return None if start is None else start + _DATA_START
+
+    def region(self, offset: int, num_bytes: int) -> Tensor:
+        """Return uint8 [num_bytes] to write into."""
+        return self._memory[offset : offset + num_bytes]
+
+    def release(self, offsets: Iterable[int]) -> None:
+        """The receiver has no views of these regions any more.
+
+        Raises:
+            TransportError: no such region is in use.
+        """
+        with self._lock:
+            for offset in offsets:
+                try:
+                    self._extents.free(offset - _DATA_START)
+                except KeyError as error:
+                    raise TransportError(f"arena: the peer released {offset}, where no region is in use") from error
+
+    def close(self) -> None:
+        """Close the descriptor: the receiver has the mapping, or never will. The memory lives as long as a mapping."""
+        self._close_fd()
+
+    @property
+    def highest(self) -> int:
+        """How far the memory was ever used (bytes)."""
+        return self._extents.highest
+
+    @property
+    def idle(self) -> bool:
+        """Whether no region is in use."""
+        return not self._extents.in_use
+
+
+class PeerArena:
+    """The receiver's end. One thread lends; loans end in any thread."""
+
+    def __init__(self, pid: int, offer: ArenaOffer) -> None:
+        """Map the sender's memory.
+
+        Raises:
+            TransportError: it cannot be opened, or is not what was offered.
+        """
+        self._offer = offer
+        fd = open_memfd(pid, offer.fd, offer.num_bytes, offer.token)
+        try:
+            self._memory = _mapped(fd, offer.num_bytes).numpy()
+        except RuntimeError as error:
+            raise TransportError(f"arena: {offer.num_bytes} bytes cannot be mapped") from error
+        finally:
+            os.close(fd)
+        self._released: deque[int] = deque()
+
+    def lend(self, offset: int, num_bytes: int, generation: int) -> Tensor:
+        """Return a region as uint8 [num_bytes]; the caller owns it until its last view is gone.
+
+        Raises:
+            TransportError: the handle is not one of this arena.
+        """
+        inside = _DATA_START <= offset <= self._offer.num_bytes - num_bytes and offset % ALIGN_BYTES == 0
+        if generation != self._offer.generation or num_bytes <= 0 or not inside:
+            raise TransportError(
+                f"arena: handle {offset}+{num_bytes} of generation {generation:08x} does not belong to "
+                f"{self._offer.num_bytes} bytes of generation {self._offer.generation:08x}"
+            )
+        return lend(self._memory, offset, num_bytes, self._released)
+
+    def take_released(self, most: int) -> list[int]:
+        """Return up to `most` offsets that the sender may use again and does not know of yet."""
+        taken: list[int] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < most:
+                taken.append(self._released.popleft())
+        return taken
+
+
+def create_memfd(num_bytes: int) -> tuple[int, bytes]:
+    """Return (descriptor, token) of new shared memory that can neither shrink nor grow."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.pwrite(fd, token, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, token
+
+
+def open_memfd(pid: int, fd: int, num_bytes: int, token: bytes) -> int:
+    """Open memory that another process made with `create_memfd`; returns a descriptor of our own.
+
+    The number may mean something else by now, or in another namespace: nothing but a memfd is opened, and the token
+    decides. Its size must be sealed, since touching a page that is gone would kill this process.
+
+    Raises:
+        TransportError: it is not that memory, or this process may not open it.
+    """
+    path = f"/proc/{int(pid)}/fd/{int(fd)}"
+    try:
+        if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
+            raise TransportError(f"arena: {path} is no shared memory of this program")
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"arena: {path} cannot be opened ({error.strerror})") from error
+    sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    if not sealed or os.fstat(own).st_size != num_bytes or os.pread(own, _TOKEN_BYTES, 0) != token:
+        os.close(own)
+        raise TransportError(f"arena: {path} is not what the peer offered")
+    return own
+
+
+def _mapped(fd: int, num_bytes: int) -> Tensor:
+    # Not mmap.mmap: it would keep a descriptor per mapping.
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,0 +1,29 @@
+"""Part `faults`: the storm, as figures."""
+
+from pathlib import Path
+
+from transferqueue_parts.part import Result, Settings
+from transferqueue_parts.storm import storm
+
+
+def run(settings: Settings) -> Result:
+    """Kill `settings.faults` processes; the ledgers stay in the run's directory."""
+    directory = Path(settings.directory) / "storm"
+    directory.mkdir(exist_ok=True)
+    report = storm(directory, kills=settings.faults, say=settings.say)
+    verdict = report.verdict
+    for example in verdict.examples:
+        settings.say(f"faults: {example}")
+    settings.say(
+        f"faults: {sum(report.kills.values())} kills {dict(report.kills)}, {verdict.rows} rows: "
+        f"{verdict.lost} lost, {verdict.twice} twice, {verdict.corrupt} corrupt"
+    )
+    return Result(
+        {
+            "faults": sum(count for kind, count in report.kills.items() if kind != "gave up"),
+            "rows_lost": verdict.lost,
+            "rows_twice": verdict.twice,
+            "rows_corrupt": verdict.corrupt,
+        },
+        {"faults": report.summary()},
+    )

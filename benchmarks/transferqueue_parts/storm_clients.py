@@ -1,0 +1,194 @@
+"""Producers and consumers of a storm. Each runs in a process that may be killed at any moment and is started again.
+
+They are what a careful user would write: a put whose end is unknown is put again under the same row numbers, rows that
+are reported lost are put again, an ack whose end is unknown is repeated until it is confirmed or refused.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tq
+from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded, TransportError
+from tq.messages import Granted
+from transferqueue_parts.storm_ledger import Deed, LedgerFile, Record, read_ledger, unfinished_puts
+from transferqueue_parts.storm_rows import (
+    INPUTS,
+    OUTPUTS,
+    SLOT,
+    columns_of,
+    damaged,
+    partition_of,
+    scored_by,
+    scores_of,
+)
+
+SCORE, LOOK, TRAIN = "score", "look", "train"
+_ROWS_PER_PUT = 16
+_ROWS_PER_FETCH = 12
+_PUT_EVERY_S = 0.01
+_FETCH_S = 2.0
+_PATIENCE_S = 60.0
+_RETRY_S = 0.1
+_GIVE_BACK_SHARE = 0.03
+
+
+def produce(pipe: Any, address: str, ledger: str, slot: int) -> None:
+    """Put rows until told to `finish`; put lost rows again until killed."""
+    torch.set_num_threads(1)
+    producer = _Producer(tq.connect(Path(address), f"producer-{slot}"), Path(ledger), slot)
+    producer.run(pipe)
+
+
+class _Producer:
+    def __init__(self, client: tq.QueueClient, ledger: Path, slot: int) -> None:
+        self._client = client
+        self._slot = slot
+        self._unfinished, newest = unfinished_puts(read_ledger(ledger))
+        self._next = max(newest + 1, slot * SLOT)
+        self._ledger = LedgerFile(ledger)
+
+    def run(self, pipe: Any) -> None:
+        threading.Thread(target=self._restore_lost, daemon=True).start()
+        for rows in self._unfinished:
+            self._put(rows)
+        while not pipe.poll(_PUT_EVERY_S):
+            rows = list(range(self._next, self._next + _ROWS_PER_PUT))
+            self._next += _ROWS_PER_PUT
+            self._ledger.write(Record(Deed.PUT, rows))
+            self._put(rows)
+        pipe.recv()
+        pipe.send("finished")
+        pipe.recv()  # lost rows are put again until the storm is over
+
+    def _put(self, rows: list[int]) -> None:
+        """Put until it is certain that the rows are in the queue; a row may already be there from an earlier try."""
+        _until_known(lambda: self._put_or_exist(rows))
+        self._ledger.write(Record(Deed.PUT_DONE, rows))
+
+    def _put_or_exist(self, rows: list[int]) -> None:
+        try:
+            self._client.put_rows(columns_of(rows), rows=rows, groups=rows, partition=partition_of(rows[0]))
+        except RowsExist:
+            if len(rows) > 1:  # some of them; those that are not there must not be forgotten
+                for row in rows:
+                    self._put_or_exist([row])
+
+    def _restore_lost(self) -> None:
+        after = 0
+        while True:
+            try:
+                lost = self._client.lost_rows(after, timeout_s=_FETCH_S)
+            except TransportError:
+                time.sleep(_RETRY_S)
+                continue
+            if lost is None:
+                continue
+            after = lost.sequence
+            mine: dict[int, list[int]] = {}
+            for row in lost.rows:
+                if row // SLOT == self._slot:
+                    mine.setdefault(partition_of(row), []).append(row)
+            for rows in mine.values():
+                self._ledger.write(Record(Deed.REPUT, rows))
+                _until_known(lambda rows=rows: self._put_or_exist(rows))  # type: ignore[misc]
+
+
+def consume(pipe: Any, address: str, ledger: str, task: str, seed: int) -> None:
+    """Fetch, check, ack with an intent before and a confirmation after, until killed."""
+    torch.set_num_threads(1)
+    consumer = _Consumer(tq.connect(Path(address), task), Path(ledger), task, seed)
+    while not pipe.poll(0):
+        consumer.step()
+
+
+class _Consumer:
+    def __init__(self, client: tq.QueueClient, ledger: Path, task: str, seed: int) -> None:
+        self._client = client
+        self._ledger = LedgerFile(ledger)
+        self._task = task
+        self._random = random.Random(seed)
+        self._columns = (*INPUTS, *OUTPUTS) if task == TRAIN else INPUTS
+
+    def step(self) -> None:
+        """One lease."""
+        try:
+            granted = self._client.fetch(self._task, num_rows=_ROWS_PER_FETCH, timeout_s=_FETCH_S)
+            if not isinstance(granted, Granted):
+                return
+            if self._random.random() < _GIVE_BACK_SHARE:
+                self._client.give_back(self._task, granted)
+                return
+            batch = self._read(granted)
+        except PeerRefused:
+            raise
+        except TransportError:
+            time.sleep(_RETRY_S)
+            return
+        if batch is not None:
+            self._check(batch)
+            for unit in dict.fromkeys(granted.units):
+                rows = [row for row, home in zip(granted.rows, granted.units, strict=True) if home == unit]
+                self._settle(granted, rows)
+
+    def _read(self, granted: Granted) -> tq.PackedBatch | None:
+        try:
+            return self._client.get(granted, self._columns)
+        except PeerRefused:
+            raise
+        except (Superseded, TransportError):  # rows went with their unit, or belong to somebody else
+            self._client.give_back(self._task, granted)
+            return None
+
+    def _check(self, batch: tq.PackedBatch) -> None:
+        wrong = damaged(batch)
+        if self._task == TRAIN:
+            tokens, mixed = scored_by(batch)
+            wrong += mixed
+            for token in set(tokens.values()):
+                rows = [row for row, wrote in tokens.items() if wrote == token]
+                self._ledger.write(Record(Deed.SEEN, rows, self._task, token))
+        if wrong:
+            self._ledger.write(Record(Deed.CORRUPT, wrong, self._task))
+
+    def _settle(self, granted: Granted, rows: Sequence[int]) -> None:
+        """One ack, or one put of outputs, for the rows of one unit: it counts for all of them or for none."""
+        rows = list(rows)
+        self._ledger.write(Record(Deed.INTENT, rows, self._task, granted.token))
+        try:
+            _until_known(lambda: self._commit(granted, rows))
+            deed = Deed.CONFIRMED
+        except Superseded:
+            deed = Deed.SUPERSEDED
+        self._ledger.write(Record(deed, rows, self._task, granted.token))
+
+    def _commit(self, granted: Granted, rows: list[int]) -> None:
+        if self._task == SCORE:
+            self._client.put(self._task, granted, rows, scores_of(rows, granted.token))
+        else:
+            self._client.ack(self._task, granted, rows)
+
+
+def _until_known(attempt: Callable[[], None]) -> None:
+    """Repeat until it worked or was refused; services may be away for some seconds, and the queue full."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            attempt()
+            return
+        except Superseded:
+            raise
+        except QueueFull:
+            if time.monotonic() > deadline:
+                raise
+        except PeerRefused:
+            raise
+        except TransportError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)

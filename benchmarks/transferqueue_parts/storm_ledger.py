@@ -1,0 +1,169 @@
+"""What the clients of a storm did, line by line in append-only files, and the verdict over all lines.
+
+    producer    put     rows     before rows are put         put_done     it was confirmed, or they were there already
+                reput   rows     before lost rows are put again
+    consumer    intent  rows     before an ack               confirmed    the queue confirmed it: this is THE ack
+                                                             superseded   the queue refused it: somebody else's now
+                seen    rows     with which token their score was written
+                corrupt rows     what came is not what was put
+
+A client that is killed between an intent and what follows leaves it open: only the queue knows whether that ack counts.
+If it does, nobody gets the row again; if not, somebody else confirms it. So at the end every row must have either one
+confirmed ack or, without any, an open intent.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+
+class Deed(StrEnum):
+    """Kinds of records."""
+
+    PUT = "put"
+    PUT_DONE = "put_done"
+    REPUT = "reput"
+    INTENT = "intent"
+    CONFIRMED = "confirmed"
+    SUPERSEDED = "superseded"
+    SEEN = "seen"
+    CORRUPT = "corrupt"
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """One line. `token` is the lease's; for `seen` the one that wrote the score. Puts have neither task nor token."""
+
+    deed: Deed
+    rows: list[int]
+    task: str = ""
+    token: int = 0
+
+
+@dataclass
+class Verdict:
+    """What the records prove.
+
+    Attributes:
+        rows: put and confirmed.
+        lost: (row, task) without an ack.
+        twice: acks beyond the first, except repetitions of work whose result went with a unit.
+        corrupt: rows that came different from how they were put, or with a refused score.
+        redone: acks beyond the first where the task's outputs were lost with a unit and the row was put again.
+        open_intents: (row, task) whose only ack came from a client that died before it heard the answer.
+        superseded: (row, task) acks that the queue refused.
+        deliveries: (row, task) in hand of a consumer right before an ack.
+    """
+
+    rows: int = 0
+    lost: int = 0
+    twice: int = 0
+    corrupt: int = 0
+    redone: int = 0
+    open_intents: int = 0
+    superseded: int = 0
+    deliveries: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def blame(self, text: str) -> None:
+        """Keep the first few of what went wrong."""
+        if len(self.examples) < 20:
+            self.examples.append(text)
+
+
+class LedgerFile:
+    """Appends records; a line is in the file when `write` returns, whatever happens to the process afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, record: Record) -> None:
+        """Append one line."""
+        os.write(self._descriptor, msgspec.json.encode(record) + b"\n")
+
+
+def read_ledger(path: Path) -> Iterator[Record]:
+    """Yield the records of a file; nothing when it does not exist yet."""
+    if path.exists():
+        decoder = msgspec.json.Decoder(Record)
+        for line in path.read_bytes().splitlines():
+            yield decoder.decode(line)
+
+
+def unfinished_puts(records: Iterable[Record]) -> tuple[list[list[int]], int]:
+    """Return (puts that nobody knows the end of, newest row number or -1) of a producer that died."""
+    unknown: dict[int, list[int]] = {}
+    newest = -1
+    for record in records:
+        if record.deed is Deed.PUT:
+            unknown[record.rows[0]] = record.rows
+            newest = max(newest, *record.rows)
+        elif record.deed is Deed.PUT_DONE:
+            unknown.pop(record.rows[0], None)
+    return list(unknown.values()), newest
+
+
+def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collection[str]) -> Verdict:
+    """Return the verdict over all records of all clients.
+
+    Args:
+        records: those of one client in their order; clients in any order.
+        tasks: every row must be acked once for each.
+        writers: tasks with outputs: they are lost with a unit, so they may be made once more per put of the row.
+    """
+    verdict = Verdict()
+    put: set[int] = set()
+    reputs: Counter[int] = Counter()
+    acks: dict[str, Counter[int]] = {task: Counter() for task in tasks}
+    open_intents: dict[str, Counter[int]] = {task: Counter() for task in tasks}
+    refused: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
+    for record in records:
+        match record.deed:
+            case Deed.PUT_DONE:
+                put.update(record.rows)
+            case Deed.REPUT:
+                reputs.update(record.rows)
+            case Deed.INTENT:
+                open_intents[record.task].update(record.rows)
+                verdict.deliveries += len(record.rows)
+            case Deed.CONFIRMED:
+                acks[record.task].update(record.rows)
+                open_intents[record.task].subtract(record.rows)
+            case Deed.SUPERSEDED:
+                open_intents[record.task].subtract(record.rows)
+                verdict.superseded += len(record.rows)
+                refused |= {(row, record.token) for row in record.rows if record.task in writers}
+            case Deed.SEEN:
+                seen |= {(row, record.token) for row in record.rows}
+            case Deed.CORRUPT:
+                verdict.corrupt += len(record.rows)
+                verdict.blame(f"rows {record.rows} came corrupt to {record.task}")
+    verdict.rows = len(put)
+    for row, token in seen & refused:
+        verdict.corrupt += 1
+        verdict.blame(f"row {row} carries the outputs of lease {token}, which were refused")
+    for task in tasks:
+        again = reputs if task in writers else Counter()
+        _count_acks(verdict, task, put, acks[task], open_intents[task], again)
+    return verdict
+
+
+def _count_acks(
+    verdict: Verdict, task: str, put: set[int], acks: Counter[int], open_intents: Counter[int], again: Counter[int]
+) -> None:
+    for row in put | acks.keys():
+        number, allowed = acks[row], 1 + again[row]
+        if number == 0 and open_intents[row] > 0:
+            verdict.open_intents += 1
+        elif number == 0:
+            verdict.lost += 1
+            verdict.blame(f"row {row} was never acked for {task}")
+        elif number > allowed:
+            verdict.twice += number - allowed
+            verdict.blame(f"row {row} was acked {number} times for {task}, put again {again[row]} times")
+        verdict.redone += max(0, min(number, allowed) - 1)

@@ -1,0 +1,144 @@
+"""`asyncflow status`: what a live run is doing, asked of its processes. The text is made here, without torch.
+
+Called by `launcher.commands`. It only asks: nothing in the run changes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncflow.errors import ConfigError, TransportError
+from asyncflow.job import GangSpec, Job
+from launcher.progress import Status, Statuses, role_rows
+from launcher.resume import running_launcher
+from launcher.table import table
+from workers.config import RunConfig
+
+if TYPE_CHECKING:
+    from tq.messages import QueueStats, UnitStats
+
+_TIMEOUT_S = 10.0
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One look at a run.
+
+    Attributes:
+        run_dir: of the run.
+        gangs: all of them.
+        ranks: what each said last.
+        controllers: counts of each controller, the lead first.
+        units: what each storage unit holds.
+    """
+
+    run_dir: Path
+    gangs: tuple[GangSpec, ...]
+    ranks: Statuses
+    controllers: "Sequence[QueueStats]"
+    units: "Mapping[str, UnitStats]"
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object (SI units)."""
+        fields: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
+            "ranks": {f"{gang}/{rank}": asdict(status) for (gang, rank), status in self.ranks.items()},
+            "controllers": [msgspec.to_builtins(stats) for stats in self.controllers],
+            "units": {name: msgspec.to_builtins(stats) for name, stats in self.units.items()},
+        }
+        return json.dumps(fields, indent=2)
+
+    def as_text(self, now: float) -> str:
+        """Return tables for a person."""
+        roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
+        return "\n\n".join([str(self.run_dir), table(roles), self._queue(), table(self._tasks()), table(self._units())])
+
+    def _queue(self) -> str:
+        lead = self.controllers[0]
+        room = f" of {lead.row_limit}" if lead.row_limit else ""
+        bytes_room = f" of {_bytes(lead.byte_limit)}" if lead.byte_limit else ""
+        parts = [
+            f"{lead.live_rows}{room} rows, {_bytes(lead.live_bytes)}{bytes_room} live",
+            f"{lead.waiting_puts} puts wait for room",
+            f"{lead.admitted_groups} groups admitted",
+            f"weights of step {lead.newest_version}",
+        ]
+        if lead.lost_rows:
+            parts.append(f"{lead.lost_rows} rows lost with a unit")
+        quarantined = max(stats.quarantined_groups for stats in self.controllers)
+        if quarantined:
+            parts.append(f"{quarantined} groups in quarantine")
+        return "queue: " + ", ".join(parts)
+
+    def _tasks(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("TASK", "CONTROLLER", "WAITING", "READY", "LEASED", "DONE", "ROWS/S", "REQUESTS", "OLDEST")
+        ]
+        for stats in self.controllers:
+            for task in stats.tasks:
+                counts = (task.waiting, task.ready, task.leased, task.acked)
+                oldest = f"{task.oldest_request_s:.1f} s" if task.parked_requests else "-"
+                speed = f"{task.rows_per_s:.1f}"
+                parked = str(task.parked_requests)
+                rows.append((task.task, task.controller, *map(str, counts), speed, parked, oldest))
+        return rows
+
+    def _units(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("UNIT", "ROWS", "HELD", "KEPT FOR CHECKPOINT", "IN", "OUT", "CHANNELS")]
+        for name, unit in self.units.items():
+            channels = f"{unit.shared_channels} shared memory, {unit.wire_channels} wire"
+            moved = (_bytes(unit.bytes_in), _bytes(unit.bytes_out))
+            rows.append(
+                (name, str(unit.num_rows), _bytes(unit.num_bytes), _bytes(unit.retained_bytes), *moved, channels)
+            )
+        return rows
+
+
+def ask_status(run_dir: Path) -> RunStatus:
+    """Ask a live run.
+
+    Raises:
+        ConfigError: nothing runs there.
+        TransportError: it does not answer.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"run directory: {run_dir} does not exist")
+    if running_launcher(run_dir) is None:
+        raise ConfigError(f"run directory: nothing runs in {run_dir}; a finished run's numbers are in metrics.jsonl")
+    from torch.distributed import DistError  # imports torch
+
+    from asyncflow.store_server import connect_store
+    from asyncflow.transport.handshake import Credentials
+    from tq.client import QueueClient
+
+    job = Job.load(run_dir)
+    config = RunConfig.load(run_dir).tq.model_copy(update={"request_timeout_s": _TIMEOUT_S})
+    try:
+        store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
+        ranks = _ranks(job, store)
+        client = QueueClient(Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S), "status", config=config)
+        try:
+            return RunStatus(run_dir, job.gangs, ranks, client.stats(), client.unit_stats())
+        finally:
+            client.close()
+    except DistError as error:
+        raise TransportError(f"{run_dir}: the run does not answer; is it starting or stopping?") from error
+
+
+def _ranks(job: Job, store: Any) -> dict[tuple[str, int], Status]:
+    keys = {(gang.name, rank): f"status/{gang.name}/{rank}" for gang in job.gangs for rank in range(gang.num_ranks)}
+    return {place: Status.from_json(json.loads(store.get(key))) for place, key in keys.items() if store.check([key])}
+
+
+def _bytes(number: float) -> str:
+    for unit in _UNITS[:-1]:
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} {_UNITS[-1]}"

@@ -1,0 +1,207 @@
+"""One suite for every storage backend, against real servers; and a whole unit with each of them."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from backend_servers import backend_server
+from fake_controller import FakeController, UnitClient, done, numbers, same
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.handshake import Credentials
+from tq import Column, StorageUnit
+from tq.backends.backend import Backend
+from tq.backends.config import BackendConfig, BackendKind
+from tq.backends.files import FileBackend
+from tq.backends.load import load_backend
+from tq.config import QueueConfig
+from tq.messages import GetUnitStats, RegisterUnit
+
+Server = tuple[BackendConfig, "subprocess.Popen[bytes] | None"]
+
+
+@pytest.fixture(name="server", scope="module", params=list(BackendKind), ids=str)
+def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with backend_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        yield server
+
+
+@pytest.fixture(name="backend")
+def _backend(server: Server) -> Iterator[Backend]:
+    backend = load_backend(server[0], "storage-0", "run-1")
+    yield backend
+    backend.close()
+
+
+def block(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 2**24, 3 * 2**25 + 8])
+def test_block_comes_back_as_it_was(backend: Backend, num_bytes: int) -> None:
+    payload = block(num_bytes)
+    backend.store("asyncflow:run-1:storage-0:i:0", payload)
+    assert torch.equal(backend.load("asyncflow:run-1:storage-0:i:0", num_bytes), payload)
+
+
+def test_blocks_are_kept_apart_and_deleted_one_by_one(backend: Backend) -> None:
+    keys = [f"asyncflow:run-1:storage-0:i:{k}" for k in range(3)]
+    for k, key in enumerate(keys):
+        backend.store(key, block(1000, seed=k))
+    backend.delete([keys[1], "asyncflow:run-1:storage-0:i:99"])
+    with pytest.raises(TransportError, match=f"{backend.name.split()[0]}.*no block {keys[1]}"):
+        backend.load(keys[1], 1000)
+    for k in (0, 2):
+        assert torch.equal(backend.load(keys[k], 1000), block(1000, seed=k))
+    backend.delete([])
+    backend.delete(keys)
+
+
+def test_block_that_was_read_can_be_deleted_at_once(backend: Backend) -> None:
+    for _ in range(3):
+        backend.store("asyncflow:run-1:storage-0:i:0", block(2**20))
+        backend.load("asyncflow:run-1:storage-0:i:0", 2**20)
+        backend.delete(["asyncflow:run-1:storage-0:i:0"])
+    with pytest.raises(TransportError, match="no block"):
+        backend.load("asyncflow:run-1:storage-0:i:0", 2**20)
+
+
+def test_wrong_size_is_noticed(backend: Backend) -> None:
+    backend.store("asyncflow:run-1:storage-0:i:0", block(1000))
+    with pytest.raises(TransportError, match="no block"):
+        backend.load("asyncflow:run-1:storage-0:i:0", 999)
+
+
+def test_closed_backend_leaves_nothing_and_may_be_closed_again(server: Server) -> None:
+    first = load_backend(server[0], "storage-0", "run-1")
+    other = load_backend(server[0], "storage-00", "run-1")
+    first.store("asyncflow:run-1:storage-0:i:0", block(1000))
+    other.store("asyncflow:run-1:storage-00:i:0", block(1000, seed=1))
+    first.close()
+    first.close()
+    assert torch.equal(other.load("asyncflow:run-1:storage-00:i:0", 1000), block(1000, seed=1))
+    other.close()
+
+
+@pytest.mark.parametrize("kind", [BackendKind.REDIS, BackendKind.MOONCAKE], ids=str)
+def test_next_incarnation_deletes_what_a_dead_one_left(kind: BackendKind, tmp_path: Path) -> None:
+    with backend_server(kind, tmp_path) as (config, _):
+        dead = load_backend(config, "storage-0", "run-1")
+        other = load_backend(config, "storage-1", "run-1")
+        dead.store("asyncflow:run-1:storage-0:i:0", block(1000))
+        other.store("asyncflow:run-1:storage-1:i:0", block(1000))
+        load_backend(config, "storage-0", "run-1").close()
+        with pytest.raises(TransportError, match="no block"):
+            dead.load("asyncflow:run-1:storage-0:i:0", 1000)
+        other.load("asyncflow:run-1:storage-1:i:0", 1000)
+        dead.close()
+        other.close()
+
+
+@pytest.mark.parametrize("kind", [BackendKind.REDIS, BackendKind.MOONCAKE], ids=str)
+def test_server_that_died_is_named(kind: BackendKind, tmp_path: Path) -> None:
+    with backend_server(kind, tmp_path) as (config, server):
+        assert server is not None
+        backend = load_backend(config, "storage-0", "run-1")
+        backend.store("asyncflow:run-1:storage-0:i:0", block(1000))
+        server.kill()
+        server.wait()
+        address = config.address.removeprefix("redis://")
+        with pytest.raises(TransportError, match=f"{kind} at {address}"):
+            backend.store("asyncflow:run-1:storage-0:i:1", block(1000))
+        with pytest.raises(TransportError, match=f"{kind} at {address}"):
+            backend.load("asyncflow:run-1:storage-0:i:0", 1000)
+        backend.close()
+        with pytest.raises(TransportError, match=f"{kind} at {address}"):
+            load_backend(config, "storage-0", "run-1")
+
+
+def test_mooncake_without_room_refuses_and_recovers(tmp_path: Path) -> None:
+    with backend_server(BackendKind.MOONCAKE, tmp_path) as (config, _):
+        backend = load_backend(config.model_copy(update={"segment_bytes": 2**26}), "storage-0", "run-1")
+        with pytest.raises(TransportError, match="is there room"):
+            backend.store("asyncflow:run-1:storage-0:i:0", block(2**27))
+        backend.store("asyncflow:run-1:storage-0:i:1", block(2**22))
+        assert torch.equal(backend.load("asyncflow:run-1:storage-0:i:1", 2**22), block(2**22))
+        backend.close()
+
+
+def test_password_is_never_named(tmp_path: Path) -> None:
+    with backend_server(BackendKind.REDIS, tmp_path) as (config, _):
+        secret = config.address.replace("redis://", "redis://user:hunter2@")
+        with pytest.raises(TransportError, match="redis at 127.0.0.1") as caught:
+            load_backend(config.model_copy(update={"address": secret}), "storage-0", "run-1")
+        assert "hunter2" not in str(caught.value)
+
+
+def test_files_of_a_former_process_are_deleted(tmp_path: Path) -> None:
+    FileBackend(tmp_path / "u").store("a:b/c:0", block(10))
+    backend = FileBackend(tmp_path / "u")
+    with pytest.raises(TransportError, match="no block"):
+        backend.load("a:b/c:0", 10)
+    backend.store("a:b/c:1", block(10))
+    with pytest.raises(TransportError, match="no block"):
+        backend.load("a:b/c:1", 9)
+    backend.close()
+    backend.close()
+    assert not (tmp_path / "u").exists()
+
+
+def test_unit_puts_gets_and_frees_with_any_backend(server: Server, credentials: Credentials) -> None:
+    controller = FakeController(credentials)
+    config = QueueConfig(request_timeout_s=20, backend=server[0])
+    unit = StorageUnit(credentials, "storage-0", config, controllers=["controller-0"])
+    controller.hears(RegisterUnit)
+    client = UnitClient(credentials)
+    columns = {
+        "prompts": Column.of_rows([torch.arange(k) * 2**33 for k in (3, 0, 5)]),
+        "images": Column.of_rows([torch.randn(2, 3), torch.randn(0, 3), torch.randn(1, 1)]),
+        "texts": Column.of_texts(["a", "", "äß"]),
+        "json": Column.of_values([{"a": 1}, None, [2]]),
+        "half": Column.of_dense(torch.randn(3, 70_000).to(torch.bfloat16)),
+    }
+    done(client.create([0, 1, 2], columns))
+    done(client.create([3], {name: column.select([0]) for name, column in columns.items()}))
+    done(client.put("ref", 1, [1, 2], {"ref": numbers(1, float("nan"))}))
+    done(client.put("ref", 1, [1, 2], {"ref": numbers(1, float("nan"))}))
+    read = client.get([2, 3, 1], *columns)
+    for name, column in columns.items():
+        expected = column.select([2, 0, 1])
+        assert same(read[name].values, expected.values), name
+        assert [row.shape for row in read[name].rows()] == [row.shape for row in expected.rows()]
+    assert client.ask(GetUnitStats()).backend.startswith(server[0].kind)
+    done(client.put("train", 1, [1, 2]))
+    assert same(client.get([0], "half")["half"].values, columns["half"].select([0]).values)
+    for task in ("ref", "train"):
+        done(client.put(task, 2, [0, 3]))
+    assert client.ask(GetUnitStats()).num_bytes == 0
+    client.close()
+    unit.close()
+    controller.close()
+
+
+def test_unit_refuses_a_put_that_its_backend_cannot_keep(tmp_path: Path, credentials: Credentials) -> None:
+    with backend_server(BackendKind.REDIS, tmp_path) as (backend, server):
+        assert server is not None
+        controller = FakeController(credentials)
+        config = QueueConfig(request_timeout_s=20, backend=backend)
+        unit = StorageUnit(credentials, "storage-0", config, controllers=["controller-0"])
+        controller.hears(RegisterUnit)
+        client = UnitClient(credentials)
+        done(client.create([0], {"x": numbers(0)}))
+        server.kill()
+        server.wait()
+        with pytest.raises(TransportError, match="redis at 127.0.0.1"):
+            done(client.create([1], {"x": numbers(0)}))
+        with pytest.raises(TransportError, match="redis at 127.0.0.1"):
+            done(client.put("ref", 1, [0], {"ref": numbers(0)}))
+        with pytest.raises(TransportError, match="redis at 127.0.0.1"):
+            client.get([0], "x")
+        assert client.ask(GetUnitStats()).num_rows == 1
+        done(client.put("ref", 2, [0]))
+        client.close()
+        unit.close()
+        controller.close()

@@ -1,0 +1,185 @@
+"""Peers that hold the secret and break the protocol: one log line, their channel ends, nobody else notices."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from echo_peers import SECRET, Credentials, Echo, Ping, Pong, silent_client
+
+from asyncflow.errors import PeerRefused, QueueFull, TransportError
+from asyncflow.transport.arena import ArenaOffer, PeerArena
+from asyncflow.transport.channel import Channel
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.frame import FRAME_BYTES, Frame, FrameKind, Limits, Route
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.server import ChannelServer
+
+
+@pytest.fixture(name="here")
+def _here(credentials: Credentials) -> Iterator[Echo]:
+    echo = Echo()
+    server = ChannelServer(
+        Credentials(credentials.store, SECRET, 3.0), "here", Ping, echo, limits=Limits(payload_bytes=2**20)
+    )
+    yield echo
+    server.close()
+
+
+@pytest.fixture(name="bystander")
+def _bystander(here: Echo, credentials: Credentials) -> Iterator[Connection]:
+    connection = Connection(credentials, "here", "bystander", Pong)
+    connection.call(Ping("x"), timeout_s=20)
+    yield connection
+    assert connection.call(Ping("still served"), timeout_s=20)[0].text == "still served"
+    connection.close()
+
+
+def _handle(offset: int, num_bytes: int = 64, generation: int | None = None) -> Callable[[Channel], None]:
+    def send(channel: Channel) -> None:
+        own = channel._sharing._own
+        assert own is not None
+        mine = own.offer.generation if generation is None else generation
+        frame = Frame(FrameKind.REQUEST, 9, Route.SHARED, b"", payload_bytes=num_bytes, offset=offset)
+        frame.generation = mine
+        channel._send(frame, None, 5)
+
+    return send
+
+
+def _frame(**fields: Any) -> Callable[[Channel], None]:
+    return lambda channel: channel._send(Frame(**fields), None, 5)
+
+
+def _garbage(channel: Channel) -> None:
+    channel._post(torch.full((FRAME_BYTES,), 65, dtype=torch.uint8), 0)
+
+
+def _release(offset: int) -> Callable[[Channel], None]:
+    def send(channel: Channel) -> None:
+        channel._sharing.take_released = lambda: [offset]  # type: ignore[method-assign]
+        channel._send(Frame(FrameKind.REQUEST, 9, body=msgspec.msgpack.encode(Ping("x"))), None, 5)
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(_garbage, id="no frame"),
+        pytest.param(_frame(kind=FrameKind.REPLY, body=b"\x80"), id="reply to a server"),
+        pytest.param(_frame(kind=FrameKind.HELLO, body=b"\x80"), id="second hello"),
+        pytest.param(_frame(kind=FrameKind.REQUEST, body=b"\xc1"), id="message that cannot be read"),
+        pytest.param(_frame(kind=FrameKind.REQUEST, body=b"\x81\xa4type\xa4Nope"), id="unknown type"),
+        pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=2**20 + 8), id="oversized"),
+        pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=80), id="cuts that do not add up"),
+        pytest.param(_handle(0), id="handle to the token"),
+        pytest.param(_handle(4097), id="crooked handle"),
+        pytest.param(_handle(2**40), id="handle beyond the arena"),
+        pytest.param(_handle(4096, generation=7), id="handle of another generation"),
+        pytest.param(_release(4096), id="release of nothing"),
+    ],
+)
+def test_broken_protocol_ends_its_channel_only(
+    bystander: Connection, credentials: Credentials, attack: Callable[[Channel], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "asyncflow.transport.server")
+    culprit = Connection(credentials, "here", "culprit", Pong)
+    culprit.call(Ping("x"), timeout_s=20)
+    serving = next(thread for thread in threading.enumerate() if thread.name == "serve-culprit")
+    attack(culprit._channel)
+    assert culprit.wait_closed(20)
+    serving.join(20)
+    lines = [record for record in caplog.records if record.name == "asyncflow.transport.server"]
+    assert len(lines) == 1, caplog.text
+    culprit.close()
+
+
+def test_client_that_never_says_hello_is_given_up(
+    bystander: Connection, start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = start(silent_client)
+    assert silent.hear() == 2
+    greeting = [thread for thread in threading.enumerate() if thread.name == "greet-silent"]
+    bystander.call(Ping("meanwhile"), timeout_s=20)
+    for thread in greeting:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "channel to silent: no proper hello" in caplog.text
+
+
+def test_arena_that_cannot_be_mapped_leaves_the_wire(
+    bystander: Connection, credentials: Credentials, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, offer: ArenaOffer) -> PeerArena:
+        raise TransportError("no addresses left")
+
+    monkeypatch.setattr("asyncflow.transport.sharing.PeerArena", refuse)
+    caplog.set_level("INFO", "asyncflow.transport.sharing")
+    connection = Connection(credentials, "here", "client", Pong)
+    assert not connection.shared
+    payload = torch.arange(2**16, dtype=torch.int64)
+    for _ in range(3):
+        echoed = connection.call(Ping("x"), Payload.of(payload), timeout_s=20)[1]
+        assert torch.equal(echoed.view(torch.int64), payload)
+    assert "channel to here: payloads go through the wire (no addresses left)" in caplog.text
+    connection.close()
+
+
+def test_handle_of_a_peer_that_shares_no_memory_is_refused(bystander: Connection, credentials: Credentials) -> None:
+    for frame in (
+        Frame(FrameKind.REQUEST, 9, Route.SHARED, payload_bytes=8),
+        Frame(FrameKind.REQUEST, 9, releases=[4096]),
+    ):
+        culprit = Connection(credentials, "here", "culprit", Pong, limits=Limits(shared_memory=False))
+        culprit._channel._sharing.take_released = lambda frame=frame: list(frame.releases)  # type: ignore
+        culprit._channel._send(frame, None, 5)
+        assert culprit.wait_closed(20)
+        culprit.close()
+
+
+def test_no_room_is_told_apart_from_other_refusals(bystander: Connection) -> None:
+    with pytest.raises(QueueFull, match="here: no room; waits for rows 3 to 5") as caught:
+        bystander.call(Ping("full"), timeout_s=20)
+    assert isinstance(caught.value, PeerRefused)
+
+
+def test_request_to_a_server_that_takes_none_ends_with_its_deadline(here: Echo, credentials: Credentials) -> None:
+    connection = Connection(credentials, "here", "client", Pong)
+    blocked, release = threading.Event(), threading.Event()
+
+    def block(call: Any) -> None:
+        blocked.set()
+        release.wait(60)
+
+    here.handle = block  # type: ignore[method-assign]
+    futures = [connection.submit(Ping("first"))]
+    assert blocked.wait(20)
+    try:
+        with pytest.raises(TransportError):
+            for _ in range(100):
+                futures.append(connection.submit(Ping("more"), timeout_s=0.5))
+    finally:
+        release.set()
+    connection.close()
+    for future in futures:
+        with pytest.raises(TransportError):
+            future.result(20)
+
+
+def test_payload_that_cannot_be_written_costs_no_memory(bystander: Connection) -> None:
+    class Unwritable(Payload):
+        def write(self, out: torch.Tensor) -> None:
+            raise ValueError("no such values")
+
+    good = Payload.of(torch.ones(100_000, dtype=torch.uint8))
+    bystander.call(Ping("x"), good, timeout_s=20)
+    for num in (100, 100_000):
+        with pytest.raises(ValueError, match="no such values"):
+            bystander.submit(Ping("x"), Unwritable(Payload.of(torch.ones(num, dtype=torch.uint8)).pieces))
+    bystander.call(Ping("x"), timeout_s=20)
+    own = bystander._channel._sharing._own
+    assert own is not None
+    assert own.highest < 300_000

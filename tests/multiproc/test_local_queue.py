@@ -1,0 +1,266 @@
+"""A queue of its own, with real service processes: use, recovery from kill -9, several controllers, added units."""
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peers import sleeper
+
+import tq
+from asyncflow.errors import ConfigError, PeerRefused, QueueFull, RowsExist, Superseded
+from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+
+TASKS = {"score": ("prompt",), "train": ("prompt", "score")}
+FAST = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tq.LocalQueue]:
+    """One queue for the tests that harm nobody; each uses partitions of its own and clears them."""
+    with tq.start(TASKS, config=FAST, log_dir=tmp_path_factory.mktemp("logs")) as queue:
+        yield queue
+
+
+def prompts(*texts: str) -> dict[str, tq.Column]:
+    return {"prompt": tq.column(list(texts))}
+
+
+def take(client: tq.QueueClient, task: str, num_rows: int) -> Granted:
+    """Fetch, whatever a restart in between answers; fails after the deadline."""
+    for _ in range(int(DEADLINE_S)):
+        answer = client.fetch(task, num_rows=num_rows, timeout_s=1)
+        if isinstance(answer, Granted):
+            return answer
+    raise AssertionError(f"nothing was ready for {task}")
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    paused = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.05)):
+        if condition():
+            return
+        paused.wait(0.05)
+    raise AssertionError(f"no {what} within {DEADLINE_S:g} s")
+
+
+def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
+    client = queue.client("me")
+    rows = client.put_rows(prompts("1 + 1 =", "2 + 2 =", "3 + 3 ="))
+    lease = take(client, "score", 3)
+    batch = client.get(lease, ["prompt"])
+    assert batch["prompt"].texts() == ["1 + 1 =", "2 + 2 =", "3 + 3 ="]
+    client.put("score", lease, batch.indices, {"score": tq.column(torch.tensor([1.0, 2.0, 3.0]))})
+    lease = take(client, "train", 3)
+    batch = client.get(lease, ["prompt", "score"])
+    assert batch.indices == rows
+    assert batch["score"].values.tolist() == [1.0, 2.0, 3.0]
+    client.ack("train", lease)
+    wait_for(lambda: client.stats()[0].live_rows == 0, "empty queue")
+
+
+def test_the_address_is_for_this_user_only_and_another_process_may_connect(queue: tq.LocalQueue) -> None:
+    assert stat.S_IMODE(queue.address.stat().st_mode) == 0o600
+    other = tq.connect(queue.address, "other")
+    assert other.stats()[0].tasks
+    other.close()
+    with pytest.raises(ConfigError, match=r"nowhere\.json does not exist"):
+        tq.connect(Path("/tmp/nowhere.json"), "other")
+
+
+def test_services_listen_on_loopback_only(queue: tq.LocalQueue) -> None:
+    for pid in (os.getpid(), *queue.pids().values()):
+        listening = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert all(connection.laddr.ip in ("127.0.0.1", "::1") for connection in listening)
+
+
+def test_rows_spread_over_units_by_load(queue: tq.LocalQueue) -> None:
+    client = queue.client("producer")
+    client.put_rows(prompts("x" * 100_000), partition=7)
+    for _ in range(8):
+        client.put_rows(prompts("y" * 10_000), partition=7)
+    held = [unit.num_bytes for unit in client.unit_stats().values()]
+    assert max(held) < 2 * min(held), held
+    client.clear_partition(7)
+
+
+def test_a_row_that_exists_is_refused_and_nothing_is_lost(queue: tq.LocalQueue) -> None:
+    client = queue.client("producer")
+    (row,) = client.put_rows(prompts("first"), partition=8)
+    for _ in range(4):  # whichever unit is asked
+        with pytest.raises(RowsExist):
+            client.put_rows(prompts("again"), partition=8, rows=[row])
+    assert client.get(take(client, "score", 1), ["prompt"])["prompt"].texts() == ["first"]
+    client.clear_partition(8)
+
+
+def test_clearing_a_partition_supersedes_work_on_it(queue: tq.LocalQueue) -> None:
+    client = queue.client("worker")
+    client.put_rows(prompts("a", "b"), partition=9)
+    lease = take(client, "score", 2)
+    client.clear_partition(9)
+    with pytest.raises(Superseded):
+        client.put("score", lease, lease.rows, {"score": tq.column(torch.zeros(2))})
+    assert client.stats()[0].live_rows == 0
+
+
+def test_an_unknown_task_is_refused_by_name(queue: tq.LocalQueue) -> None:
+    with pytest.raises(PeerRefused, match="'judge'.*score"):
+        queue.client("me").fetch("judge", num_rows=1)
+
+
+def test_a_full_queue_says_what_it_waits_for() -> None:
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST.model_copy(update={"max_live_rows": 2})) as queue:
+        client = queue.client("producer")
+        client.put_rows(prompts("a", "b"))
+        with pytest.raises(QueueFull, match=r"2 of 2.*train"):
+            client.put_rows(prompts("c"), timeout_s=0.2)
+        waiting = threading.Thread(target=lambda: client.put_rows(prompts("d")))
+        waiting.start()
+        wait_for(lambda: client.stats()[0].waiting_puts == 1, "waiting put")
+        client.ack("train", take(client, "train", 2))
+        waiting.join(DEADLINE_S)
+        assert client.get(take(client, "train", 2), ["prompt"])["prompt"].texts() == ["d"]
+
+
+def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
+    with tq.start(TASKS, num_controllers=2, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts("a", "b", "c", "d"))
+        held = take(client, "score", 2)
+        done = take(client, "score", 1)
+        client.put("score", done, done.rows, {"score": tq.column(torch.ones(1))})
+        for name in ("controller-0", "controller-1"):
+            os.kill(queue.pids()[name], signal.SIGKILL)
+        client.put("score", held, held.rows, {"score": tq.column(torch.zeros(2))})
+        rest = take(client, "score", 4)
+        assert sorted(rest.rows) == [3]
+        client.put("score", rest, rest.rows, {"score": tq.column(torch.zeros(1))})
+        trained: list[int] = []
+        while len(trained) < 4:
+            lease = take(client, "train", 4)
+            trained += lease.rows
+            client.ack("train", lease)
+        assert sorted(trained) == [0, 1, 2, 3]
+        served = [[task.task for task in stats.tasks] for stats in client.stats()]
+        assert served == [["score"], ["train"]]
+
+
+def test_rows_lost_with_a_unit_come_back_only_to_tasks_that_had_not_acked_them() -> None:
+    with tq.start({"look": ["prompt"], "train": ["prompt"]}, config=FAST) as queue:
+        client = queue.client("me")
+        rows = [client.put_rows(prompts(text))[0] for text in "abcd"]
+        seen = take(client, "look", 4)
+        client.ack("look", seen)
+        victim = seen.units[0]
+        gone = {row for row, unit in zip(seen.rows, seen.units, strict=True) if unit == victim}
+        os.kill(queue.pids()[victim], signal.SIGKILL)
+        lost = client.lost_rows(timeout_s=DEADLINE_S)
+        assert lost is not None
+        assert set(lost.rows) == gone
+        text_of = dict(zip(rows, "abcd", strict=True))
+        client.put_rows(prompts(*(text_of[row] for row in lost.rows)), rows=lost.rows, groups=lost.groups)
+        trained: dict[int, str] = {}
+        while len(trained) < 4:
+            lease = take(client, "train", 4)
+            trained |= zip(lease.rows, client.get(lease, ["prompt"])["prompt"].texts(), strict=True)
+            client.ack("train", lease)
+        assert trained == text_of
+        assert isinstance(client.fetch("look", num_rows=1, timeout_s=0.2), NoRows)
+
+
+def test_an_ack_of_rows_in_hand_counts_though_their_unit_died() -> None:
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts("a"))
+        lease = take(client, "train", 1)
+        os.kill(queue.pids()["storage-0"], signal.SIGKILL)
+        client.ack("train", lease)
+        client.ack("train", lease)
+        queue.wait_until_up(DEADLINE_S)
+        assert client.lost_rows(timeout_s=1) is None
+        assert client.stats()[0].live_rows == 0
+
+
+def test_a_unit_may_be_added_while_the_queue_runs() -> None:
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts("x" * 100_000))
+        name = queue.add_unit()
+        queue.wait_until_up(DEADLINE_S)
+        wait_for(lambda: name in client.unit_stats(), "new unit")
+        client.put_rows(prompts("y"))
+        assert client.unit_stats()[name].num_rows == 1
+
+
+def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(start: Callable[..., Any]) -> None:
+    with tq.start(TASKS, config=FAST) as queue:
+        client = queue.client("healthy")
+        client.put_rows(prompts("a"))
+        stopped = start(sleeper, str(queue.address))
+        assert stopped.hear() == [0]
+        stopped.signal(signal.SIGSTOP)
+        lease = take(client, "score", 1)
+        client.put("score", lease, lease.rows, {"score": tq.column(torch.tensor([2.0]))})
+        stopped.signal(signal.SIGCONT)
+        stopped.tell("put")
+        assert stopped.hear() == "Superseded"
+        assert client.get(take(client, "train", 1), ["score"])["score"].values.tolist() == [2.0]
+
+
+def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
+    train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
+    with tq.start({"train": train}, config=FAST) as queue:
+        first, second = queue.client("actor/0"), queue.client("actor/1")
+        first.open_partition(1, 4)
+        first.put_rows(prompts("a", "b", "c", "d"), partition=1)
+        ask = lambda client, rank, index: client.fetch_round(  # noqa: E731
+            FetchRound("train", "", 1, index, 1, rank, 2, DEADLINE_S)
+        )
+        mine = ask(first, 0, 0)
+        os.kill(queue.pids()["controller-0"], signal.SIGKILL)
+        shares = [mine.rows, ask(second, 1, 0).rows, ask(first, 0, 1).rows, ask(second, 1, 1).rows]
+        assert sorted(row for share in shares for row in share) == [0, 1, 2, 3]
+        assert ask(first, 0, 0).rows == mine.rows
+        over = ask(first, 0, 2)
+        assert isinstance(over, NoRows)
+        assert over.reason is NoRowsReason.PARTITION_DONE
+
+
+def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tmp_path: Path) -> None:
+    whole = tmp_path / "snapshot"
+    with tq.start(TASKS, num_units=3, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts(*"abcdefgh"))
+        lease = take(client, "score", 4)
+        client.put("score", lease, lease.rows, {"score": tq.column(torch.arange(4.0))})
+        busy = threading.Event()
+        traffic = threading.Thread(target=_keep_putting, args=(queue.client("producer"), busy))
+        traffic.start()
+        assert client.snapshot(whole) >= 8
+        busy.set()
+        traffic.join(DEADLINE_S)
+        scored = dict(zip(lease.rows, [0.0, 1.0, 2.0, 3.0], strict=True))
+    with tq.start(TASKS, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        num_rows = client.restore(whole)
+        stats = {task.task: task for task in client.stats()[0].tasks}
+        assert stats["train"].ready == 4
+        assert stats["score"].ready == num_rows - 4
+        lease = take(client, "train", 4)
+        batch = client.get(lease, ["prompt", "score"])
+        assert dict(zip(batch.indices, batch["score"].values.tolist(), strict=True)) == scored
+        assert client.restore(whole) == num_rows, "putting the same again changes nothing"
+        assert client.stats()[0].live_rows == num_rows
+
+
+def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
+    while not stop.is_set():
+        client.put_rows(prompts("x", "y"))

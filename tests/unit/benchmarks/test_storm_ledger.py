@@ -1,0 +1,77 @@
+"""The verdict over a storm's ledgers counts acks, not deliveries, and finds every way to break exactly-once."""
+
+from pathlib import Path
+
+import pytest
+from transferqueue_parts.storm_ledger import Deed, LedgerFile, Record, Verdict, judge, read_ledger, unfinished_puts
+
+PUT = [Record(Deed.PUT, [1, 2]), Record(Deed.PUT_DONE, [1, 2])]
+
+
+def ack(task: str, row: int, token: int = 7, *, deed: Deed = Deed.CONFIRMED) -> list[Record]:
+    return [Record(Deed.INTENT, [row], task, token), Record(deed, [row], task, token)]
+
+
+def verdict(*records: Record) -> Verdict:
+    return judge([*PUT, *records], tasks=("score", "train"), writers={"score"})
+
+
+def acked(*rows: int) -> list[Record]:
+    return [record for row in rows for task in ("score", "train") for record in ack(task, row)]
+
+
+def faults(found: Verdict) -> tuple[int, int, int]:
+    return found.lost, found.twice, found.corrupt
+
+
+def test_rows_acked_once_per_task_are_faultless() -> None:
+    found = verdict(*acked(1, 2))
+    assert faults(found) == (0, 0, 0)
+    assert (found.rows, found.deliveries) == (2, 4)
+
+
+def test_a_row_without_an_ack_is_lost() -> None:
+    assert faults(verdict(*acked(1), *ack("score", 2))) == (1, 0, 0)
+
+
+def test_a_second_confirmed_ack_is_one_too_many() -> None:
+    assert faults(verdict(*acked(1, 2), *ack("train", 2, token=9))) == (0, 1, 0)
+
+
+def test_a_refused_ack_does_not_count() -> None:
+    found = verdict(*acked(1), *ack("score", 2), *ack("train", 2, deed=Deed.SUPERSEDED))
+    assert faults(found) == (1, 0, 0)
+    assert found.superseded == 1
+
+
+def test_a_client_that_died_before_the_answer_may_have_acked() -> None:
+    found = verdict(*acked(1), *ack("score", 2), Record(Deed.INTENT, [2], "train", 7))
+    assert faults(found) == (0, 0, 0)
+    assert found.open_intents == 1
+
+
+@pytest.mark.parametrize(("task", "twice"), [("score", 0), ("train", 1)])
+def test_work_whose_result_went_with_a_unit_may_be_repeated_but_only_that(task: str, twice: int) -> None:
+    found = verdict(*acked(1, 2), Record(Deed.REPUT, [2]), *ack(task, 2, token=9))
+    assert faults(found) == (0, twice, 0)
+
+
+def test_outputs_of_a_refused_put_must_never_be_seen() -> None:
+    late = ack("score", 2, token=5, deed=Deed.SUPERSEDED)
+    assert faults(verdict(*late, *acked(1, 2), Record(Deed.SEEN, [2], "train", 7))) == (0, 0, 0)
+    assert faults(verdict(*late, *acked(1, 2), Record(Deed.SEEN, [2], "train", 5))) == (0, 0, 1)
+
+
+def test_damaged_rows_are_counted_and_named() -> None:
+    found = verdict(*acked(1, 2), Record(Deed.CORRUPT, [2], "train"))
+    assert faults(found) == (0, 0, 1)
+    assert "[2]" in found.examples[0]
+
+
+def test_a_ledger_tells_a_restarted_producer_what_it_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "producer.ledger"
+    assert unfinished_puts(read_ledger(path)) == ([], -1)
+    ledger = LedgerFile(path)
+    for record in (*PUT, Record(Deed.PUT, [3, 4]), Record(Deed.REPUT, [1])):
+        ledger.write(record)
+    assert unfinished_puts(read_ledger(path)) == ([[3, 4]], 4)

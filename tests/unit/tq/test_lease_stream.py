@@ -1,0 +1,213 @@
+"""`stream` over a queue in memory: what happens to leases."""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.errors import PeerRefused, ProducersGone, Superseded, TransportError
+from tq.batch import Column, PackedBatch
+from tq.lease_stream import LeaseStream, stream
+from tq.messages import Granted, NoRows, NoRowsReason
+
+Y = Column.of_scalars(torch.zeros(2, dtype=torch.int64))
+
+
+class MemoryClient:
+    """Hands out rows in pairs; given back ones come again; stops when all are settled."""
+
+    def __init__(self, num_rows: int, *, end: NoRowsReason = NoRowsReason.STOP) -> None:
+        self.ready = list(range(num_rows))
+        self.end = end
+        self.leased: set[int] = set()
+        self.put_rows: list[int] = []
+        self.acked: list[int] = []
+        self.given_back: list[int] = []
+        self.errors: list[Exception] = []
+        self.unreadable: list[Exception] = []
+        self.asked: list[dict[str, Any]] = []
+        self.changed = threading.Condition()
+
+    def fetch(self, task: str, **request: Any) -> Granted | NoRows:
+        self.asked.append(request)
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready or not self.leased, timeout=0.05)
+            if not self.ready:
+                reason = NoRowsReason.DEADLINE if self.leased else self.end
+                return NoRows(reason, 0, "column x", producers_alive=False)
+            rows, self.ready = self.ready[:2], self.ready[2:]
+            self.leased.update(rows)
+            return Granted(1, 1, rows, rows, ["storage-0"] * len(rows))
+
+    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
+        if self.unreadable:
+            raise self.unreadable.pop(0)
+        rows = tuple(granted.rows)
+        return PackedBatch(rows, {name: Column.of_scalars(torch.tensor(rows)) for name in names}, rows)
+
+    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: dict[str, Column]) -> None:
+        self._settle(rows, self.put_rows)
+
+    def ack(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
+        self._settle(rows, self.acked)
+
+    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        rows = granted.rows if rows is None else rows
+        self._settle(rows, self.given_back)
+        with self.changed:
+            self.ready.extend(rows)
+
+    def _settle(self, rows: Sequence[int], kept: list[int]) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        with self.changed:
+            kept.extend(rows)
+            self.leased.difference_update(rows)
+            self.changed.notify_all()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tq.lease_stream._RETRY_S", 0.0)
+    yield
+
+
+def open_stream(client: MemoryClient, **options: Any) -> LeaseStream:
+    """Return a stream of task `double`, without a thread unless asked for."""
+    return stream(client, "double", ["x"], **{"num_rows": 2, "prefetch": 0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_row_is_put_once(prefetch: int) -> None:
+    client = MemoryClient(7)
+    leases = open_stream(client, prefetch=prefetch, token_budget=99)
+    for lease in leases:
+        assert lease.batch["x"].values.tolist() == list(lease.indices)
+        assert lease.put({"y": Y})
+    assert client.put_rows == list(range(7))
+    assert leases.ended_by is NoRowsReason.STOP
+    assert client.asked[0] == {"num_rows": 2, "version": 0, "timeout_s": 30.0, "token_budget": 99}
+
+
+def test_ack_writes_nothing() -> None:
+    client = MemoryClient(4)
+    assert all(lease.ack() for lease in open_stream(client))
+    assert (client.acked, client.put_rows) == ([0, 1, 2, 3], [])
+
+
+def test_lease_left_unsettled_goes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    client = MemoryClient(4)
+    for number, lease in enumerate(open_stream(client)):
+        if number:
+            lease.put({"y": Y})
+    assert (client.given_back, client.put_rows) == ([0, 1], [2, 3, 0, 1])
+    assert caplog.messages == ["double: 2 rows were neither put nor acked, giving them back"]
+
+
+def test_rows_can_be_settled_one_by_one() -> None:
+    client = MemoryClient(2)
+    leases = iter(open_stream(client))
+    lease = next(leases)
+    lease.put({"y": Y}, rows=[1])
+    assert lease.unsettled == [0]
+    lease.ack()
+    assert (client.put_rows, client.acked, list(leases)) == ([1], [0], [])
+
+
+def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
+    client = MemoryClient(6)
+
+    def work() -> None:
+        for _ in open_stream(client, prefetch=1):
+            raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        work()
+    assert client.leased == set()
+    assert {0, 1} <= set(client.given_back)
+    assert sorted(client.ready) == list(range(6))
+
+
+def test_leaving_the_loop_gives_back_what_was_fetched_ahead() -> None:
+    client = MemoryClient(6)
+    for lease in open_stream(client, prefetch=2):
+        lease.put({"y": Y})
+        break
+    assert (client.put_rows, client.leased) == ([0, 1], set())
+
+
+def test_kept_leases_are_settled_by_whoever_keeps_them() -> None:
+    client = MemoryClient(4)
+    leases = iter(open_stream(client))
+    kept = [next(leases).keep() for _ in range(2)]
+    assert client.given_back == []
+    for lease in kept:
+        lease.put({"y": Y})
+    assert (list(leases), client.put_rows) == ([], [0, 1, 2, 3])
+
+
+def test_with_block_gives_back_what_was_not_settled_inside() -> None:
+    client = MemoryClient(2)
+    leases = iter(open_stream(client))
+    with pytest.raises(ValueError), next(leases):
+        raise ValueError
+    assert client.given_back == [0, 1]
+    with next(leases) as lease:
+        lease.put({"y": Y})
+    assert (client.put_rows, list(leases)) == ([0, 1], [])
+
+
+def test_superseded_work_is_dropped_without_an_error() -> None:
+    client = MemoryClient(2)
+    leases = iter(open_stream(client))
+    lease = next(leases)
+    client.errors = [Superseded("rows belong to somebody else")]
+    assert not lease.put({"y": Y})
+    client.leased.clear()
+    assert (list(leases), client.given_back) == ([], [])
+
+
+def test_failed_put_can_be_tried_again() -> None:
+    client = MemoryClient(2)
+    leases = iter(open_stream(client))
+    lease = next(leases)
+    client.errors = [TransportError("storage-0 does not answer")]
+    with pytest.raises(TransportError):
+        lease.put({"y": Y})
+    assert lease.put({"y": Y})
+    assert (list(leases), client.put_rows) == ([], [0, 1])
+
+
+def test_newer_weights_end_the_stream_and_say_so() -> None:
+    client = MemoryClient(2, end=NoRowsReason.NEWER_VERSION)
+    leases = open_stream(client, version=iter(range(4, 99)).__next__)
+    assert [lease.ack() for lease in leases] == [True]
+    assert leases.ended_by is NoRowsReason.NEWER_VERSION
+    assert [request["version"] for request in client.asked] == [4, 5]
+
+
+def test_rows_of_a_unit_that_died_go_back_and_come_again() -> None:
+    client = MemoryClient(2)
+    client.unreadable = [TransportError("storage-0 is gone"), Superseded("row 0 is not here")]
+    assert [lease.ack() for lease in open_stream(client)] == [True]
+    assert client.given_back == [0, 1] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_refused_read_is_an_error(prefetch: int) -> None:
+    client = MemoryClient(2)
+    client.unreadable = [PeerRefused("no column z")]
+    with pytest.raises(PeerRefused, match="no column z"):
+        list(open_stream(client, prefetch=prefetch))
+
+
+def test_producers_that_are_gone_are_an_error_when_asked_for() -> None:
+    client = MemoryClient(2)
+    leases = iter(open_stream(client, producers_timeout_s=0.02))
+    next(leases).keep()
+    with pytest.raises(ProducersGone, match="double: waits for column x"):
+        next(leases)

@@ -1,0 +1,33 @@
+"""Who is connected to a controller."""
+
+from tq.sessions import Sessions
+
+
+def test_a_closed_channel_names_its_owners_and_units() -> None:
+    sessions = Sessions()
+    sessions.joined(1, "ref@a", 0.0)
+    sessions.registered(2, "storage-0")
+    assert sessions.ended(1) == (["ref@a"], [])
+    assert sessions.ended(2) == ([], ["storage-0"])
+    assert sessions.ended(2) == ([], [])
+
+
+def test_an_older_channel_of_an_owner_that_joined_again_ends_nothing() -> None:
+    sessions = Sessions()
+    sessions.joined(1, "ref@a", 0.0)
+    sessions.joined(2, "ref@a", 1.0)
+    sessions.registered(3, "storage-0")
+    sessions.registered(4, "storage-0")
+    assert sessions.ended(1) == ([], [])
+    assert sessions.ended(3) == ([], [])
+    assert sessions.owners == ["ref@a"]
+
+
+def test_a_silent_owner_is_given_up_once() -> None:
+    sessions = Sessions()
+    sessions.joined(1, "ref@a", 0.0)
+    sessions.joined(2, "ref@b", 0.0)
+    assert sessions.heard("ref@b", 8.0)
+    assert sessions.silent(11.0, 10.0) == ["ref@a"]
+    assert sessions.silent(11.0, 10.0) == []
+    assert not sessions.heard("ref@a", 12.0)

@@ -1,0 +1,55 @@
+"""Columns as a unit holds them."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq import Column
+from tq.stored_column import StoredColumn
+from tq.wire import describe, unpack_stored
+
+
+def stored(column: Column, *, narrow: bool = True) -> StoredColumn:
+    headers, payload = describe({"a": column}, narrow=narrow)
+    out = torch.empty(payload.num_bytes, dtype=torch.uint8)
+    payload.write(out)
+    return unpack_stored(headers, out)["a"]
+
+
+def test_sizes_count_what_is_held() -> None:
+    column = stored(
+        Column.of_rows([torch.tensor([1, 2, 3]), torch.tensor([70_000]), torch.tensor([], dtype=torch.int64)])
+    )
+    assert column.values.dtype == torch.int32
+    assert column.row_bytes([2, 0, 1]) == [0, 12, 4]
+    assert column.num_bytes(range(3)) == 16
+    assert column.tokens([0, 2]) == [3, 0]
+
+
+def test_only_sequences_have_tokens() -> None:
+    assert stored(Column.of_scalars(torch.rand(2))).tokens([1]) == [0]
+    assert stored(Column.of_texts(["abc"])).tokens([0]) == [0]
+    assert stored(Column.of_dense(torch.rand(2, 3))).tokens(range(2)) == [3, 3]
+    assert stored(Column.of_dense(torch.rand(2, 3, 3))).tokens(range(2)) == [0, 0]
+    assert stored(Column.of_dense(torch.rand(2, 3, 3))).row_bytes(range(2)) == [36, 36]
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 300), max_size=3), min_size=1, max_size=4))
+def test_rows_are_equal_however_they_were_narrowed(rows: list[list[int]]) -> None:
+    column = Column.of_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+    positions = range(len(rows))
+    assert stored(column).equals(positions, stored(column, narrow=False), list(positions))
+    longer = Column.concatenate([column, Column.of_rows([torch.tensor([2**40])])])
+    assert stored(column).equals(positions, stored(longer), positions)
+
+
+def test_rows_differ_by_bits_shape_kind_or_dtype() -> None:
+    nan = stored(Column.of_rows([torch.tensor([float("nan"), 0.0])]))
+    assert nan.equals([0], stored(Column.of_rows([torch.tensor([float("nan"), 0.0])])), [0])
+    assert not nan.equals([0], stored(Column.of_rows([torch.tensor([float("nan"), -0.0])])), [0])
+    assert not nan.equals([0], stored(Column.of_rows([torch.tensor([0.0, 1.0]).half()])), [0])
+    assert not stored(Column.of_texts(["x"])).equals([0], stored(Column.of_bytes([b"x"])), [0])
+    six = torch.arange(6)
+    assert not stored(Column.of_rows([six.view(2, 3)])).equals([0], stored(Column.of_rows([six.view(3, 2)])), [0])
+    assert not stored(Column.of_rows([six])).equals([0], stored(Column.of_rows([six + 1])), [0])
+    assert not stored(Column.of_rows([six])).equals([0], stored(Column.of_rows([six + 1000])), [0])

@@ -1,0 +1,63 @@
+"""The allocator never hands out the same bytes twice, and ends as it began."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.transport.extents import ALIGN_BYTES, Extents
+
+SPAN = 64 * ALIGN_BYTES
+
+
+@given(st.lists(st.one_of(st.integers(0, SPAN // 3), st.floats(0, 1, exclude_max=True)), max_size=60))
+def test_parts_never_overlap_and_come_back_to_one_extent(steps: list[int | float]) -> None:
+    extents = Extents(SPAN)
+    used: dict[int, int] = {}
+    for step in steps:
+        if isinstance(step, float):
+            if used:
+                start = sorted(used)[int(step * len(used))]
+                extents.free(start)
+                del used[start]
+        elif (start := extents.allocate(step)) is not None:
+            used[start] = step
+        parts = sorted([*((start, max(1, size)) for start, size in used.items()), *extents.free_extents])
+        for (start, size), (following, _) in pairwise(parts):
+            assert start + size <= following
+        assert all(start % ALIGN_BYTES == 0 for start, _ in parts)
+        free = extents.free_extents
+        assert all(start + size < following for (start, size), (following, _) in pairwise(free))
+        assert extents.in_use == len(used)
+    for start in used:
+        extents.free(start)
+    assert extents.free_extents == [(0, SPAN)]
+
+
+def test_lowest_address_that_fits_is_used_again() -> None:
+    extents = Extents(SPAN)
+    first, second, third = (extents.allocate(size) for size in (128, 256, 64))
+    assert (first, second, third) == (0, 128, 384)
+    extents.free(128)
+    extents.free(0)
+    assert extents.allocate(384) == 0
+    assert extents.highest == 448
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    extents = Extents(SPAN)
+    assert extents.allocate(SPAN + 1) is None
+    assert extents.allocate(SPAN) == 0
+    assert extents.allocate(0) is None
+    extents.free(0)
+    assert Extents(ALIGN_BYTES - 1).allocate(1) is None
+
+
+def test_only_what_is_in_use_can_be_freed() -> None:
+    extents = Extents(SPAN)
+    extents.allocate(100)
+    extents.free(0)
+    for start in (0, 64, SPAN):
+        with pytest.raises(KeyError):
+            extents.free(start)

@@ -1,0 +1,82 @@
+"""How to reach a queue that runs alone: a file with mode 0600, since it holds the queue's secret."""
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from asyncflow.errors import ConfigError, TransportError
+from asyncflow.transport.handshake import Credentials
+from tq.config import QueueConfig, TaskConfig
+from tq.task_state import TaskSpec
+
+
+@dataclass(frozen=True)
+class QueueAddress:
+    """Endpoint, secret and settings.
+
+    Attributes:
+        host, port: of the queue's store.
+        secret: proved by challenge-response, never sent.
+        config: settings of all processes.
+        tasks: what the controllers hand out.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+    config: QueueConfig
+    tasks: tuple[TaskConfig, ...]
+
+    def credentials(self) -> Credentials:
+        """Connect to the store.
+
+        Raises:
+            TransportError: nobody answers there.
+        """
+        from torch.distributed import DistError  # imports torch
+
+        from asyncflow.store_server import connect_store
+
+        timeout_s = self.config.request_timeout_s
+        try:
+            store = connect_store(self.host, self.port, timedelta(seconds=timeout_s))
+        except DistError as error:
+            raise TransportError(f"queue: nobody answers at {self.host}:{self.port}; has it been closed?") from error
+        return Credentials(store, self.secret, timeout_s)
+
+    def specs(self) -> list[TaskSpec]:
+        """Return the tasks as controllers want them."""
+        return [task.spec() for task in self.tasks]
+
+    def save(self, path: Path) -> None:
+        """Write the file (mode 0600)."""
+        fields = {
+            "host": self.host,
+            "port": self.port,
+            "secret": self.secret.hex(),
+            "config": self.config.model_dump(mode="json"),
+            "tasks": [task.model_dump(mode="json") for task in self.tasks],
+        }
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(fields, file)
+
+    @staticmethod
+    def load(path: Path) -> "QueueAddress":
+        """Read the file.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(f"queue: {path} does not exist; start a queue there first") from error
+        return QueueAddress(
+            fields["host"],
+            fields["port"],
+            bytes.fromhex(fields["secret"]),
+            QueueConfig.model_validate(fields["config"]),
+            tuple(TaskConfig.model_validate(task) for task in fields["tasks"]),
+        )

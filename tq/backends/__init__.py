@@ -1,0 +1,4 @@
+"""Where a storage unit keeps the values of its rows: `backend.Backend` is the interface, `load_backend` chooses.
+
+Import the modules below for the classes; `config` alone needs no torch.
+"""

@@ -1,0 +1,280 @@
+"""One packed column: rows of any rank, strings, bytes or JSON values in one run of memory, without padding.
+
+Clients put and get columns, workers compute on them. Immutable by agreement: selections share memory with what they
+were taken from. Never padded, never on a device.
+
+    rows 0, 1, 2 of column `responses`:   [5 6 7] [8] [9 9]
+    Column.values  = [5 6 7 8 9 9]        one contiguous tensor
+    Column.lengths = [3 1 2]              int32
+
+Legend of shapes: N rows, V values (the sum of the lengths), R dimensions of each row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.errors import ConfigError, TransportError
+from tq.spans import as_array, offsets_of, positions_array, take
+
+_Row = TypeVar("_Row")
+
+
+class ColumnKind(StrEnum):
+    """What the rows of a column are; all but tensors are uint8 values."""
+
+    TENSOR = "tensor"
+    TEXT = "text"
+    BYTES = "bytes"
+    JSON = "json"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of N rows, packed.
+
+    Attributes:
+        values: [V], any dtype; uint8 unless the rows are tensors.
+        lengths: int32 [N], values per row; scalars have length 1.
+        kind: what the rows are; strings travel as UTF-8.
+        shapes: int32 [N, R], only where rows are not 1-D; R is 0 for scalars.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    kind: ColumnKind = ColumnKind.TENSOR
+    shapes: Tensor | None = None
+
+    @staticmethod
+    def of_rows(rows: Sequence[Tensor]) -> "Column":
+        """Pack tensors of one dtype and one rank, one per row (at least one row); shapes may differ.
+
+        Raises:
+            ConfigError: no rows, or a row has another dtype or rank than the first.
+        """
+        if not rows:
+            raise ConfigError("a column of no rows has no dtype; pack at least one row")
+        rank, dtype = rows[0].ndim, rows[0].dtype
+        for i, row in enumerate(rows):
+            if row.ndim != rank or row.dtype != dtype:
+                raise ConfigError(f"row {i} is {row.dtype} of rank {row.ndim}, but row 0 is {dtype} of rank {rank}")
+        lengths = torch.tensor([row.numel() for row in rows], dtype=torch.int32)
+        if rank == 1:
+            return Column(_plain(torch.cat(list(rows))), lengths)
+        shapes = torch.tensor([row.shape for row in rows], dtype=torch.int32).reshape(len(rows), rank)
+        return Column(_plain(torch.cat([row.reshape(-1) for row in rows])), lengths, shapes=shapes)
+
+    @staticmethod
+    def of_dense(rows_N: Tensor) -> "Column":
+        """Pack [N, ...]: rows of one shape; [N] are scalars. Takes no copy of contiguous values.
+
+        Raises:
+            ConfigError: a tensor of rank 0 holds no rows.
+        """
+        if rows_N.ndim == 0:
+            raise ConfigError("a tensor of rank 0 holds no rows; give [N] or [N, ...]")
+        num_rows, shape = rows_N.shape[0], rows_N.shape[1:]
+        lengths = torch.full((num_rows,), shape.numel(), dtype=torch.int32)
+        values = _plain(rows_N).reshape(-1)
+        if len(shape) == 1:
+            return Column(values, lengths)
+        return Column(values, lengths, shapes=torch.tensor(shape, dtype=torch.int32).expand(num_rows, len(shape)))
+
+    @staticmethod
+    def of_scalars(values: Tensor) -> "Column":
+        """Pack [N] scalars, one per row."""
+        return Column.of_dense(values.reshape(-1))
+
+    @staticmethod
+    def of_texts(texts: Sequence[str]) -> "Column":
+        """Pack strings, one per row.
+
+        Raises:
+            ConfigError: a row is not a string, or has no UTF-8 form (a lone surrogate).
+        """
+        return _of_encoded(texts, str.encode, ColumnKind.TEXT)
+
+    @staticmethod
+    def of_bytes(rows: Sequence[bytes]) -> "Column":
+        """Pack byte strings, one per row.
+
+        Raises:
+            ConfigError: a row is nothing with bytes.
+        """
+        return _of_encoded(rows, _copy_bytes, ColumnKind.BYTES)
+
+    @staticmethod
+    def of_values(values: Sequence[Any]) -> "Column":
+        """Pack JSON values (dicts with string keys, lists, strings, numbers, booleans, None), one per row.
+
+        Raises:
+            ConfigError: a row would come back as something else than it is (a tuple, NaN, a date, a tensor, ...).
+        """
+        return _of_encoded(values, _encode_json, ColumnKind.JSON)
+
+    @staticmethod
+    def concatenate(columns: Sequence["Column"]) -> "Column":
+        """Join columns of one kind, dtype and rank, in order (at least one).
+
+        Raises:
+            ConfigError: they differ.
+        """
+        first = columns[0]
+        if len(columns) == 1:
+            return first
+        for column in columns:
+            if column._type != first._type:
+                raise ConfigError(f"columns of different types cannot be joined: {first._type} and {column._type}")
+        shapes = [column.shapes for column in columns if column.shapes is not None]
+        return Column(
+            torch.cat([column.values for column in columns]),
+            torch.cat([column.lengths for column in columns]),
+            first.kind,
+            torch.cat(shapes) if shapes else None,
+        )
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def rank(self) -> int:
+        """Dimensions of each row: 0 for scalars, 1 for token sequences, strings and bytes."""
+        return 1 if self.shapes is None else self.shapes.shape[1]
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return one view per row, of the row's shape."""
+        if self.shapes is None:
+            return tuple(torch.split(self.values, self.lengths.tolist()))
+        if self.rank == 0:
+            return self.values.unbind()
+        flat = torch.split(self.values, self.lengths.tolist())
+        return tuple(row.view(shape) for row, shape in zip(flat, self.shapes.tolist(), strict=True))
+
+    def dense(self) -> Tensor:
+        """Return all rows as one view [N, ...].
+
+        Raises:
+            ConfigError: the rows differ in shape.
+        """
+        shapes_NR = self.lengths[:, None] if self.shapes is None else self.shapes
+        if len(self) == 0:
+            return self.values.view((0,) * (self.rank + 1))
+        unequal = (shapes_NR != shapes_NR[0]).any(dim=1)
+        if unequal.any():
+            i = int(unequal.nonzero()[0])
+            raise ConfigError(
+                f"row 0 has shape {shapes_NR[0].tolist()}, row {i} has {shapes_NR[i].tolist()}: "
+                "no dense tensor holds both; use rows(), or values and lengths"
+            )
+        return self.values.view(len(self), *shapes_NR[0].tolist())
+
+    def texts(self) -> list[str]:
+        """Return one string per row; only for text columns."""
+        return self._decoded(ColumnKind.TEXT, lambda row: str(row, "utf-8"))
+
+    def bytes_rows(self) -> list[bytes]:
+        """Return the bytes of each row; only for columns of bytes, strings or JSON values."""
+        return self._decoded(self.kind, bytes)
+
+    def objects(self) -> list[Any]:
+        """Return one JSON value per row; only for columns of JSON values."""
+        return self._decoded(ColumnKind.JSON, msgspec.json.decode)
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest value of each row, [N] each; 0 for an empty row."""
+        row_V = torch.arange(len(self)).repeat_interleave(self.lengths)
+        low_N, high_N = (
+            self.values.new_zeros(len(self)).scatter_reduce(0, row_V, self.values, reduction, include_self=False)
+            for reduction in ("amin", "amax")
+        )
+        return low_N, high_N
+
+    def select(self, positions: Sequence[int]) -> "Column":
+        """Return the rows at `positions`, in that order: values are a view for neighbours, else a copy."""
+        offsets = offsets_of(self.lengths.numpy())
+        if isinstance(positions, range) and positions.step == 1:
+            chosen = slice(positions.start, max(positions.start, positions.stop))
+            values = self.values[int(offsets[:-1][chosen][:1].sum()) :][: int(self.lengths[chosen].sum())]
+            shapes = None if self.shapes is None else self.shapes[chosen]
+            return Column(values, self.lengths[chosen], self.kind, shapes)
+        index = positions_array(positions)
+        values = take(self.values, offsets[index], offsets[index + 1])
+        shapes = None if self.shapes is None else self.shapes[torch.from_numpy(index)]
+        return Column(values, self.lengths[torch.from_numpy(index)], self.kind, shapes)
+
+    @property
+    def _type(self) -> str:
+        return f"{self.kind} {self.values.dtype} of rank {self.rank}"
+
+    def _decoded(self, kind: ColumnKind, decode: Callable[[memoryview], _Row]) -> list[_Row]:
+        assert self.kind is kind and kind is not ColumnKind.TENSOR, f"rows are {self.kind}, not {kind}"
+        data = memoryview(as_array(self.values).tobytes())
+        bounds = offsets_of(self.lengths.numpy()).tolist()
+        decoded = []
+        for i in range(len(self)):
+            try:
+                decoded.append(decode(data[bounds[i] : bounds[i + 1]]))
+            except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+                raise TransportError(f"row {i} does not hold {kind}: {error}") from error
+        return decoded
+
+
+def column_of(data: Any) -> Column:
+    """Pack what a user has: a tensor or array [N, ...], or a list of tensors, arrays, strings, bytes or JSON values.
+
+    A list of numbers holds JSON values: they come back as Python numbers. Give a tensor to have them in a tensor.
+
+    Raises:
+        ConfigError: nothing of that, or a list of several sorts.
+    """
+    if isinstance(data, Column):
+        return data
+    if isinstance(data, (Tensor, np.ndarray)):
+        return Column.of_dense(torch.as_tensor(data))
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(f"a column cannot be made of {type(data).__name__}; give a tensor or a list of rows")
+    rows = list(data)
+    if not rows:
+        raise ConfigError("an empty list says nothing about its rows; name a constructor, as in Column.of_texts([])")
+    if all(isinstance(row, (Tensor, np.ndarray)) for row in rows):
+        return Column.of_rows([torch.as_tensor(row) for row in rows])
+    if all(isinstance(row, str) for row in rows):
+        return Column.of_texts(rows)
+    if all(isinstance(row, (bytes, bytearray, memoryview)) for row in rows):
+        return Column.of_bytes(rows)
+    return Column.of_values(rows)
+
+
+def _of_encoded(rows: Sequence[_Row], encode: Callable[[_Row], bytes], kind: ColumnKind) -> Column:
+    encoded = []
+    for i, row in enumerate(rows):
+        try:
+            encoded.append(encode(row))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError(f"row {i} cannot be stored as {kind}: {error}") from error
+    lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int32)
+    joined = bytearray(b"".join(encoded))
+    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return Column(values, lengths, kind)
+
+
+def _copy_bytes(row: bytes) -> bytes:
+    return bytes(memoryview(row))  # bytes(3) would be three zeros
+
+
+def _encode_json(value: Any) -> bytes:
+    data = msgspec.json.encode(value)
+    # msgspec also writes tuples, dates, NaN, dataclasses, ...: what does not come back as it was is no JSON value.
+    if msgspec.json.decode(data) != value:
+        raise ValueError(f"{value!r:.80} would come back as {data[:80]!r}")
+    return data
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()

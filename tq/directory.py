@@ -1,0 +1,70 @@
+"""Who serves the queue: published in the job store once, read by every client. Names only, nothing secret.
+
+Called by the process that starts the queue (`publish`) and by clients (`read`). Units are not listed: they come and
+go, and the lead controller's heartbeat answers name those that are up.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+
+from asyncflow.errors import TransportError
+
+_KEY = "tq/directory"
+_NEXT_ROW = "tq/next_row"
+
+
+@dataclass(frozen=True)
+class Directory:
+    """Services and tasks of one queue.
+
+    Attributes:
+        controllers: service names; the first one is the lead: admission, limits, lost rows, loads of the units.
+        tasks: names, in the dataflow's order; task k is served by controller k modulo their number.
+    """
+
+    controllers: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+    @property
+    def lead(self) -> str:
+        """The lead controller's service name."""
+        return self.controllers[0]
+
+    def controller_of(self, task: str) -> str:
+        """Return the service that hands out rows of `task`; an unknown task's name goes to the lead, which refuses."""
+        if task not in self.tasks:
+            return self.lead
+        return self.controllers[self.tasks.index(task) % len(self.controllers)]
+
+    def served_by(self, controller: str) -> tuple[str, ...]:
+        """Return the tasks of one controller."""
+        return tuple(task for task in self.tasks if self.controller_of(task) == controller)
+
+    def publish(self, store: dist.Store) -> None:
+        """Make it known; every controller may do so, all write the same."""
+        store.set(_KEY, msgspec.msgpack.encode(self))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    @staticmethod
+    def is_published(store: dist.Store) -> bool:
+        """Whether a controller has made it known."""
+        return bool(store.check([_KEY]))
+
+    @staticmethod
+    def read(store: dist.Store) -> "Directory":
+        """Wait for it.
+
+        Raises:
+            TransportError: nobody published it within the store's timeout.
+        """
+        try:
+            return msgspec.msgpack.decode(store.get(_KEY), type=Directory)
+        except dist.DistError as error:
+            raise TransportError("the queue's directory is not in the job store; is a controller running?") from error
+
+
+def allocate_rows(store: dist.Store, number: int) -> range:
+    """Return global row indices that nobody else has or will have (queues without admission)."""
+    end = int(store.add(_NEXT_ROW, number))
+    return range(end - number, end)

@@ -1,0 +1,159 @@
+"""Who has which rows of one task in hand: leases, void ones that wait for their fence, and spent ones. Pure.
+
+given --done--> spent (remembered, so that a repeated ack is recognized)
+  '--void--> fencing --Fenced--> free to be given again
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_SPENT_REMEMBERED = 16384
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Rows in somebody's hands.
+
+    Attributes:
+        token: names it.
+        partition: of its rows.
+        granted: all its rows but those that were given back.
+        rows: of those, the ones that are not done.
+        readers: consumers that hold it; none yet: a round's share that nobody came for.
+    """
+
+    token: int
+    partition: int
+    granted: set[int]
+    rows: set[int]
+    readers: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Fencing:
+    """Rows of a void lease.
+
+    Attributes:
+        partition: of the rows.
+        rows: not handed out before the fence holds.
+        counts: whether this is a delivery that failed.
+    """
+
+    partition: int
+    rows: tuple[int, ...]
+    counts: bool
+
+
+class Leases:
+    """Of one task."""
+
+    def __init__(self) -> None:
+        self.by_token: dict[int, Lease] = {}
+        self.holders: dict[int, int] = {}
+        """Row -> token of the lease that it is in."""
+        self.fencing: dict[int, int] = {}
+        """Row -> token of the fence that it waits for."""
+        self.stale: set[int] = set()
+        """Lost rows that must be fenced when they are put again, before anybody gets them."""
+        self.returns: dict[int, int] = {}
+        """Row -> how often it came back."""
+        self._fences: dict[int, Fencing] = {}
+        self._owned: dict[str, set[int]] = {}
+        self._spent: dict[int, frozenset[int]] = {}
+
+    def give(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
+        """Rows are in a lease from now on; "" : nobody came for it yet."""
+        lease = self.by_token[token] = Lease(token, partition, set(rows), set(rows))
+        for row in lease.rows:
+            assert row not in self.holders, "a row is in one lease at a time"
+            self.holders[row] = token
+        if reader:
+            self.read(token, reader)
+
+    def read(self, token: int, owner: str) -> None:
+        """`owner` holds this lease, too."""
+        self.by_token[token].readers.add(owner)
+        self._owned.setdefault(owner, set()).add(token)
+
+    def holder(self, row: int) -> Lease | None:
+        """Return the lease that a row is in."""
+        token = self.holders.get(row)
+        return None if token is None else self.by_token[token]
+
+    def release(self, row: int) -> bool:
+        """A row is done, or gone; returns whether it was in a lease."""
+        token = self.holders.pop(row, None)
+        if token is None:
+            return False
+        lease = self.by_token[token]
+        lease.rows.discard(row)
+        if not lease.rows:
+            self._end(lease)
+        return True
+
+    def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
+        """Take rows (default: all that are not done) out of a lease; returns them in order."""
+        lease = self.by_token[token]
+        taken = sorted(lease.rows if rows is None else lease.rows.intersection(rows))
+        for row in taken:
+            del self.holders[row]
+        lease.rows.difference_update(taken)
+        lease.granted.difference_update(taken)
+        if not lease.rows:
+            self._end(lease)
+        return taken
+
+    def leave(self, owner: str) -> list[Lease]:
+        """A consumer is gone; returns the leases that nobody holds any more."""
+        ended = []
+        for token in sorted(self._owned.pop(owner, ())):
+            lease = self.by_token[token]
+            lease.readers.discard(owner)
+            if not lease.readers:
+                ended.append(lease)
+        return ended
+
+    def settled(self, token: int, row: int) -> bool:
+        """Whether a row was done under this lease."""
+        lease = self.by_token.get(token)
+        if lease is not None:
+            return row in lease.granted and row not in lease.rows
+        return row in self._spent.get(token, ())
+
+    def known(self, token: int) -> bool:
+        """Whether this is a lease, or was one until all its rows were done."""
+        return token in self.by_token or token in self._spent
+
+    def fence(self, token: int, fencing: Fencing) -> None:
+        """Rows wait for a fence."""
+        self._fences[token] = fencing
+        for row in fencing.rows:
+            self.fencing[row] = token
+
+    def fenced(self, token: int) -> Fencing | None:
+        """A fence holds; returns the rows that waited for it and no other."""
+        fencing = self._fences.pop(token, None)
+        if fencing is None:
+            return None
+        rows = tuple(row for row in fencing.rows if self.fencing.get(row) == token)
+        for row in rows:
+            del self.fencing[row]
+        return Fencing(fencing.partition, rows, fencing.counts)
+
+    def forget(self, row: int) -> None:
+        """A row is gone for good."""
+        self.fencing.pop(row, None)
+        self.stale.discard(row)
+        self.returns.pop(row, None)
+
+    def _end(self, lease: Lease) -> None:
+        del self.by_token[lease.token]
+        for owner in lease.readers:
+            owned = self._owned[owner]
+            owned.discard(lease.token)
+            if not owned:
+                del self._owned[owner]
+        if lease.granted:
+            self._spent[lease.token] = frozenset(lease.granted)
+            if len(self._spent) > _SPENT_REMEMBERED:
+                del self._spent[next(iter(self._spent))]

@@ -1,0 +1,203 @@
+"""Rows that some task is not done with, as a controller knows them: where, which columns, for whom. Pure, plain tables.
+
+Built for a million rows: a row is one object of numbers; columns and tasks are bits. Called by `ControlState` and its
+parts. It never decides anything.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+_PARTITIONS_REMEMBERED = 64
+
+
+@dataclass(slots=True, eq=False)
+class UnitInfo:
+    """One life of a storage unit.
+
+    Attributes:
+        name, incarnation: of the process.
+        online: connected; its rows may be handed out.
+        lost: it is gone with all its rows.
+        num_rows, num_bytes: live rows there.
+    """
+
+    name: str
+    incarnation: str = ""
+    online: bool = True
+    lost: bool = False
+    num_rows: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveRow:
+    """A row.
+
+    Attributes:
+        unit: where it is, or was.
+        partition, group, group_size: see `messages.PutRows`.
+        written: columns (bits).
+        left: tasks that are not done with it (bits).
+        queued: tasks that may be given it now (bits).
+        tokens, num_bytes: over all its columns.
+        withheld: in quarantine.
+    """
+
+    unit: UnitInfo
+    partition: int
+    group: int
+    group_size: int
+    written: int
+    left: int
+    tokens: int
+    num_bytes: int
+    queued: int = 0
+    withheld: bool = False
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be handed out, as far as its place goes."""
+        return self.unit.online and not self.withheld
+
+
+@dataclass(slots=True, eq=False)
+class PartitionInfo:
+    """A partition, as all tasks see it.
+
+    Attributes:
+        declared: by `OpenPartition`; None: not yet.
+        num_removed: rows that it will never have (quarantine without a replacement).
+        num_live: rows in the table.
+        num_finished: rows that all tasks are done with.
+        num_nameless: of those, rows whose group is not known (from before this controller's start).
+        numbers: its rows, in order of arrival, among them some that are gone.
+    """
+
+    declared: int | None = None
+    num_removed: int = 0
+    num_live: int = 0
+    num_finished: int = 0
+    num_nameless: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows it will have; None: not known."""
+        return None if self.declared is None else self.declared - self.num_removed
+
+    @property
+    def all_known(self) -> bool:
+        """Whether no row will follow."""
+        return self.declared is not None and self.num_live + self.num_finished >= self.declared - self.num_removed
+
+
+class LiveRows:
+    """The table, with its totals."""
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        """Args:
+        tasks: all tasks of the queue.
+        """
+        self.bits = {task: 1 << k for k, task in enumerate(tasks)}
+        self.every_task = (1 << len(tasks)) - 1
+        self.rows: dict[int, LiveRow] = {}
+        self.units: dict[str, UnitInfo] = {}
+        self.dead_units: list[UnitInfo] = []
+        self.partitions: dict[int, PartitionInfo] = {}
+        self.num_bytes = 0
+        self._columns: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_lost(self) -> int:
+        """Rows that went with their unit and were not put again."""
+        self.dead_units = [unit for unit in self.dead_units if unit.num_rows]
+        return sum(unit.num_rows for unit in self.dead_units)
+
+    def mask(self, columns: Iterable[str]) -> int:
+        """Return the bits of columns."""
+        bits = 0
+        for name in columns:
+            bits |= self._columns.setdefault(name, 1 << len(self._columns))
+        return bits
+
+    def columns(self, mask: int) -> list[str]:
+        """Return the names behind column bits."""
+        return [name for name, bit in self._columns.items() if mask & bit]
+
+    def tasks(self, mask: int) -> list[str]:
+        """Return the names behind task bits."""
+        return [name for name, bit in self.bits.items() if mask & bit]
+
+    def partition(self, number: int) -> PartitionInfo:
+        """Return a partition, made when new."""
+        info = self.partitions.get(number)
+        if info is None:
+            self._forget_old()
+            info = self.partitions[number] = PartitionInfo()
+        return info
+
+    def add(self, number: int, row: LiveRow) -> None:
+        """A row that was not here."""
+        self.rows[number] = row
+        info = self.partition(row.partition)
+        info.num_live += 1
+        info.numbers.append(number)
+        self.num_bytes += row.num_bytes
+        row.unit.num_rows += 1
+        row.unit.num_bytes += row.num_bytes
+
+    def remove(self, number: int) -> LiveRow:
+        """A row leaves the table."""
+        row = self.rows.pop(number)
+        info = self.partitions[row.partition]
+        info.num_live -= 1
+        if len(info.numbers) > 2 * info.num_live + 64:
+            info.numbers = list(self.numbers(row.partition))
+        self.num_bytes -= row.num_bytes
+        row.unit.num_rows -= 1
+        row.unit.num_bytes -= row.num_bytes
+        return row
+
+    def grow(self, row: LiveRow, num_bytes: int) -> None:
+        """A row got larger."""
+        row.num_bytes += num_bytes
+        row.unit.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def move(self, row: LiveRow, unit: UnitInfo, num_bytes: int) -> None:
+        """A row that was lost, or only announced, is at `unit` with `num_bytes`."""
+        row.unit.num_rows -= 1
+        row.unit.num_bytes -= row.num_bytes
+        self.num_bytes += num_bytes - row.num_bytes
+        row.unit, row.num_bytes = unit, num_bytes
+        unit.num_rows += 1
+        unit.num_bytes += num_bytes
+
+    def numbers(self, partition: int) -> Iterator[int]:
+        """Return the rows of a partition that are in the table, each once."""
+        info = self.partitions.get(partition)
+        for number in dict.fromkeys(info.numbers) if info is not None else ():
+            row = self.rows.get(number)
+            if row is not None and row.partition == partition:
+                yield number
+
+    def at_unit(self, unit: UnitInfo) -> list[int]:
+        """Return the rows of a unit's life; looks at all rows, which is rare enough."""
+        return [number for number, row in self.rows.items() if row.unit is unit] if unit.num_rows else []
+
+    def by_unit(self, numbers: Iterable[int]) -> dict[str, tuple[int, ...]]:
+        """Sort rows that are somewhere by unit, ascending."""
+        units: dict[str, list[int]] = {}
+        for number in sorted(numbers):
+            row = self.rows[number]
+            if not row.unit.lost:
+                units.setdefault(row.unit.name, []).append(number)
+        return {unit: tuple(there) for unit, there in units.items()}
+
+    def _forget_old(self) -> None:
+        for number in sorted(self.partitions)[:-_PARTITIONS_REMEMBERED]:
+            if self.partitions[number].num_live == 0 and self.partitions[number].all_known:
+                del self.partitions[number]

@@ -1,0 +1,232 @@
+"""A queue of its own on this host, without the rest of the system: controllers and storage units as child processes.
+
+    with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue:
+        producer = queue.client("producer")
+        producer.put_rows({"prompt": tq.column(["1 + 1 =", "2 + 2 ="])})
+        lease = producer.fetch("score", num_rows=2)
+
+    other process:  client = tq.connect(queue.address, "scorer")
+
+A service that dies is started again: a controller rebuilds itself from the units, a unit starts empty and its rows are
+reported as lost. Everything listens on loopback only and ends with this process.
+"""
+
+import logging
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from asyncflow.errors import TransportError
+from asyncflow.store_server import LOOPBACK, serve_store
+from tq.address import QueueAddress
+from tq.client import QueueClient
+from tq.config import QueueConfig, TaskConfig
+from tq.directory import Directory
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+_RESTART_DELAY_S = 0.2
+_MAX_EARLY_ENDS = 3
+_EARLY_S = 10.0
+
+
+class LocalQueue:
+    """Owns the service processes; a context manager."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[str] | TaskConfig],
+        *,
+        num_units: int = 2,
+        num_controllers: int = 1,
+        config: QueueConfig | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        """Start the services and wait until they work.
+
+        Args:
+            tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
+            num_units, num_controllers: processes.
+            config: other settings.
+            log_dir: where services write SERVICE.log; None: to this process's stderr.
+
+        Raises:
+            TransportError: they did not start.
+        """
+        update = {"num_storage_units": num_units, "num_controllers": num_controllers}
+        config = (config or QueueConfig()).model_copy(update=update)
+        declared = tuple(
+            task if isinstance(task, TaskConfig) else TaskConfig(name=name, inputs=tuple(task))
+            for name, task in tasks.items()
+        )
+        self._directory = tempfile.TemporaryDirectory(prefix="tq-")
+        self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
+        self.address = Path(self._directory.name) / "queue.json"
+        """What another process needs to `tq.connect`; readable by this user only."""
+        QueueAddress(LOOPBACK, port, secrets.token_bytes(32), config, declared).save(self.address)
+        self._log_dir = log_dir
+        self._giving_up = threading.Event()
+        self._services: dict[str, _Service] = {}
+        self._clients: list[QueueClient] = []
+        try:
+            for name in config.controllers:
+                self._serve(name)
+            for _ in range(num_units):
+                self._serve(self._next_unit())
+            self.wait_until_up(_START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def client(self, name: str) -> QueueClient:
+        """Return a new client; it is closed with the queue."""
+        client = connect(self.address, name)
+        self._clients.append(client)
+        return client
+
+    def add_unit(self) -> str:
+        """Start one more storage unit; returns its name. Clients find it with their next heartbeat."""
+        name = self._next_unit()
+        self._serve(name)
+        return name
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of the services that run."""
+        return {name: service.pid for name, service in self._services.items() if service.pid}
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Wait until every unit is known to every controller.
+
+        Raises:
+            TransportError: that took longer than `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._wait(lambda: Directory.is_published(self._store), deadline)
+        client = connect(self.address, "starter", stop=self._giving_up)
+        units = {name for name in self._services if name.startswith("storage-")}
+        try:
+            self._wait(lambda: all(units <= stats.units.keys() for stats in client.stats()), deadline)
+        except TransportError:
+            self._refuse_failed()
+            raise
+        finally:
+            client.close()
+
+    def close(self) -> None:
+        """End everything; rows are gone. Idempotent."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        for service in self._services.values():
+            service.end()
+        for service in self._services.values():
+            service.join()
+        self._directory.cleanup()
+
+    def __enter__(self) -> "LocalQueue":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        while not condition():
+            self._refuse_failed()
+            if time.monotonic() > deadline:
+                raise TransportError(f"queue: {' '.join(self._services)} were not all up in time")
+            self._giving_up.wait(_POLL_S)
+
+    def _refuse_failed(self) -> None:
+        for service in self._services.values():
+            if service.failure:
+                raise TransportError(f"queue: {service.failure}; see its log")
+
+    def _next_unit(self) -> str:
+        return f"storage-{sum(name.startswith('storage-') for name in self._services)}"
+
+    def _serve(self, name: str) -> None:
+        log = None if self._log_dir is None else self._log_dir / f"{name}.log"
+        self._services[name] = _Service(self.address, name, log, self._giving_up)
+
+
+def connect(address: Path | str, name: str, *, stop: threading.Event | None = None) -> QueueClient:
+    """Return a client of a running queue.
+
+    Args:
+        address: `LocalQueue.address`.
+        name: of this process, for messages.
+        stop: once set, services that are gone are not waited for.
+
+    Raises:
+        ConfigError: there is no such file.
+        TransportError: the queue has been closed.
+    """
+    queue = QueueAddress.load(Path(address))
+    return QueueClient(queue.credentials(), name, config=queue.config, stop=stop)
+
+
+class _Service:
+    """One service, started again whenever it dies. The thread that starts it lives as long: see `die_with_parent`."""
+
+    def __init__(self, address: Path, name: str, log: Path | None, giving_up: threading.Event) -> None:
+        self._command = [sys.executable, "-P", "-m", "tq.serve", str(address), name]
+        self.failure = ""
+        """Why it is not started again; "" while it is."""
+        self._name = name
+        self._log = log
+        self._giving_up = giving_up
+        self._ending = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"keep-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 while it is down."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
+
+    def end(self) -> None:
+        """Ask it to leave."""
+        self._ending.set()
+        process = self._process
+        if process is not None:
+            process.terminate()
+
+    def join(self) -> None:
+        """Wait until it has left; kill it when that takes too long."""
+        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive() and self._process is not None:
+            self._process.kill()
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        early = 0
+        while not self._ending.is_set():
+            began = time.monotonic()
+            with self._log.open("ab") if self._log else nullcontext() as log:
+                self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            if self._ending.is_set():
+                self._process.terminate()
+            code = self._process.wait()
+            if not self._ending.is_set():
+                logger.warning("%s ended with code %d; starting it again", self._name, code)
+                early = early + 1 if time.monotonic() - began < _EARLY_S else 0
+                if early == _MAX_EARLY_ENDS:
+                    self.failure = f"{self._name} ended {early} times right after its start, last with code {code}"
+                    self._giving_up.set()
+                    return
+                self._ending.wait(_RESTART_DELAY_S)

@@ -1,0 +1,55 @@
+"""Entry of one service process of a queue that runs alone: `python -m tq.serve ADDRESS_FILE SERVICE`.
+
+Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
+"""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.lifeline import die_with_parent
+from tq.address import QueueAddress
+from tq.controller import ControllerService
+from tq.storage import StorageUnit
+
+logger = logging.getLogger(__name__)
+
+
+def serve(address_file: Path, service: str, stop: threading.Event) -> None:
+    """Run a controller or a storage unit until `stop` is set.
+
+    Raises:
+        AsyncFlowError: the queue's store does not answer, or a part of the service failed.
+    """
+    address = QueueAddress.load(address_file)
+    controllers = address.config.controllers
+    credentials = address.credentials()
+    running: ControllerService | StorageUnit
+    if service in controllers:
+        running = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
+    else:
+        running = StorageUnit(credentials, service, address.config, controllers=controllers)
+    stop.wait()
+    running.close()
+
+
+def main() -> int:
+    """Obey SIGTERM and SIGINT."""
+    die_with_parent()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
+    try:
+        serve(Path(sys.argv[1]), sys.argv[2], stop)
+    except AsyncFlowError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

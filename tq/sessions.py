@@ -1,0 +1,57 @@
+"""Who is connected to a controller: units and consumers, by channel, and when each consumer was last heard of. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass
+class _Owner:
+    session: int
+    last_heard: float
+
+
+class Sessions:
+    """Owners and units of open channels. The caller holds the lock and passes the clock (s, monotonic)."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owner] = {}
+        self._units: dict[str, int] = {}
+
+    @property
+    def owners(self) -> list[str]:
+        """Consumers that joined and were neither closed nor given up."""
+        return list(self._owners)
+
+    def joined(self, session: int, owner: str, now: float) -> None:
+        """A consumer's first message on a channel; a later channel replaces an earlier one."""
+        self._owners[owner] = _Owner(session, now)
+
+    def heard(self, owner: str, now: float) -> bool:
+        """A sign of life; False when the owner is not known (any more)."""
+        known = self._owners.get(owner)
+        if known is not None:
+            known.last_heard = now
+        return known is not None
+
+    def registered(self, session: int, unit: str) -> None:
+        """A unit's first message on a channel."""
+        self._units[unit] = session
+
+    def ended(self, session: int) -> tuple[list[str], list[str]]:
+        """A channel ended; returns (owners, units) that were reached over it and no other."""
+        owners = [name for name, owner in self._owners.items() if owner.session == session]
+        units = [unit for unit, number in self._units.items() if number == session]
+        self._forget(owners, units)
+        return owners, units
+
+    def silent(self, now: float, timeout_s: float) -> list[str]:
+        """Return, and forget, the owners that were not heard of for `timeout_s`."""
+        owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
+        self._forget(owners, ())
+        return owners
+
+    def _forget(self, owners: Iterable[str], units: Iterable[str]) -> None:
+        for name in owners:
+            del self._owners[name]
+        for unit in units:
+            del self._units[unit]

@@ -1,0 +1,96 @@
+"""What a controller has to tell the units: fences, quarantine. Carried out one after the other in a thread of its own.
+
+A unit that is down when a fence is due gets it when it registers again, before its rows are handed out; one that starts
+empty needs none.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from tq.control import Fence, FenceAll, Fenced, Quarantine
+from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, QuarantineRows
+from tq.service_links import ServiceLinks, await_reply
+
+logger = logging.getLogger(__name__)
+
+Chore = Fence | FenceAll | Quarantine
+
+
+class UnitChores:
+    """Carries chores to the units and reports fences that hold."""
+
+    def __init__(
+        self, credentials: Credentials, name: str, *, timeout_s: float, fenced: Callable[[Fenced], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            credentials: store and secret.
+            name: of the controller.
+            timeout_s: deadline of one request.
+            fenced: called from the thread when a fence holds at every unit that is up.
+        """
+        self._links = ServiceLinks(credentials, name, Limits(), lambda *_: None)
+        self._timeout_s = timeout_s
+        self._fenced = fenced
+        self._lock = threading.Lock()
+        self._owed: dict[str, list[Message]] = {}
+        self._chores: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="unit-chores", daemon=True)
+        self._thread.start()
+
+    def add(self, chore: Chore) -> None:
+        """Have it done soon."""
+        self._chores.put(chore)
+
+    def catch_up(self, unit: str, *, empty: bool) -> None:
+        """The unit registers: tell it what it missed.
+
+        Args:
+            unit: its name.
+            empty: it started anew.
+
+        Raises:
+            TransportError: it does not answer.
+        """
+        with self._lock:
+            owed = self._owed.pop(unit, [])
+        for message in owed if not empty else ():
+            self._tell(unit, message)
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+        self._chores.put(None)
+        self._links.close()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (chore := self._chores.get()) is not None:
+            for unit, message in _messages(chore):
+                try:
+                    self._tell(unit, message)
+                except TransportError as error:
+                    logger.warning("%s gets %s when it is back: %s", unit, type(message).__name__, error)
+                    with self._lock:
+                        self._owed.setdefault(unit, []).append(message)
+            if not isinstance(chore, Quarantine):
+                self._fenced(Fenced(chore.task, chore.token))
+
+    def _tell(self, unit: str, message: Message) -> None:
+        connection = self._links.get(unit, UNIT_REPLIES)
+        await_reply(connection.submit(message), unit, type(message).__name__, self._timeout_s)
+
+
+def _messages(chore: Chore) -> list[tuple[str, Message]]:
+    match chore:
+        case Fence():
+            return [(unit, FenceRows(chore.task, chore.token, list(rows))) for unit, rows in chore.rows.items()]
+        case FenceAll():
+            return [(unit, FenceTask(chore.task, chore.token, list(chore.alive))) for unit in chore.units]
+        case Quarantine():
+            return [(unit, QuarantineRows(chore.task, chore.group, list(rows))) for unit, rows in chore.rows.items()]
