@@ -48,7 +48,7 @@ class QueueAddress:
 
     def specs(self) -> list[TaskSpec]:
         """Return the tasks as controllers want them."""
-        return [task.spec() for task in self.tasks]
+        return [task.spec(self.config) for task in self.tasks]
 
     def save(self, path: Path) -> None:
         """Write the file (mode 0600)."""

@@ -10,13 +10,15 @@ to another one, and acks need no row.
 """
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.errors import ConfigError, PeerRefused, RowsExist, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
 from tq.config import QueueConfig
 from tq.held_leases import HeldLeases
@@ -48,7 +50,9 @@ from tq.messages import (
 from tq.placement import UnitLoads
 from tq.queue_snapshot import restore_snapshot, take_snapshot
 from tq.services import GRACE_S, QueueServices, expect
-from tq.wire import describe, unpack
+from tq.wire import ColumnHeader, describe, unpack
+
+_MOST = 2**63 - 1
 
 
 class QueueClient:
@@ -107,21 +111,28 @@ class QueueClient:
             The rows' indices.
 
         Raises:
+            ConfigError: the arguments do not go together; nothing was put.
             QueueFull: no room within `timeout_s`; says what it waited for.
             RowsExist: a row exists already.
             TransportError: no unit took them in time.
         """
         timeout_s = timeout_s or self._config.request_timeout_s
-        number = len(next(iter(columns.values())))
+        number = _common_length(columns)
+        _check_numbers("partition", [partition])
+        _check_numbers("group_size", [group_size])
+        for what, given in (("rows", rows), ("groups", groups)):
+            if given is not None and len(given) != number:
+                raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
+            _check_numbers(what, given or ())
         indices = tuple(rows if rows is not None else self._services.new_rows(number))
         if groups is None:
             size = max(1, group_size)
             groups = [indices[k - k % size] for k in range(number)]
         marks = {task: list(positions) for task, positions in (commits or {}).items()}
+        headers, payload = self._described(columns)
 
         def put(unit: str) -> None:
             connection = self._services.unit(unit)
-            headers, payload = describe(columns, narrow=True)
             message = PutRows(partition, list(indices), list(groups), headers, group_size, timeout_s, marks)
             future = connection.submit(message, payload)
             stored = expect(self._services.answer(future, unit, message, timeout_s + GRACE_S), Stored)
@@ -216,8 +227,15 @@ class QueueClient:
             Superseded: the lease is void, or the rows were lost; drop the work.
             TransportError: a unit is gone; putting again is safe.
         """
+        _check_lease(granted, rows)
+        if _common_length(columns) != len(rows):
+            raise ConfigError(f"{task}: columns of {_common_length(columns)} rows, but {len(rows)} rows are named")
         self._services.beats.writes(columns)
-        self._put_outputs(task, granted, rows, columns)
+        try:
+            self._put_outputs(task, granted, rows, columns)
+        except Superseded:
+            self._held.settled(task, granted.token, rows)  # else a restarted controller would keep them for this client
+            raise
         self._held.settled(task, granted.token, rows)
 
     def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
@@ -228,10 +246,15 @@ class QueueClient:
             TransportError: neither unit nor controller answer; acking again is safe.
         """
         rows = granted.rows if rows is None else rows
+        _check_lease(granted, rows)
         unit_of = dict(zip(granted.rows, granted.units, strict=True))
-        for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
-            part = [rows[i] for i in positions]
-            self._services.patiently(partial(self._ack, task, granted, unit, part))
+        try:
+            for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
+                part = [rows[i] for i in positions]
+                self._services.patiently(partial(self._ack, task, granted, unit, part))
+        except Superseded:
+            self._held.settled(task, granted.token, rows)
+            raise
         self._held.settled(task, granted.token, rows)
 
     def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
@@ -294,6 +317,13 @@ class QueueClient:
             return reply
         return expect(reply, NoRows)
 
+    def _described(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
+        headers, payload = describe(columns, narrow=True)
+        most = self._config.max_message_bytes
+        if payload.num_bytes > most:  # the unit would drop the channel
+            raise ConfigError(f"a put of {payload.num_bytes} bytes, but max_message_bytes is {most}: put fewer rows")
+        return headers, payload
+
     def _put_outputs(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         unit_of = dict(zip(granted.rows, granted.units, strict=True))
         by_unit = _by_unit([unit_of[row] for row in rows])
@@ -301,7 +331,7 @@ class QueueClient:
         for unit, positions in by_unit.items():
             whole = len(by_unit) == 1
             part = {name: column if whole else column.select(positions) for name, column in columns.items()}
-            headers, payload = describe(part, narrow=True)
+            headers, payload = self._described(part)
             message = PutOutputs(task, self.owner, granted.token, [rows[i] for i in positions], headers)
             sent.append((unit, message, self._services.unit(unit).submit(message, payload)))
         for unit, message, future in sent:
@@ -332,13 +362,13 @@ class QueueClient:
 
     def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
         """Try units, the emptiest first, until one has taken the rows."""
-        beats = self._services.beats
+        services = self._services
         passed_over: set[str] = set()
 
         def attempt() -> None:
-            if not beats.units():
-                beats.beat(self._services.directory.lead)
-            unit = self._loads.emptiest(beats.units(), passed_over)
+            if not services.units():
+                services.beats.beat(services.directory.lead)
+            unit = self._loads.emptiest(services.units(), passed_over)
             try:
                 put(unit)
             except RowsExist:
@@ -351,7 +381,7 @@ class QueueClient:
                 passed_over.add(unit)
                 raise
 
-        self._services.patiently(attempt, timeout_s)
+        services.patiently(attempt, timeout_s)
 
 
 def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
@@ -359,3 +389,25 @@ def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
     for position, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(position)
     return by_unit
+
+
+def _common_length(columns: Mapping[str, Column]) -> int:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise ConfigError(f"a put needs columns, all with the same number of rows, not {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _check_numbers(what: str, numbers: Iterable[int]) -> None:
+    try:
+        beyond = [number for number in numbers if not 0 <= operator.index(number) <= _MOST]
+    except TypeError as error:
+        raise ConfigError(f"{what}: not a whole number ({error})") from error
+    if beyond:
+        raise ConfigError(f"{what}: {beyond[0]} is not in 0 .. 2**63 - 1")
+
+
+def _check_lease(granted: Granted, rows: Sequence[int]) -> None:
+    foreign = set(rows).difference(granted.rows)
+    if foreign:
+        raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {granted.token}")

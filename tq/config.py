@@ -56,13 +56,13 @@ class QueueConfig(Settings):
     unit_grace_s: float = Field(10.0, ge=0)
     """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
     max_deliveries: int = Field(5, ge=0)
-    """A row that comes back so often from dying consumers puts its group into quarantine; 0: never."""
+    """A row that comes back so often puts its group into quarantine; 0: never. A training gang's rows never do."""
     max_live_rows: int = Field(0, ge=0)
     """Rows that some task is not done with; new ones wait beyond. 0: as many as the schedule admits."""
     max_live_bytes: int = Field(0, ge=0)
     """The same in bytes; 0: no limit."""
     policy: str = "fifo"
-    """How rounds are shared among data-parallel ranks: a name of `tq.policies.POLICIES` or `module:Class`."""
+    """How rounds of a training gang are shared among its ranks: a name of `tq.policies.POLICIES` or `module:Class`."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel dropped."""
     max_clients: int = Field(1024, ge=1)
@@ -101,16 +101,19 @@ class TaskConfig(Settings):
     """Hand out rows of a partition only when all of them are ready."""
     keeps_leases: bool = False
     """Leases survive a lost channel (a training gang)."""
-    max_deliveries: int = Field(0, ge=0)
-    """A row that comes back so often puts its group into quarantine; 0: never."""
-    policy: str = "fifo"
-    """A name of `tq.policies.POLICIES` or `module:Class`."""
+    max_deliveries: int | None = Field(None, ge=0)
+    """A row that comes back so often puts its group into quarantine; 0: never. None: the queue's, but never from a task
+    that keeps its leases."""
+    policy: str | None = None
+    """A name of `tq.policies.POLICIES` or `module:Class`. None: fifo, or the queue's if the task keeps its leases."""
 
-    def spec(self) -> "TaskSpec":
+    def spec(self, queue: QueueConfig) -> "TaskSpec":
         """Return it as a controller wants it."""
         from tq.policies import load_policy
         from tq.task_state import TaskSpec
 
+        deliveries = 0 if self.keeps_leases else queue.max_deliveries
+        policy = queue.policy if self.keeps_leases else "fifo"
         return TaskSpec(
             name=self.name,
             inputs=frozenset(self.inputs),
@@ -118,6 +121,6 @@ class TaskConfig(Settings):
             whole_groups=self.whole_groups,
             barrier=self.barrier,
             keeps_leases=self.keeps_leases,
-            max_deliveries=self.max_deliveries,
-            policy=load_policy(self.policy),
+            max_deliveries=deliveries if self.max_deliveries is None else self.max_deliveries,
+            policy=load_policy(self.policy or policy),
         )

@@ -10,9 +10,10 @@ Events are the messages of `tq.messages` (those that carry a question come with 
     handle(OwnerGone("a"))              -> [Fence("ref", 9, {"storage-0": (3, 4)})], and after Fenced("ref", 9) ...
 """
 
+import contextlib
 from collections.abc import Collection, Sequence
 
-from asyncflow.errors import AsyncFlowError, PeerRefused
+from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
 from tq.control_events import (
     Answer,
     Commit,
@@ -28,11 +29,14 @@ from tq.control_events import (
     Quarantine,
     Quarantined,
     RecoveryDeadline,
+    RowsFinished,
     UnitGone,
     UnitLost,
 )
+from tq.control_stats import count_rows
 from tq.fetches import Fetches
 from tq.losses import Losses
+from tq.lost_acks import ack_lost
 from tq.messages import (
     AckLost,
     FetchRound,
@@ -51,13 +55,12 @@ from tq.messages import (
     RowsCreated,
     RowsRemoved,
     Stop,
-    TaskStats,
     WatchLost,
 )
 from tq.recovery import Recovering, Recovery
 from tq.room import Room
 from tq.row_book import RowBook
-from tq.task_state import TaskSpec, TaskState
+from tq.task_state import TaskSpec
 from tq.unit_registry import UnitRegistry
 from tq.wait_reasons import NEW_ROWS, WaitReasons
 
@@ -79,6 +82,7 @@ __all__ = [
     "Quarantined",
     "Recovering",
     "RecoveryDeadline",
+    "RowsFinished",
     "UnitGone",
     "UnitLost",
 ]
@@ -99,7 +103,6 @@ class ControlState:
         byte_limit: int = 0,
         refill: bool = False,
         recovering: Recovering | None = None,
-        heartbeat_s: float = 0.0,
     ) -> None:
         """Args:
         tasks: every task that must be done with a row before it is finished.
@@ -110,7 +113,6 @@ class ControlState:
         row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
         refill: admission replaces groups in quarantine; else their partition gets smaller.
         recovering: whom a restarted controller waits for; None: a first start.
-        heartbeat_s: told to consumers that join.
         """
         self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
         self._reasons = WaitReasons(self._book)
@@ -118,7 +120,6 @@ class ControlState:
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._losses = Losses(first_token)
         self._registry = UnitRegistry(self._book, [spec.name for spec in tasks])
-        self._heartbeat_s = heartbeat_s
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -134,10 +135,6 @@ class ControlState:
     def recovering(self) -> bool:
         """Whether a restarted controller does not hand out rows yet."""
         return self._recovery is not None
-
-    def newest_partition(self, version: int) -> int:
-        """Return the newest step that may start on weights of `version`: (s - 1) - version <= max_staleness."""
-        return self._fetches.newest_partition(version)
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
         """Apply one event.
@@ -164,43 +161,26 @@ class ControlState:
         return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
 
     def known_rows(self) -> dict[int, list[int]]:
-        """Return partition -> rows that are somewhere or finished; of a restarted controller, once it has recovered."""
-        known = {number: list(rows) for number, rows in self._registry.finished.items()}
+        """Return partition -> rows that are somewhere, or finished in a declared partition; what is absent was not put."""
+        known = {number: list(info.finished) for number, info in self._book.rows.partitions.items()}
         for number, row in self._book.rows.rows.items():
             known.setdefault(row.partition, []).append(number)
         return known
 
+    def finished_rows(self) -> dict[int, list[int]]:
+        """Return partition -> finished rows of declared partitions that are not over.
+
+        Units remember them, too, but not beyond their death: after a loss the shell makes this durable, so that a
+        later incarnation (`RowsFinished`) still counts right.
+        """
+        partitions = self._book.rows.partitions
+        return {n: sorted(info.finished) for n, info in partitions.items() if info.num_rows != info.num_finished}
+
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
-        rows = self._book.rows
-        return QueueStats(
-            tasks=[self._task_stats(task) for task in self._book.tasks.values()],
-            live_rows=len(rows),
-            newest_version=self.newest_version,
-            admitted_groups=admitted_groups,
-            live_bytes=rows.num_bytes,
-            row_limit=self._room.row_limit,
-            byte_limit=self._room.byte_limit,
-            waiting_puts=len(self._room.waiting),
-            lost_rows=rows.num_lost,
-            quarantined_groups=self._book.num_quarantined,
-            units=self.units(),
-        )
-
-    def _task_stats(self, task: TaskState) -> TaskStats:
-        ready = sum(part.queue.num_rows for part in task.partitions.values())
-        leased = len(task.leases.holders)
-        return TaskStats(
-            task=task.spec.name,
-            waiting=task.num_left - ready - leased,
-            ready=ready,
-            leased=leased,
-            done=sum(part.num_done for part in task.partitions.values()),
-            parked_requests=self._fetches.parked.count(task.spec.name),
-            acked=task.num_acked,
-            deliveries=task.num_deliveries,
-            given_back=task.num_given_back,
-        )
+        stats = count_rows(self._book, self._fetches, self._room)
+        stats.admitted_groups, stats.units = admitted_groups, self.units()
+        return stats
 
     def _apply(self, event: Event, request: int) -> None:
         match event:
@@ -213,10 +193,12 @@ class ControlState:
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
                 self._fetches.add(request, event)
-            case GiveBack():
-                self._give_back(event)
-            case AckLost():
-                self._book.ack_lost(event)
+            case GiveBack() | AckLost():
+                self._book.bit(event.task)
+                if self._recovery is not None and self._recovery.collecting:
+                    self._recovery.defer(event)
+                else:
+                    self._settle(event)
             case OpenPartition():
                 self._open(event)
             case WatchLost():
@@ -228,6 +210,10 @@ class ControlState:
                 self._fetches.stop()
             case DeadlinePassed():
                 self._expire(event.request)
+            case RowsFinished():
+                self._registry.count_finished(event.partition, set(event.rows))
+                for name in self._book.tasks:
+                    self._book.drop_finished(name, [event.partition])
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
@@ -265,10 +251,9 @@ class ControlState:
                 if unit is not None and not unit.online:
                     self._book.lose(unit)
             case RecoveryDeadline():
-                if self._recovery is not None and self._recovery.collecting:
-                    self._recovery.rebuild()
-        if self._recovery is not None and self._recovery.collecting and self._recovery.collected:
-            self._recovery.rebuild()
+                self._rebuild()
+        if self._recovery is not None and self._recovery.collected:
+            self._rebuild()
 
     # Puts
 
@@ -305,7 +290,7 @@ class ControlState:
         table = self._book.rows.rows
         here = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
         if event.reason is RemovalReason.QUARANTINED:
-            self._book.remove_quarantined(here)
+            self._book.quarantines.remove(here)
             return
         for number in here:
             self._book.remove(number)
@@ -322,8 +307,10 @@ class ControlState:
 
     # Consumers
 
-    def _give_back(self, event: GiveBack) -> None:
-        self._book.bit(event.task)
+    def _settle(self, event: GiveBack | AckLost, *, promised: bool = False) -> None:
+        if isinstance(event, AckLost):
+            ack_lost(self._book, event, promised=promised)
+            return
         task = self._book.tasks.get(event.task)
         if task is None:
             raise PeerRefused(f"{event.task} is served by another controller")
@@ -343,7 +330,7 @@ class ControlState:
                     task.leases.read(held.token, event.owner)
                 elif held.rows and not all(task.leases.settled(held.token, row) for row in held.rows):
                     void.append(held.token)
-        self._book.out.append(Answer(request, Joined(void, self._heartbeat_s)))
+        self._book.out.append(Answer(request, Joined(void)))
 
     def _leave(self, owner: str) -> None:
         self._fetches.leave(owner)
@@ -377,8 +364,7 @@ class ControlState:
             return
         new = self._losses.report(self._book.needed())
         if new:
-            table = self._book.rows.rows
-            self._book.out.append(Lost(tuple(new), tuple(table[number].group for number in new)))
+            self._book.out.append(Lost(tuple(new)))
             self._tell_watchers()
 
     def _tell_watchers(self) -> None:
@@ -387,6 +373,15 @@ class ControlState:
             if reply is not None:
                 del self._losses.watchers[request]
                 self._book.out.append(Answer(request, reply))
+
+    def _rebuild(self) -> None:
+        recovery = self._recovery
+        if recovery is None or not recovery.collecting:
+            return
+        recovery.rebuild()
+        for event in recovery.deferred():
+            with contextlib.suppress(PeerRefused, Superseded):  # it was void, as whoever told it finds out by itself
+                self._settle(event, promised=True)
 
     def _recover(self) -> None:
         recovery = self._recovery

@@ -76,6 +76,14 @@ class RecoveryDeadline:
 
 
 @dataclass(frozen=True)
+class RowsFinished:
+    """An earlier incarnation knew that all tasks are done with these rows (`ControlState.finished_rows`)."""
+
+    partition: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Answer:
     """Reply to a request; an error is a refusal."""
 
@@ -129,7 +137,6 @@ class Lost:
     """These rows must be put again: some task still needs them."""
 
     rows: tuple[int, ...]
-    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -163,4 +170,5 @@ Event = (
     | UnitGone
     | UnitLost
     | RecoveryDeadline
+    | RowsFinished
 )

@@ -1,8 +1,7 @@
 """One controller service: the control plane's shell around `ControlState`, and, on the lead, admission.
 
 Threads: the channel server's receivers apply events under one lock and send the answers; `clock` answers parked
-requests whose time is up and gives silent consumers up; `unit-chores` carries fences to the units; `admission` puts new
-prompts.
+requests whose time is up and gives silent consumers up; `unit-chores` tells the units; `admission` puts new prompts.
 Nobody calls another process while holding the lock.
 
     first start      serve at once
@@ -27,6 +26,7 @@ from tq.client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
 from tq.control import (
     Answer,
+    Commit,
     ControlState,
     DeadlinePassed,
     Event,
@@ -66,7 +66,6 @@ from tq.messages import (
     Stop,
     WatchLost,
 )
-from tq.services import BEATS_PER_TIMEOUT
 from tq.sessions import Sessions
 from tq.task_state import TaskSpec
 from tq.unit_chores import UnitChores
@@ -124,14 +123,16 @@ class ControllerService:
         self._timers: list[tuple[float, int, Event]] = []
         self._timer_set = threading.Condition(self._lock)
         self._sessions = Sessions()
-        self._incarnations: dict[str, str] = {}
         self._done_before: dict[str, tuple[float, int]] = {}
         self._started = time.monotonic()
         self._mark_lock = threading.Lock()
         self._closed = False
         recovering = None
+        self._awaited: set[str] = set()
+        """Consumers of an earlier incarnation that have not joined this one, until its recovery gives them up."""
         if self._recovered:
             recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(self._durable.names("owner")))
+            self._awaited.update(recovering.owners)
             logger.warning("start %d: waiting for %s", starts, recovering)
         self._state = ControlState(
             tasks,
@@ -143,7 +144,6 @@ class ControllerService:
             byte_limit=config.max_live_bytes if self._lead else 0,
             refill=prompts is not None,
             recovering=recovering,
-            heartbeat_s=config.lease_timeout_s / BEATS_PER_TIMEOUT,
         )
         for partition, num_rows in self._mark.partitions.items():
             self._state.handle(OpenPartition(partition, num_rows))
@@ -196,8 +196,7 @@ class ControllerService:
                 self._set_timer(self._config.unit_grace_s, UnitLost(unit))
         self._send(answers)
         if not self._closed:
-            for owner in owners:
-                self._durable.remove("owner", owner)
+            self._forget(owners)
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
@@ -231,7 +230,10 @@ class ControllerService:
         with self._lock:
             self._next_request += 1
             request = self._next_request
-            task = event.task if isinstance(event, FetchRows | FetchRound) else ""
+            task = ""
+            if isinstance(event, FetchRows | FetchRound):
+                task = event.task
+                self._sessions.asked(call.session.number, event.owner, time.monotonic())
             self._calls[request] = _Waiting(call, task, time.monotonic())
             try:
                 answers = self._handle(event, request)
@@ -253,18 +255,20 @@ class ControllerService:
     def _join(self, message: Join, call: Call) -> None:
         self._durable.add("owner", message.owner)
         with self._lock:
+            answers = []
+            if self._sessions.elsewhere(call.session.number, message.owner):
+                answers = self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
+            self._awaited.discard(message.owner)
             self._next_request += 1
             self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
-            answers = self._handle(message, self._next_request)
+            answers += self._handle(message, self._next_request)
         self._send(answers)
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)
-        empty = self._incarnations.get(message.unit) != message.incarnation
-        self._chores.catch_up(message.unit, empty=empty)
+        self._chores.catch_up(message.unit)
         with self._lock:
-            self._incarnations[message.unit] = message.incarnation
             self._sessions.registered(call.session.number, message.unit)
             self._next_request += 1
             self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
@@ -291,7 +295,7 @@ class ControllerService:
 
     def _delegate(self, instruction: Instruction) -> None:
         match instruction:
-            case Fence() | FenceAll() | Quarantine():
+            case Commit() | Fence() | FenceAll() | Quarantine():
                 self._chores.add(instruction)
             case Lost() | Quarantined() if self._admitting is not None:
                 self._admitting.add(instruction)
@@ -312,23 +316,54 @@ class ControllerService:
         self._timer_set.notify_all()
 
     def _watch_clock(self) -> None:
-        check_s = self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT
-        while not self._closed:
-            with self._lock:
-                now = time.monotonic()
-                answers = []
-                while self._timers and self._timers[0][0] <= now:
-                    answers += self._handle(heapq.heappop(self._timers)[2])
-                silent = self._sessions.silent(now, self._config.lease_timeout_s)
-                for owner in silent:
-                    logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
-                    answers += self._handle(OwnerGone(owner))
-                if not answers and not silent:
-                    until = min(check_s, self._timers[0][0] - now) if self._timers else check_s
-                    self._timer_set.wait(max(0.0, until))
-            self._send(answers)
+        try:
+            while not self._closed:
+                self._look_at_clock()
+        except Exception as error:  # the boundary of a thread: without it nobody's deadline would ever pass
+            if not self._closed:
+                logger.exception("the clock failed")
+                self._fail(error)
+
+    def _look_at_clock(self) -> None:
+        """Do what is due, or wait until something is."""
+        with self._lock:
+            now = time.monotonic()
+            answers = []
+            gone: set[str] = set()
+            while self._timers and self._timers[0][0] <= now:
+                event = heapq.heappop(self._timers)[2]
+                answers += self._handle(event)
+                if isinstance(event, RecoveryDeadline):  # else every later start would wait for them, too
+                    gone, self._awaited = self._awaited, set()
+            silent = self._sessions.silent(now, self._config.lease_timeout_s)
             for owner in silent:
-                self._durable.remove("owner", owner)
+                logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
+                answers += self._give_up(owner)
+            if not answers and not silent and not gone:
+                check_s = self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT
+                until = min(check_s, self._timers[0][0] - now) if self._timers else check_s
+                self._timer_set.wait(max(0.0, until))
+        self._send(answers)
+        self._forget([*gone, *silent])
+
+    def _give_up(self, owner: str) -> "list[tuple[Call, Answer]]":
+        """A consumer was silent for too long; should it live on, it must not wait for an answer that never comes."""
+        parked = [
+            number
+            for number, waiting in self._calls.items()
+            if isinstance(message := waiting.call.message, FetchRows | FetchRound) and message.owner == owner
+        ]
+        answers = [answer for number in parked for answer in self._handle(DeadlinePassed(number))]
+        return answers + self._handle(OwnerGone(owner))
+
+    def _forget(self, owners: Sequence[str]) -> None:
+        """Consumers were given up: the next incarnation does not wait for them, unless they are back already."""
+        for owner in owners:
+            self._durable.remove("owner", owner)
+            with self._lock:
+                back = owner in self._sessions.owners
+            if back:
+                self._durable.add("owner", owner)
 
     def _make_admitting(
         self, schedule: ScheduleConfig, prompts: PromptSource, *, version: int, last_step: int
@@ -354,8 +389,10 @@ class ControllerService:
 
     def _shrink(self, quarantined: Quarantined) -> None:
         """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""
-        if quarantined.partition in self._mark.partitions:
-            self._mark.partitions[quarantined.partition] -= quarantined.num_rows
+        with self._mark_lock:
+            if quarantined.partition in self._mark.partitions:
+                self._mark.partitions[quarantined.partition] -= quarantined.num_rows
+                self._durable.save(self._mark)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

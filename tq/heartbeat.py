@@ -34,7 +34,7 @@ class Heartbeats:
         self._rejoin = rejoin
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        self._units: dict[str, int] = {}
+        self._units: dict[str, dict[str, int]] = {}
         self._writes: set[str] = set()
         self._closed = threading.Event()
 
@@ -55,10 +55,10 @@ class Heartbeats:
             with self._lock:
                 self._writes = self._writes | new
 
-    def units(self) -> dict[str, int]:
-        """Return the units that are up, with the bytes that they held when last heard of."""
+    def units(self, controller: str) -> dict[str, int]:
+        """Return the units that are up as this controller said last, with the bytes that they hold."""
         with self._lock:
-            return dict(self._units)
+            return dict(self._units.get(controller, {}))
 
     def beat(self, controller: str) -> None:
         """Beat once, now.
@@ -74,7 +74,7 @@ class Heartbeats:
         if not reply.known:
             self._rejoin(controller)
         with self._lock:
-            self._units = reply.units
+            self._units[controller] = reply.units
 
     def close(self) -> None:
         """Stop; idempotent."""

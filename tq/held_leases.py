@@ -52,11 +52,6 @@ class HeldLeases:
         with self._lock:
             return [held for (task, _), held in self._held.items() if task in tasks]
 
-    def tokens(self, task: str) -> set[int]:
-        """Return the tokens held of one task."""
-        with self._lock:
-            return {token for name, token in self._held if name == task}
-
     def _forget_old_rounds(self, task: str, partition: int) -> None:
         over = [
             key

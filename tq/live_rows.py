@@ -69,6 +69,7 @@ class PartitionInfo:
         num_removed: rows that it will never have (quarantine without a replacement).
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
+        finished: of those, rows that somebody might put again; all of them once the partition is declared.
         num_nameless: of those, rows whose group is not known (from before this controller's start).
         numbers: its rows, in order of arrival, among them some that are gone.
     """
@@ -78,6 +79,7 @@ class PartitionInfo:
     num_live: int = 0
     num_finished: int = 0
     num_nameless: int = 0
+    finished: set[int] = field(default_factory=set)
     numbers: list[int] = field(default_factory=list)
 
     @property
@@ -138,6 +140,11 @@ class LiveRows:
             self._forget_old()
             info = self.partitions[number] = PartitionInfo()
         return info
+
+    def is_finished(self, number: int, partition: int) -> bool:
+        """Whether all tasks are done with a row that somebody tells of again."""
+        info = self.partitions.get(partition)
+        return info is not None and number in info.finished
 
     def add(self, number: int, row: LiveRow) -> None:
         """A row that was not here."""

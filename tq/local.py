@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import ConfigError, TransportError
 from asyncflow.store_server import LOOPBACK, serve_store
 from tq.address import QueueAddress
 from tq.client import QueueClient
@@ -48,8 +48,8 @@ class LocalQueue:
         self,
         tasks: Mapping[str, Sequence[str] | TaskConfig],
         *,
-        num_units: int = 2,
-        num_controllers: int = 1,
+        num_units: int | None = None,
+        num_controllers: int | None = None,
         config: QueueConfig | None = None,
         log_dir: Path | None = None,
     ) -> None:
@@ -57,19 +57,24 @@ class LocalQueue:
 
         Args:
             tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
-            num_units, num_controllers: processes.
-            config: other settings.
+            num_units, num_controllers: processes; None: as many as `config` says.
+            config: all other settings; None: the defaults.
             log_dir: where services write SERVICE.log; None: to this process's stderr.
 
         Raises:
+            ConfigError: the arguments cannot be; nothing was started.
             TransportError: they did not start.
         """
-        update = {"num_storage_units": num_units, "num_controllers": num_controllers}
+        numbers = {"num_storage_units": num_units, "num_controllers": num_controllers}
+        update = {name: number for name, number in numbers.items() if number is not None}
         config = (config or QueueConfig()).model_copy(update=update)
-        declared = tuple(
-            task if isinstance(task, TaskConfig) else TaskConfig(name=name, inputs=tuple(task))
-            for name, task in tasks.items()
-        )
+        if config.num_storage_units < 1 or config.num_controllers < 1:
+            raise ConfigError(f"queue: {update} is too few; at least one of each")
+        if log_dir is not None and not log_dir.is_dir():
+            raise ConfigError(f"queue: {log_dir} is no directory; make it first")
+        declared = tuple(_declared(name, task, config) for name, task in tasks.items())
+        if not declared:
+            raise ConfigError("queue: declare at least one task")
         self._directory = tempfile.TemporaryDirectory(prefix="tq-")
         self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
         self.address = Path(self._directory.name) / "queue.json"
@@ -82,7 +87,7 @@ class LocalQueue:
         try:
             for name in config.controllers:
                 self._serve(name)
-            for _ in range(num_units):
+            for _ in range(config.num_storage_units):
                 self._serve(self._next_unit())
             self.wait_until_up(_START_TIMEOUT_S)
         except BaseException:
@@ -160,6 +165,16 @@ class LocalQueue:
     def _serve(self, name: str) -> None:
         log = None if self._log_dir is None else self._log_dir / f"{name}.log"
         self._services[name] = _Service(self.address, name, log, self._giving_up)
+
+
+def _declared(name: str, task: Sequence[str] | TaskConfig, queue: QueueConfig) -> TaskConfig:
+    if isinstance(task, str):
+        raise ConfigError(f"task {name}: the inputs are a list of columns; write [{task!r}]")
+    declared = task if isinstance(task, TaskConfig) else TaskConfig(name=name, inputs=tuple(task))
+    if declared.name != name:
+        raise ConfigError(f"task {name}: its configuration is that of {declared.name!r}")
+    declared.spec(queue)  # loads the policy
+    return declared
 
 
 def connect(address: Path | str, name: str, *, stop: threading.Event | None = None) -> QueueClient:

@@ -3,7 +3,7 @@
     client -> unit          PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
     unit -> controllers     RegisterUnit RowsCreated OutputsWritten RowsRemoved (every unit tells every controller)
     client -> controller    Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
-    controller -> unit      FenceRows FenceTask QuarantineRows DropRows
+    controller -> unit      FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
 
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
 """
@@ -88,12 +88,6 @@ class QuarantineRows(Message):
 
     task: str
     group: int
-    rows: list[int]
-
-
-class DropRows(Message):
-    """From a controller: copies of rows that live elsewhere now."""
-
     rows: list[int]
 
 
@@ -451,7 +445,6 @@ class Joined(Message):
     """Welcome. `void` are tokens among those held that are not this owner's any more."""
 
     void: list[int]
-    heartbeat_s: float
 
 
 class Alive(Message):
@@ -534,7 +527,7 @@ class TaskStats(Message):
         waiting, ready, leased, done: rows by state (done: of partitions still held).
         parked_requests: fetches that wait.
         oldest_request_s: how long the oldest of them waits (0: none).
-        rows_per_s: done since the last call, per second.
+        rows_per_s: done per second, over the last ten seconds or so.
         acked: rows done since the controller's start.
         deliveries: leases given so far.
         given_back: rows that came back from consumers that died or gave up.
@@ -591,7 +584,6 @@ UNIT_REQUESTS = (
     | FenceRows
     | FenceTask
     | QuarantineRows
-    | DropRows
     | ClearPartition
     | CommitPartitions
     | HoldPuts

@@ -7,9 +7,10 @@ fencing    --FenceAll per served task confirmed--> over
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from asyncflow.errors import PeerRefused
 from tq.control_events import FenceAll
 from tq.live_rows import LiveRow, UnitInfo
-from tq.messages import Held
+from tq.messages import AckLost, GiveBack, Held
 from tq.rounds import Share
 from tq.row_book import RowBook
 from tq.task_state import TaskState
@@ -45,6 +46,7 @@ class Recovery:
         self._holds: dict[str, list[Held]] = {}
         self._fences: dict[str, int] = {}
         self._collecting = True
+        self._later: list[AckLost | GiveBack] = []
         self._nowhere = UnitInfo("", online=False, lost=True)
 
     @property
@@ -79,6 +81,22 @@ class Recovery:
         self._owners.discard(owner)
         self._holds[owner] = holds
 
+    def defer(self, event: AckLost | GiveBack) -> None:
+        """What is told of leases while they are not rebuilt is looked at afterwards.
+
+        Raises:
+            PeerRefused: an ack of a lease that may have ended meanwhile cannot be promised.
+        """
+        task = self._book.tasks.get(event.task)
+        if isinstance(event, AckLost) and task is not None and not task.spec.keeps_leases:
+            raise PeerRefused(f"the controller was restarted and waits for {self.waiting_for}; ack again")
+        self._later.append(event)
+
+    def deferred(self) -> list[AckLost | GiveBack]:
+        """Take what was told meanwhile."""
+        later, self._later = self._later, []
+        return later
+
     def gone(self, owner: str) -> None:
         """A consumer is gone for good."""
         self._owners.discard(owner)
@@ -107,6 +125,8 @@ class Recovery:
         for _, one in held:
             if task.spec.keeps_leases:
                 self._remember_unknown(task, one)
+            else:  # the lease may be alive for its other rows
+                task.leases.stale.update(number for number in one.rows if number not in self._book.rows.rows)
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))
         for owner, one in sorted(held, key=lambda item: item[1].token):
@@ -143,7 +163,7 @@ class Recovery:
         """
         table = self._book.rows
         for number in one.rows:
-            if number in table.rows or number in self._book.settled_lost:
+            if number in table.rows or table.is_finished(number, one.partition):
                 continue
             left = table.every_task & ~self._book.upstream(task)
             row = LiveRow(self._nowhere, one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)

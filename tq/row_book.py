@@ -8,10 +8,11 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
-from tq.control_events import Commit, Fence, Fenced, Instruction, Quarantine, Quarantined
+from asyncflow.errors import PeerRefused, RowsExist
+from tq.control_events import Fence, Fenced, Instruction
 from tq.live_rows import LiveRow, LiveRows, UnitInfo
-from tq.messages import AckLost, OutputsWritten, RowsAccepted, RowsCreated
+from tq.messages import OutputsWritten, RowsAccepted, RowsCreated
+from tq.quarantines import Quarantines
 from tq.task_state import TaskSpec, TaskState
 
 
@@ -34,16 +35,12 @@ class RowBook:
         """Rows of which somebody must decide whether they are put again."""
         self.wanted: set[int] = set()
         """Of those, rows that a reader waits for though they are in its lease."""
-        self.num_quarantined = 0
-        self.quarantined: set[tuple[int, int]] = set()
-        """(partition, group) that nobody is given any more."""
-        self.settled_lost: dict[int, int] = {}
-        """Row -> partition, of rows that every task was done with while they were lost."""
+        self.quarantines = Quarantines(self, refill=refill)
+        self._reported_lost: set[int] = set()
         self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
-        self._refill = refill
-        self._moved: set[int] = set()
-        self._reported_quarantine: set[tuple[int, int]] = set()
+        self.moved: set[int] = set()
+        """Rows that were lost and put again while a trainer had them in hand."""
         self._tokens = itertools.count(first_token)
 
     def token(self) -> int:
@@ -94,7 +91,7 @@ class RowBook:
         for number in event.rows:
             row = self.rows.rows.get(number)
             if row is None:
-                num_new += number not in self.settled_lost
+                num_new += not self.rows.is_finished(number, event.partition)
             elif row.unit.name != event.unit and not row.unit.lost:
                 raise RowsExist(
                     f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
@@ -120,7 +117,7 @@ class RowBook:
                 unit, event.partition, group, event.group_size or sizes[group], written,
                 self.rows.every_task & ~done[k], event.tokens[k], size + (k < rest),
             )  # fmt: skip
-            if number in self.settled_lost:
+            if self.rows.is_finished(number, event.partition):
                 kept = self.rows.every_task
             elif known is None:
                 kept = 0
@@ -132,7 +129,7 @@ class RowBook:
                 continue  # it was in an inventory already
             for name in self.rows.tasks(kept):
                 accepted.setdefault(name, []).append(k)
-        self._keep_out(fresh)
+        self.quarantines.keep_out(fresh)
         if event.commits:
             for task in self.tasks:
                 self.drop_finished(task, [event.partition])
@@ -141,10 +138,12 @@ class RowBook:
 
     def add(self, number: int, row: LiveRow) -> None:
         """A row that was not known is somewhere."""
-        row.withheld = (row.partition, row.group) in self.quarantined
+        row.withheld = self.quarantines.has(row)
         self.rows.add(number, row)
         for task in self.tasks.values():
             task.created(number, row)
+            if number in task.leases.stale and row.left & task.bit:
+                self._fence(task, row.partition, [number], counts=False)
         if not row.left:
             self._finish(number)
 
@@ -166,7 +165,8 @@ class RowBook:
         row.left |= reopened
         if row.group < 0:  # only a lease told of it so far
             for task in self.tasks.values():
-                task.partition(row.partition).queue.expect(put)
+                if row.left & task.bit & ~reopened:
+                    task.partition(row.partition).queue.expect_again(put)
         row.group, row.group_size, row.written = put.group, put.group_size, put.written
         self.rows.move(row, put.unit, put.num_bytes)
         row.tokens = put.tokens
@@ -184,7 +184,7 @@ class RowBook:
         for task in self.tasks.values():
             lease = task.leases.holder(number)
             if lease is not None and lease.readers and task.spec.keeps_leases:
-                self._moved.add(number)
+                self.moved.add(number)
             elif lease is not None and lease.readers:
                 task.void(lease.token, [number])
                 task.leases.stale.add(number)
@@ -264,87 +264,10 @@ class RowBook:
                 task.num_given_back += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
                 if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.quarantine(task.spec.name, row)
+                    self.quarantines.begin(task.spec.name, row)
             task.refresh(number, row)
 
-    def ack_lost(self, event: AckLost) -> None:
-        """An ack that no unit could take.
-
-        Raises:
-            Superseded: somebody else has the rows.
-            PeerRefused: the rows are not lost.
-        """
-        bit = self.bit(event.task)
-        task = self.tasks.get(event.task)
-        lost, moved = [], []
-        for number in event.rows:
-            row = self.rows.rows.get(number)
-            if task is not None:
-                if row is None or not row.left & bit:
-                    if not task.leases.settled(event.token, number):
-                        raise Superseded(f"row {number}: the lease {event.token} of {event.task} is void")
-                    continue
-                if task.leases.holders.get(number) != event.token:
-                    raise Superseded(f"row {number}: the lease {event.token} of {event.task} was given to another")
-            if row is not None and row.unit.lost:
-                lost.append(number)
-            elif row is not None and number in self._moved:
-                moved.append(number)
-            elif row is not None:
-                raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
-        self.settle(event.task, lost)
-        self._commit(event, moved)
-
-    def _commit(self, event: AckLost, numbers: Sequence[int]) -> None:
-        """Acks of rows that were put again meanwhile count here, and their units must know."""
-        where = self.rows.by_unit(numbers)
-        self.settle(event.task, numbers)
-        if where and event.task in self.tasks:
-            self.out.append(Commit(event.task, event.owner, event.token, where))
-
-    # Quarantine, loss, removal
-
-    def quarantine(self, task: str, row: LiveRow) -> None:
-        """Nobody gets anything of this row's group any more, and the units take it out."""
-        if (row.partition, row.group) in self.quarantined:
-            return
-        members = self.withhold(row.partition, row.group)
-        where = self.rows.by_unit(members)
-        self.remove_quarantined([number for number in members if self.rows.rows[number].unit.lost])
-        if where:
-            self.out.append(Quarantine(task, row.group, where))
-
-    def withhold(self, partition: int, group: int) -> list[int]:
-        """Hand out nothing of a group any more; returns its rows."""
-        self.quarantined.add((partition, group))
-        members = [number for number in self.rows.numbers(partition) if self.rows.rows[number].group == group]
-        for number in members:
-            row = self.rows.rows[number]
-            row.withheld = True
-            for task in self.tasks.values():
-                task.refresh(number, row)
-        return members
-
-    def remove_quarantined(self, numbers: Iterable[int]) -> None:
-        """Rows of groups in quarantine left the queue."""
-        partitions = set()
-        for number in numbers:
-            row = self.rows.rows[number]
-            key = (row.partition, row.group)
-            if key not in self.quarantined:
-                self.withhold(*key)
-            if key not in self._reported_quarantine:
-                self._reported_quarantine.add(key)
-                self.num_quarantined += 1
-                self.out.append(Quarantined(row.partition, row.group, row.group_size))
-            self.remove(number)
-            for task in self.tasks.values():
-                task.partition(row.partition).queue.forget_group(row.group)
-            self.rows.partition(row.partition).num_removed += not self._refill
-            partitions.add(row.partition)
-        for partition in partitions:
-            for task in self.tasks.values():
-                task.sized(partition)
+    # Loss, removal
 
     def remove(self, number: int) -> None:
         """A row leaves before all tasks are done with it."""
@@ -352,7 +275,7 @@ class RowBook:
         for task in self.tasks.values():
             task.removed(number, row)
         self.rows.remove(number)
-        self._moved.discard(number)
+        self.moved.discard(number)
 
     def clear_if_empty(self, partition: int) -> None:
         """Forget a cleared partition once no unit has rows of it."""
@@ -364,8 +287,7 @@ class RowBook:
         self.rows.partitions.pop(partition, None)
         for task in self.tasks.values():
             task.clear(partition)
-        self.settled_lost = {row: home for row, home in self.settled_lost.items() if home != partition}
-        self.quarantined = {key for key in self.quarantined if key[0] != partition}
+        self.quarantines.forget(partition)
 
     def lose(self, unit: UnitInfo) -> None:
         """A unit is gone with its rows."""
@@ -376,7 +298,7 @@ class RowBook:
         numbers = self.rows.at_unit(unit)
         for number in numbers:
             self.refresh(number)
-        self.remove_quarantined([number for number in numbers if self.rows.rows[number].withheld])
+        self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
         self.lost_now += [number for number in numbers if number in self.rows.rows]
 
     def unit(self, name: str) -> UnitInfo:
@@ -404,6 +326,7 @@ class RowBook:
             if row is None or not row.unit.lost:
                 continue
             if number in wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
+                self._reported_lost.add(number)
                 yield number
 
     def recount(self, partition: int) -> None:
@@ -413,7 +336,7 @@ class RowBook:
             return
         info.num_nameless = 0
         for task in self.tasks.values():
-            if task.spec.whole_groups:
+            if task.spec.whole_groups and not task.over(partition):
                 task.partition(partition).queue.recount(self.rows.numbers(partition))
                 task.sized(partition)
 
@@ -438,16 +361,6 @@ class RowBook:
         lease = None if task is None else task.leases.holder(number)
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
-    def _keep_out(self, numbers: Sequence[int]) -> None:
-        """New rows of a group in quarantine leave at once."""
-        groups: dict[int, list[int]] = {}
-        for number in numbers:
-            row = self.rows.rows.get(number)
-            if row is not None and row.withheld:
-                groups.setdefault(row.group, []).append(number)
-        for group, members in groups.items():
-            self.out.append(Quarantine("", group, self.rows.by_unit(members)))
-
     def _fence(self, task: TaskState, partition: int, numbers: Sequence[int], *, counts: bool) -> None:
         token = self.token()
         task.fence(token, partition, numbers, counts=counts)
@@ -463,7 +376,9 @@ class RowBook:
 
     def _finish(self, number: int) -> None:
         row = self.rows.remove(number)
-        self.rows.partition(row.partition).num_finished += 1
-        self._moved.discard(number)
-        if row.unit.lost:
-            self.settled_lost[number] = row.partition
+        info = self.rows.partition(row.partition)
+        info.num_finished += 1
+        if info.declared is not None or row.unit.lost or number in self._reported_lost:
+            info.finished.add(number)
+        self._reported_lost.discard(number)
+        self.moved.discard(number)

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, RoleFailed
 from asyncflow.lifeline import die_with_parent
 from tq.address import QueueAddress
 from tq.controller import ControllerService
@@ -17,23 +17,28 @@ from tq.storage import StorageUnit
 
 logger = logging.getLogger(__name__)
 
+_CHECK_S = 0.2
+
 
 def serve(address_file: Path, service: str, stop: threading.Event) -> None:
     """Run a controller or a storage unit until `stop` is set.
 
     Raises:
-        AsyncFlowError: the queue's store does not answer, or a part of the service failed.
+        AsyncFlowError: the queue's store or backend does not answer, or the address file is gone.
     """
     address = QueueAddress.load(address_file)
     controllers = address.config.controllers
     credentials = address.credentials()
-    running: ControllerService | StorageUnit
-    if service in controllers:
-        running = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
-    else:
-        running = StorageUnit(credentials, service, address.config, controllers=controllers)
-    stop.wait()
-    running.close()
+    if service not in controllers:
+        unit = StorageUnit(credentials, service, address.config, controllers=controllers)
+        stop.wait()
+        unit.close()
+        return
+    controller = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
+    while not stop.wait(_CHECK_S):
+        if controller.failed.is_set():
+            raise RoleFailed(f"{service}: {controller.failure}") from controller.failure
+    controller.close()
 
 
 def main() -> int:

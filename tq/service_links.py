@@ -1,6 +1,6 @@
-"""A client's channels: one to each service, made on first use, made again when one broke.
+"""Channels of one process: one to each service, made on first use, made again when one broke.
 
-Called by `QueueClient` and its heartbeat. Never decides what is sent.
+Used by `QueueServices` and by a controller's `UnitChores`. Never decides what is sent.
 """
 
 import threading
@@ -65,16 +65,6 @@ class ServiceLinks:
                 connection.close()
                 raise
         return connection
-
-    def open(self) -> dict[str, Connection]:
-        """Return the connections that work."""
-        with self._lock:
-            return {service: link for service, link in self._links.items() if not link.closed}
-
-    def known(self) -> list[str]:
-        """Return the services that were connected once, also those that are gone now."""
-        with self._lock:
-            return list(self._links)
 
     def close(self) -> None:
         """Say goodbye everywhere. Idempotent."""

@@ -23,10 +23,11 @@ from tq.held_leases import HeldLeases
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
 from tq.service_links import ServiceLinks, await_reply
 
-BEATS_PER_TIMEOUT = 4
+_BEATS_PER_TIMEOUT = 4
 GRACE_S = 30.0
 """Beyond a request's own deadline, which the service keeps, so long does a client wait for the answer (s)."""
 _RETRY_S = 0.1
+_LEAST_S = 0.001  # 0 stands for the default
 _ROW_BLOCK = 1024
 
 M = TypeVar("M", bound=Message)
@@ -54,7 +55,7 @@ class QueueServices:
         self._held = held
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ServiceLinks(credentials, name, limits, self._greet)
-        interval_s = config.lease_timeout_s / BEATS_PER_TIMEOUT
+        interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
         self.beats = Heartbeats(self.owner, interval_s, join=self._controller, rejoin=self._rejoin)
         """Sign of life, and what comes back with it."""
         self._rows_lock = threading.Lock()
@@ -65,6 +66,10 @@ class QueueServices:
         """Who serves which task."""
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
+
+    def units(self) -> dict[str, int]:
+        """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
+        return self.beats.units(self.directory.lead)
 
     def unit(self, name: str) -> Connection:
         """Return the channel to a unit; raises TransportError when it is gone."""
@@ -100,10 +105,14 @@ class QueueServices:
         Raises:
             TransportError: a unit did not answer in time.
         """
-        timeout_s = timeout_s or self._config.request_timeout_s
+        deadline = time.monotonic() + (timeout_s or self._config.request_timeout_s)
         self.beats.beat(self.directory.lead)
-        futures = {unit: self.unit(unit).submit(message) for unit in sorted(self.beats.units())}
-        return {unit: expect(self.answer(future, unit, message, timeout_s), answer) for unit, future in futures.items()}
+        futures = {unit: self.unit(unit).submit(message) for unit in sorted(self.units())}
+        answers = {}
+        for unit, future in futures.items():
+            left_s = max(_LEAST_S, deadline - time.monotonic())
+            answers[unit] = expect(self.answer(future, unit, message, left_s), answer)
+        return answers
 
     def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
         """Wait for the reply to a submitted message; returns it without its payload."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 class _Owner:
     session: int
     last_heard: float
+    joined: bool = True
 
 
 class Sessions:
@@ -26,12 +27,22 @@ class Sessions:
         """A consumer's first message on a channel; a later channel replaces an earlier one."""
         self._owners[owner] = _Owner(session, now)
 
+    def asked(self, session: int, owner: str, now: float) -> None:
+        """A consumer may get rows: if it was given up, its channel is watched again, but it must join to be `heard`."""
+        if owner not in self._owners:
+            self._owners[owner] = _Owner(session, now, joined=False)
+
+    def elsewhere(self, session: int, owner: str) -> bool:
+        """Whether a consumer is reached over another channel than this one, whose end was not noticed yet."""
+        known = self._owners.get(owner)
+        return known is not None and known.session != session
+
     def heard(self, owner: str, now: float) -> bool:
-        """A sign of life; False when the owner is not known (any more)."""
+        """A sign of life; False when the owner is not known (any more), and must join."""
         known = self._owners.get(owner)
         if known is not None:
             known.last_heard = now
-        return known is not None
+        return known is not None and known.joined
 
     def registered(self, session: int, unit: str) -> None:
         """A unit's first message on a channel."""

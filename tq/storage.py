@@ -1,6 +1,6 @@
 """A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
 
-Called by clients (put, get, snapshots) and by controllers (fence, quarantine, drop). Never decides who gets what,
+Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). Never decides who gets what,
 and no handler waits for a controller.
 
     StorageUnit   dispatches; reads, fences, removals
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
@@ -37,7 +37,6 @@ from tq.messages import (
     CommitPartitions,
     CutSnapshot,
     Done,
-    DropRows,
     FenceRows,
     FenceTask,
     GetColumns,
@@ -63,22 +62,6 @@ from tq.unit_traffic import UnitTraffic
 from tq.unit_upkeep import UnitUpkeep
 
 logger = logging.getLogger(__name__)
-
-_Request = (
-    PutRows
-    | PutOutputs
-    | GetColumns
-    | FenceRows
-    | FenceTask
-    | QuarantineRows
-    | DropRows
-    | ClearPartition
-    | CommitPartitions
-    | HoldPuts
-    | CutSnapshot
-    | WriteSnapshot
-    | GetUnitStats
-)
 
 
 class StorageUnit:
@@ -109,6 +92,7 @@ class StorageUnit:
         self.name = name
         self._closed = False
         self._timeout_s = config.request_timeout_s
+        self._most_bytes = config.max_message_bytes
         self._incarnation = secrets.token_hex(8)
         self._blocks = _block_store(credentials, name, self._incarnation, config, backend)
         self._lock = lock = threading.Lock()
@@ -171,7 +155,7 @@ class StorageUnit:
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `UNIT_REQUESTS`."""
-        message: _Request = call.message
+        message: UNIT_REQUESTS = call.message
         self._traffic.met(call.session.number, shared=call.shared)
         match message:
             case PutRows():
@@ -189,11 +173,6 @@ class StorageUnit:
                 call.reply(Done())
             case ClearPartition():
                 self._clear(message, call)
-            case DropRows():
-                with self._lock:
-                    self._state.remove(message.rows)
-                self._upkeep.poke()
-                call.reply(Done())
             case CommitPartitions():
                 with self._lock:
                     self._state.commit_partitions(message.newest)
@@ -219,6 +198,10 @@ class StorageUnit:
         try:
             headers, pieces = self._blocks.describe(parts, wide=call.shared)
             payload = Payload([piece for column in pieces for piece in column])
+            if payload.num_bytes > self._most_bytes:  # the reader would drop the channel
+                raise PeerRefused(
+                    f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
+                )
             call.reply(Columns(headers), payload)
         finally:
             with self._lock:

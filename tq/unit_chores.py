@@ -1,7 +1,8 @@
-"""What a controller has to tell the units: fences, quarantine. Carried out one after the other in a thread of its own.
+"""What a controller has to tell the units: fences, quarantine, acks that it took in their place.
 
-A unit that is down when a fence is due gets it when it registers again, before its rows are handed out; one that starts
-empty needs none.
+Carried out one after the other in a thread of its own, since no handler of a controller may wait for a unit.
+
+A unit that is down gets what it missed when it registers again, before its rows are handed out.
 """
 
 import logging
@@ -9,16 +10,16 @@ import queue
 import threading
 from collections.abc import Callable
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import PeerRefused, Superseded, TransportError
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from tq.control import Fence, FenceAll, Fenced, Quarantine
-from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, QuarantineRows
+from tq.control import Commit, Fence, FenceAll, Fenced, Quarantine
+from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, QuarantineRows
 from tq.service_links import ServiceLinks, await_reply
 
 logger = logging.getLogger(__name__)
 
-Chore = Fence | FenceAll | Quarantine
+Chore = Commit | Fence | FenceAll | Quarantine
 
 
 class UnitChores:
@@ -48,20 +49,17 @@ class UnitChores:
         """Have it done soon."""
         self._chores.put(chore)
 
-    def catch_up(self, unit: str, *, empty: bool) -> None:
-        """The unit registers: tell it what it missed.
-
-        Args:
-            unit: its name.
-            empty: it started anew.
+    def catch_up(self, unit: str) -> None:
+        """The unit registers: tell it what it missed. One that started empty has no use for it, which does no harm.
 
         Raises:
-            TransportError: it does not answer.
+            TransportError: it does not answer; what it was not told is still owed.
         """
-        with self._lock:
-            owed = self._owed.pop(unit, [])
-        for message in owed if not empty else ():
+        while (message := self._next_owed(unit)) is not None:
             self._tell(unit, message)
+            with self._lock:
+                if message in self._owed[unit]:  # else another registration of the unit told it, too
+                    self._owed[unit].remove(message)
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -78,16 +76,29 @@ class UnitChores:
                     logger.warning("%s gets %s when it is back: %s", unit, type(message).__name__, error)
                     with self._lock:
                         self._owed.setdefault(unit, []).append(message)
-            if not isinstance(chore, Quarantine):
+            if isinstance(chore, Fence | FenceAll):
                 self._fenced(Fenced(chore.task, chore.token))
+
+    def _next_owed(self, unit: str) -> Message | None:
+        with self._lock:
+            owed = self._owed.get(unit)
+            return owed[0] if owed else None
 
     def _tell(self, unit: str, message: Message) -> None:
         connection = self._links.get(unit, UNIT_REPLIES)
-        await_reply(connection.submit(message), unit, type(message).__name__, self._timeout_s)
+        try:
+            await_reply(connection.submit(message), unit, type(message).__name__, self._timeout_s)
+        except (PeerRefused, Superseded) as error:
+            if not isinstance(message, PutOutputs):
+                raise
+            # The ack counts here; the unit lost the rows again, or keeps it until every controller has heard of it.
+            logger.info("%s: an ack of rows that were lost: %s", unit, error)
 
 
 def _messages(chore: Chore) -> list[tuple[str, Message]]:
     match chore:
+        case Commit(task, owner, token):
+            return [(unit, PutOutputs(task, owner, token, list(rows), [])) for unit, rows in chore.rows.items()]
         case Fence():
             return [(unit, FenceRows(chore.task, chore.token, list(rows))) for unit, rows in chore.rows.items()]
         case FenceAll():

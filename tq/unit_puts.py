@@ -137,7 +137,7 @@ class UnitPuts:
             else:
                 refused = [name for name, one in told.items() if one.done() and is_refusal(one.exception())]
                 for partition, rows in self._state.remove(message.rows).items():
-                    removal = RowsRemoved(self._name, partition, rows, RemovalReason.CLEARED)
+                    removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
                     self._links.tell(removal, self._timeout_s, but=refused)
             num_bytes = self._state.books.num_bytes
         self._poke()

@@ -22,8 +22,6 @@ class UnitRegistry:
         """
         self._book = book
         self._tasks = tasks
-        self.finished: dict[int, list[int]] = {}
-        """Partition -> rows that were done before this controller met their unit."""
         self._lives: set[tuple[str, str]] = set()
 
     def register(self, event: RegisterUnit) -> UnitAccepted:
@@ -48,6 +46,18 @@ class UnitRegistry:
                 self._book.drop_finished(task, [partition])
             self._book.recount(partition)
         return reply
+
+    def count_finished(self, partition: int, rows: set[int]) -> None:
+        """Rows were done before this controller met their unit, or before it started."""
+        info = self._book.rows.partition(partition)
+        new = rows.difference(info.finished)
+        if not new:
+            return
+        info.num_finished += len(new)
+        info.num_nameless += len(new)
+        info.finished.update(new)
+        for task in self._book.tasks.values():
+            task.finished_before(partition, len(new))
 
     def _unit(self, event: RegisterUnit) -> tuple[UnitInfo, UnitInfo | None]:
         """Return this life of the unit, and the same life if it was given up before."""
@@ -77,7 +87,7 @@ class UnitRegistry:
         """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
         book = self._book
         known = book.rows.rows.get(number)
-        if number in book.settled_lost:
+        if known is None and book.rows.is_finished(number, row.partition):
             return book.rows.every_task
         if known is None:
             book.add(number, row)
@@ -96,28 +106,29 @@ class UnitRegistry:
         return done
 
     def _take_tombstones(self, event: RegisterUnit, lives: list[UnitInfo], listed: set[int]) -> None:
-        book = self._book
-        finished = {number for rows in event.finished.values() for number in rows}
-        for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
-            row = book.rows.rows[number]
-            if number in finished:
-                for name in book.rows.tasks(row.left):
-                    book.settle(name, [number])
-            elif number not in listed:  # cleared, taken back or quarantined while nobody could tell
-                if row.withheld:
-                    book.remove_quarantined([number])
-                else:
-                    book.remove(number)
-        if (event.unit, event.incarnation) in self._lives:
-            return
+        book, table = self._book, self._book.rows.rows
+        first_time = (event.unit, event.incarnation) not in self._lives
         self._lives.add((event.unit, event.incarnation))
         for partition, rows in event.finished.items():
-            info = book.rows.partition(partition)
-            info.num_finished += len(rows)
-            info.num_nameless += len(rows)
-            self.finished.setdefault(partition, []).extend(rows)
-            for task in book.tasks.values():
-                task.finished_before(partition, len(rows))
+            known = [
+                number for number in rows if number in table and (table[number].unit in lives or _lost(table[number]))
+            ]
+            for number in known:
+                for name in book.rows.tasks(table[number].left):
+                    book.settle(name, [number])
+            if first_time:
+                self.count_finished(partition, set(rows).difference(known))
+        for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
+            if number in listed or number not in table:
+                continue
+            if table[number].withheld:  # or cleared, or taken back, while nobody could tell
+                book.quarantines.remove([number])
+            else:
+                book.remove(number)
+
+
+def _lost(row: LiveRow) -> bool:
+    return row.unit.lost
 
 
 def _same(one: UnitInfo, other: UnitInfo) -> bool:

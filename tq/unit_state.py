@@ -69,6 +69,7 @@ class UnitState:
             raise PeerRefused("a put of new rows names none")
         if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
             raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
+        self._check_tasks(commits or {})
         there = [row for row in rows if row in self._rows or row in self._finished]
         if there:
             return self._created_before(rows, there, block, partition)
@@ -88,10 +89,6 @@ class UnitState:
                 self._rows[number].pending = False
         self._sweep(rows)
 
-    def pending(self, rows: Iterable[int]) -> bool:
-        """Whether one of these rows is not confirmed yet."""
-        return any(number in self._rows and self._rows[number].pending for number in rows)
-
     def commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
         """Store all output columns of a task for some rows of a lease, as one atom.
 
@@ -100,9 +97,11 @@ class UnitState:
 
         Raises:
             Superseded: the lease of a row was given to somebody else, or the row is gone; nothing was stored.
-            PeerRefused: a column is there already, or the put differs from an earlier one under this token.
+            PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
+                token; nothing was stored.
         """
         _check_distinct(rows)
+        self._check_tasks([task])
         names = frozenset[str]() if block is None else block.names
         before = [commit for number in rows if (commit := self._checked(number, task, token)) is not None]
         if before and len(before) == len(rows):
@@ -154,7 +153,8 @@ class UnitState:
         """Return where columns of rows are, in order; neighbours in a block are one range. Pin the blocks to read them.
 
         Raises:
-            PeerRefused: a row or column does not exist, or no row was named.
+            Superseded: a row is not here (any more).
+            PeerRefused: a column is not written, or no row was named.
         """
         if not rows:
             raise PeerRefused("a read names no rows")
@@ -162,7 +162,7 @@ class UnitState:
         for number in rows:
             row = self._rows.get(number)
             if row is None:
-                raise PeerRefused(f"row {number} does not exist; it was freed, or never put")
+                raise Superseded(f"row {number} is not here; it was freed, lost with its unit, or never put")
             stored.append(row)
         return {name: _parts(rows, stored, name) for name in names}
 
@@ -271,6 +271,11 @@ class UnitState:
         if commit is not None or token < row.fences.get(task, 0) or (token < floor and token not in alive):
             raise Superseded(f"row {number}: the lease {token} of {task} was given to somebody else")
         return None
+
+    def _check_tasks(self, tasks: Iterable[str]) -> None:
+        for task in tasks:
+            if self._tasks and task not in self._tasks:
+                raise PeerRefused(f"no task is named {task!r}; known: {' '.join(sorted(self._tasks))}")
 
     def _attach(self, rows: Sequence[int], block: Block | None) -> None:
         if block is None:

@@ -241,7 +241,8 @@ def _checked(header: ColumnHeader) -> tuple[torch.dtype, torch.dtype]:
         if header.rank == 0 and header.num_rows:
             raise TransportError(f"column {header.name}: malformed header {header}: scalars without a shape")
     elif (
-        len(header.shape) != header.rank
+        not header.num_rows
+        or len(header.shape) != header.rank
         or any(not 0 < size < 2**31 for size in header.shape)
         or math.prod(header.shape) >= 2**31
         or header.num_rows * math.prod(header.shape) != header.num_values

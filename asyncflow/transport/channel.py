@@ -12,8 +12,9 @@ passed deadline means: drop the channel, open another.
       |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
       X  abort                              X   both ends' operations fail at once, whatever they wait for
 
-Frames have their own tag, and their receives are posted ahead: a frame never waits behind a payload, and neither for a
-peer that does not read, as long as receives are posted (`expect`).
+Between processes of one host frames go through pipes, see `pipes`. Over Gloo they have their own tag, and their receives
+are posted ahead: a frame never waits behind a payload, and neither for a peer that does not read, as long as receives
+are posted (`expect`).
 """
 
 import contextlib
@@ -47,12 +48,14 @@ from asyncflow.transport.frame import (
 )
 from asyncflow.transport.hello import Hello, Verdict
 from asyncflow.transport.payload import Payload
+from asyncflow.transport.pipes import Pipes
 from asyncflow.transport.posted import PostedFrames
 from asyncflow.transport.sharing import Sharing
 from asyncflow.transport.warm import warm_pool
 
 _NO_TIMEOUT = timedelta(days=365)
 _GOODBYE_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 1.0
 _SHORTEST_S = 0.001  # Gloo takes 0 for none
 _FRAME_TAG = 0
 _ABORT_TAG = 1
@@ -115,6 +118,8 @@ class Channel:
         self._broken = False
         self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         self._out_view = self._out.numpy().data
+        self._in = memoryview(bytearray(FRAME_BYTES))
+        self._met = False
         self._sharing = Sharing(peer, limits)
         try:
             self._group = gloo_group(store, 1 - self._other, 2)
@@ -139,6 +144,8 @@ class Channel:
         Raises:
             TransportError: the channel is broken.
         """
+        if self._sharing.pipes is not None:
+            return
         try:
             self._frames.post(frames)
         except RuntimeError as error:
@@ -215,6 +222,12 @@ class Channel:
     def abort(self) -> None:
         """Cut the pair: whoever sends or receives on either end gets a TransportError. Idempotent, any thread."""
         self._broken = True
+        pipes = self._sharing.pipes
+        if pipes is not None:
+            pipes.wake()
+            if self._frame_lock.acquire(timeout=_ABORT_TIMEOUT_S):
+                pipes.close_out()
+                self._frame_lock.release()
         abort_gloo(self._group)
         self._sharing.end()
 
@@ -225,6 +238,7 @@ class Channel:
         verdict = self._sharing.judge(decode(self._next_frame(timeout).body, type=Hello))
         self._send(Frame(FrameKind.HELLO, body=encode(verdict)), None, timeout_s)
         self._sharing.settle(decode(self._next_frame(timeout).body, type=Verdict))
+        self._met = True
 
     def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
         """Send a frame, with the payload in it."""
@@ -235,9 +249,19 @@ class Channel:
                 payload.write(self._out[end : end + frame.payload_bytes])
                 end += frame.payload_bytes
             seal_frame(self._out_view, end)
-            self._wait(self._post(self._out, _FRAME_TAG), timeout_s)
+            self._put_frame(timeout_s)
             if frame.kind is FrameKind.GOODBYE:
                 self._broken = True
+
+    def _put_frame(self, timeout_s: float | None) -> None:
+        pipes = self._sharing.pipes if self._met else None
+        if pipes is None:
+            self._wait(self._post(self._out, _FRAME_TAG), timeout_s)
+            return
+        try:
+            pipes.send(self._out_view, timeout_s)
+        except TransportError as error:
+            raise self._gone(str(error)) from error
 
     def _send_over_wire(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
         parts = [] if payload is None else cut(payload)
@@ -269,6 +293,9 @@ class Channel:
             self._wait(work, timeout_s)
 
     def _next_frame(self, timeout: timedelta) -> Frame:
+        pipes = self._sharing.pipes if self._met else None
+        if pipes is not None:
+            return self._frame_from(pipes)
         try:
             if self._frames.num_posted <= _POSTED_LEAST:  # several at once: each wakes the peer's Gloo thread
                 self._frames.post(_POSTED)
@@ -277,6 +304,15 @@ class Channel:
             raise self._gone("the peer is gone") from error
         frame = decode_frame(buffer.numpy().data, self._limits)
         self._frames.reuse(buffer)
+        self._sharing.release(frame)
+        return frame
+
+    def _frame_from(self, pipes: Pipes) -> Frame:
+        try:
+            pipes.receive(self._in)
+        except TransportError as error:
+            raise self._gone(str(error)) from error
+        frame = decode_frame(self._in, self._limits)
         self._sharing.release(frame)
         return frame
 

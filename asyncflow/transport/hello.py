@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.transport.arena import ArenaOffer
+from asyncflow.transport.pipes import PipeOffer
 
 SWITCH = "ASYNCFLOW_SHARED_MEMORY"
 """Environment variable: `0` sends everything over the wire."""
@@ -22,18 +23,20 @@ class Hello(msgspec.Struct):
         host: names boot and namespace of process ids.
         pid: in that namespace.
         arena: what this end will write payloads to; None: shared memory is switched off.
+        pipe: where this end reads frames; None as `arena`.
     """
 
     host: str
     pid: int
     arena: ArenaOffer | None
+    pipe: PipeOffer | None = None
 
 
 class Verdict(msgspec.Struct):
     """What an end found.
 
     Attributes:
-        obstacle: why the peer's arena cannot be read; empty: it can.
+        obstacle: why the peer's arena cannot be read, or its pipe not be written to; empty: both can.
     """
 
     obstacle: str

@@ -26,6 +26,7 @@ from asyncflow.transport.replies import refused
 logger = logging.getLogger(__name__)
 
 _CLOSE = b"close"
+_REPLY_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 6.0
 _IDLE = timedelta(days=30)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -55,12 +56,14 @@ class Call:
     def reply(self, message: Any, payload: Payload | None = None) -> None:
         """Answer; a client that is gone is not an error here (its session ends on its own).
 
-        A client that does not read delays only payloads that go over the wire.
+        A client that does not read delays only payloads that go over the wire, and is given up when that takes too long.
         """
         try:
-            self._channel.send(FrameKind.REPLY, self._request_id, _ENCODER.encode(message), payload)
+            meta = _ENCODER.encode(message)
+            self._channel.send(FrameKind.REPLY, self._request_id, meta, payload, timeout_s=_REPLY_TIMEOUT_S)
         except TransportError as error:
             logger.info("%s", error)
+            self._channel.abort()
 
     def refuse(self, error: AsyncFlowError) -> None:
         """Answer that the request was not carried out."""

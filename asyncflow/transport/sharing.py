@@ -1,4 +1,4 @@
-"""Both arenas of one end of a channel: ours, that it writes to, and the peer's, that it reads from.
+"""What one end of a channel shares with a peer on the same host: both arenas, for payloads, and both pipes, for frames.
 
 Used by `channel.Channel` alone. An arena that nobody writes to costs a page, no thread, and after the hellos no
 descriptor.
@@ -15,6 +15,7 @@ from asyncflow.transport.extents import ALIGN_BYTES
 from asyncflow.transport.frame import MOST_RELEASES, Frame, Limits
 from asyncflow.transport.hello import Hello, Verdict, this_host, wants_sharing
 from asyncflow.transport.payload import Payload
+from asyncflow.transport.pipes import Pipes
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,17 @@ class Sharing:
                 self._own = Arena(limits.arena_bytes)
             except (OSError, RuntimeError) as error:
                 logger.warning("channel to %s: no shared memory here (%s)", peer, error)
-        self.hello = Hello(host, os.getpid(), None if self._own is None else self._own.offer)
+        self._judged_well = False
+        self.pipes: Pipes | None = None
+        """Carry the frames, once settled; None: Gloo does."""
+        if self._own is not None:
+            self.pipes = Pipes()
+        self.hello = Hello(
+            host,
+            os.getpid(),
+            None if self._own is None else self._own.offer,
+            None if self.pipes is None else self.pipes.offer,
+        )
 
     @property
     def usable(self) -> bool:
@@ -46,14 +57,16 @@ class Sharing:
 
     def judge(self, hello: Hello) -> Verdict:
         """Map the peer's arena, if possible."""
-        if self.hello.arena is None or hello.arena is None:
+        if self.hello.arena is None or hello.arena is None or self.pipes is None or hello.pipe is None:
             return Verdict("switched off")
         if self.hello.host != hello.host:
             return Verdict("another host")
         try:
             self._peers = PeerArena(hello.pid, hello.arena)
+            self.pipes.open_peer(hello.pid, hello.pipe)
         except TransportError as error:
             return Verdict(str(error))
+        self._judged_well = True
         return Verdict("")
 
     def settle(self, verdict: Verdict) -> None:
@@ -63,6 +76,11 @@ class Sharing:
             own.close()
         if verdict.obstacle:
             self._own = None
+        if self.pipes is not None:
+            if self._judged_well and not verdict.obstacle:
+                self.pipes.settle()
+            else:
+                self.pipes = None
         path = f"the wire ({verdict.obstacle})" if verdict.obstacle else "shared memory"
         logger.info("channel to %s: payloads go through %s", self._peer, path)
 

@@ -35,7 +35,7 @@ def run(settings: Settings) -> Result:
 
 
 def _measure_rows(settings: Settings, peer: JsonProcess, result: Result) -> None:
-    rounds = RowRounds(_NUM_ROWS)
+    rounds = RowRounds(_NUM_ROWS, settings.directory)
     try:
         for micro_batch in _MICRO_BATCHES:
             request = {"do": "rows", "micro_batch": micro_batch, "num_rows": _NUM_ROWS}
@@ -66,7 +66,7 @@ def _measure_rows(settings: Settings, peer: JsonProcess, result: Result) -> None
 
 def _measure_bytes(settings: Settings, peer: JsonProcess, result: Result) -> None:
     columns = dense(rows=DENSE_ROWS, columns=DENSE_COLUMNS)
-    with OurQueue(tuple(columns)) as ours:
+    with OurQueue(tuple(columns), settings.directory) as ours:
         samples = alternate(
             {"peer": lambda: peer.ask({"do": "dense"}), "ours": lambda: ours.move(columns)},
             rounds=settings.rounds(_ROUNDS),

@@ -11,9 +11,6 @@ from asyncflow.lifeline import die_with_parent
 PRELOAD = ["torch", "torch.distributed", "tq.client", "tq.dataloader", "tq.local", "xxhash"]
 _END_TIMEOUT_S = 10.0
 
-# PyTorch looks up the name of every peer of a TCPStore; a resolver that does not answer would cost 5 s each time.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 
 class Child:
     """Runs `target(pipe, *arguments)` in a process of its own."""

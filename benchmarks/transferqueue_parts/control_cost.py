@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def run(settings: Settings) -> Result:
     settings.say(f"control: {few * 1e6:.0f} us with {_SIZES[0]} rows, {many * 1e6:.0f} us with {_SIZES[1]}")
     details: dict[str, Any] = {"state_s": {size: _report(times) for size, times in pure.items()}}
     sizes = (_SIZES[0], 50_000) if settings.quick else _SIZES
-    service = _service_s(sizes)
+    service = _service_s(sizes, settings.directory)
     small, large = (statistics.median(service[size]) for size in sizes)
     settings.say(
         f"control: through the service {small * 1e6:.0f} us with {sizes[0]}, {large * 1e6:.0f} with {sizes[1]}"
@@ -79,10 +80,10 @@ def _puts(first: int, number: int) -> Iterator[RowsCreated]:
         yield RowsCreated("storage-0", start // 100_000, rows, rows, ["response"], tokens, 6144 * len(rows))
 
 
-def _service_s(sizes: tuple[int, ...]) -> dict[int, list[float]]:
+def _service_s(sizes: tuple[int, ...], log_dir: Path) -> dict[int, list[float]]:
     times: dict[int, list[float]] = {}
     column = column_of(torch.zeros(_SERVICE_ROWS_PER_PUT, dtype=torch.int32))
-    with OurQueue(("response",)) as ours:
+    with OurQueue(("response",), log_dir) as ours:
         held = 0
         for size in sizes:
             while held < size:

@@ -25,9 +25,7 @@ class JsonProcess:
         """
         self._log = log
         self._name = " ".join(command)
-        # Without it every TCP store that a child opens may wait for a name server that is not there.
-        environment = os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"}
-        environment.pop("PYTHONPATH", None)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=directory, env=environment

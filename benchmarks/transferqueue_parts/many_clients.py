@@ -35,7 +35,10 @@ def run(settings: Settings) -> Result:
     seconds = 2.0 if settings.quick else _SECONDS
     by_units: dict[str, Any] = {}
     for num_units in _UNITS:
-        with OurQueue(COLUMNS, num_units=num_units) as ours, _clients(ours.queue.address) as clients:
+        with (
+            OurQueue(COLUMNS, settings.directory, num_units=num_units) as ours,
+            _clients(ours.queue.address) as clients,
+        ):
             rows, services = _storm(ours, clients, seconds)
         by_units[str(num_units)] = {"rows_per_s": sum(rows) / seconds, "services": services, **_fairness(rows)}
         settings.say(
@@ -117,7 +120,7 @@ def _service_times(settings: Settings) -> ServiceTimes:
     (batch,) = micro_batches(_MICRO_BATCH, _MICRO_BATCH)
     columns = {name: Column(values, lengths) for name, (values, lengths) in batch.columns.items()}
     requests = 200 if settings.quick else 1000
-    with OurQueue(COLUMNS) as ours:
+    with OurQueue(COLUMNS, settings.directory) as ours:
         ours.move(columns)
         times = service_times.measure(
             ours, lambda: ours.client.put_rows(columns), requests=requests, micro_batch=_MICRO_BATCH

@@ -6,6 +6,7 @@ and acked outside the timed part.
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import tq
 from tq.batch import Column, column_of
@@ -21,15 +22,18 @@ _FETCH_S = 60.0
 class OurQueue:
     """Two storage units and a controller in processes of their own; a context manager."""
 
-    def __init__(self, columns: tuple[str, ...], *, num_units: int = 2, config: tq.QueueConfig | None = None) -> None:
+    def __init__(
+        self, columns: tuple[str, ...], log_dir: Path, *, num_units: int = 2, config: tq.QueueConfig | None = None
+    ) -> None:
         """Start it.
 
         Args:
             columns: that the one task reads.
+            log_dir: where services write.
             num_units: storage units.
             config: settings.
         """
-        self.queue = tq.start({TASK: columns}, num_units=num_units, config=config)
+        self.queue = tq.start({TASK: columns}, num_units=num_units, config=config, log_dir=log_dir)
         self.client = self.queue.client("benchmark")
         self._columns = columns
 
@@ -76,10 +80,11 @@ class OurQueue:
 class RowRounds:
     """Rounds of the peer's workload: all micro-batches are put, then fetched and got until all rows came."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, log_dir: Path) -> None:
         self._num_rows = num_rows
-        self._queue = OurQueue(COLUMNS)
-        self._streamed = OurQueue(COLUMNS)
+        self._log_dir = log_dir
+        self._queue = OurQueue(COLUMNS, log_dir)
+        self._streamed = OurQueue(COLUMNS, log_dir)
         self._stream: Iterator[Lease] | None = None
         self._stream_rows = 0
         self._batches: dict[int, list[dict[str, Column]]] = {}
@@ -131,7 +136,7 @@ class RowRounds:
         """A stream reads ahead, so another one beside it would find its rows taken: begin with a new queue."""
         if self._stream is not None:
             self._streamed.close()
-            self._streamed = OurQueue(COLUMNS)
+            self._streamed = OurQueue(COLUMNS, self._log_dir)
 
     def _columns(self, micro_batch: int) -> list[dict[str, Column]]:
         if micro_batch not in self._batches:

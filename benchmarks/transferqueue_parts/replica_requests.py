@@ -26,15 +26,17 @@ _TIMEOUT = timedelta(seconds=60)
 
 def run(settings: Settings) -> Result:
     """Read the same partition both ways; all ranks must see the same rows."""
-    found = {fetch.value: _read(fetch, number) for number, fetch in enumerate(ReplicaFetch)}
+    found = {fetch.value: _read(fetch, settings.directory) for fetch in ReplicaFetch}
     once, each = (found[fetch.value]["requests"] for fetch in (ReplicaFetch.BROADCAST, ReplicaFetch.EACH))
     settings.say(f"replica: {_RANKS} ranks, {_NUM_ROWS} rows: {once} requests with one fetching rank, {each} with all")
     return Result(details={"replica": found})
 
 
-def _read(fetch: ReplicaFetch, number: int) -> dict[str, Any]:
+def _read(fetch: ReplicaFetch, log_dir: Path) -> dict[str, Any]:
     store, port = serve_store(LOOPBACK, _TIMEOUT)
-    with tq.start({TASK: tq.TaskConfig(name=TASK, inputs=COLUMNS, keeps_leases=True)}, num_units=2) as queue:
+    with tq.start(
+        {TASK: tq.TaskConfig(name=TASK, inputs=COLUMNS, keeps_leases=True)}, num_units=2, log_dir=log_dir
+    ) as queue:
         producer = queue.client("producer")
         producer.open_partition(1, _NUM_ROWS)
         for batch in micro_batches(_NUM_ROWS, _MICRO_BATCH):

@@ -144,10 +144,13 @@ class _Storm:
             if kind == "client":
                 self._restart_dead()
                 name = self._random.choice(sorted(self._clients))
+                self._note(name, "killed")
                 self._clients[name].kill()
                 self._clients[name] = self._starters[name]()
             else:
-                self._wait_until_back()
+                if self._killed is not None:
+                    self._wait_until_back()
+                    self._pause.wait(self._random.uniform(0, longest_pause_s))
                 name = self._kill_service("storage-" if kind == "unit" else "controller-")
             if count % 10 == 0 or count == number:
                 say(f"faults: {count} of {number} killed, the last one was {name}")
@@ -177,6 +180,10 @@ class _Storm:
         for child in self._clients.values():
             child.kill()
 
+    def _note(self, name: str, what: str) -> None:
+        with (self._directory / "kills.log").open("a") as log:
+            log.write(f"{time.monotonic():.3f} {name} {what}\n")
+
     def _start(self, target: Callable[..., None], name: str, *arguments: Any) -> Child:
         return Child(target, str(self._queue.address), str(self._directory / f"{name}.ledger"), *arguments)
 
@@ -192,6 +199,7 @@ class _Storm:
         name = self._random.choice(sorted(name for name in pids if name.startswith(prefix)))
         os.kill(pids[name], signal.SIGKILL)
         self._killed = (name, pids[name], time.monotonic())
+        self._note(name, "killed")
         return name
 
     def _wait_until_back(self) -> None:
@@ -206,4 +214,5 @@ class _Storm:
         self._queue.wait_until_up(_BACK_TIMEOUT_S)
         kind = "unit" if name.startswith("storage-") else "controller"
         self.report.back_s.setdefault(kind, []).append(time.monotonic() - when)
+        self._note(name, "back")
         self._killed = None

@@ -13,6 +13,7 @@ confirmed ack or, without any, an open intent.
 """
 
 import os
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     rows: list[int]
     task: str = ""
     token: int = 0
+    at: float = 0.0
+    """Seconds on the host's monotonic clock; for whoever looks for the cause of a fault."""
 
 
 @dataclass
@@ -83,7 +86,8 @@ class LedgerFile:
 
     def write(self, record: Record) -> None:
         """Append one line."""
-        os.write(self._descriptor, msgspec.json.encode(record) + b"\n")
+        line = msgspec.json.encode(msgspec.structs.replace(record, at=time.monotonic()))
+        os.write(self._descriptor, line + b"\n")
 
 
 def read_ledger(path: Path) -> Iterator[Record]:
@@ -92,6 +96,20 @@ def read_ledger(path: Path) -> Iterator[Record]:
         decoder = msgspec.json.Decoder(Record)
         for line in path.read_bytes().splitlines():
             yield decoder.decode(line)
+
+
+def history(directory: Path, row: int) -> list[str]:
+    """Return what happened to a row, in order of time, for whoever looks for the cause of a fault."""
+    found = [
+        (record.at, f"{record.at:.3f} {path.stem}: {record.deed} {record.task} {record.token:x}")
+        for path in directory.glob("*.ledger")
+        for record in read_ledger(path)
+        if row in record.rows
+    ]
+    kills = directory / "kills.log"
+    lines = kills.read_text().splitlines() if kills.exists() else []
+    found += [(float(line.split()[0]), line) for line in lines if "storage-" in line or "controller-" in line]
+    return [line for _, line in sorted(found)]
 
 
 def unfinished_puts(records: Iterable[Record]) -> tuple[list[list[int]], int]:

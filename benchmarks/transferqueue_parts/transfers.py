@@ -23,7 +23,7 @@ def run_offhost(settings: Settings) -> Result:
     torch.set_num_threads(1)
     columns = dense(rows=_ROWS, columns=_COLUMNS)
     config = tq.QueueConfig(shared_memory=False)
-    with GlooPair(num_bytes(columns)) as pair, OurQueue(tuple(columns), config=config) as ours:
+    with GlooPair(num_bytes(columns)) as pair, OurQueue(tuple(columns), settings.directory, config=config) as ours:
         samples = alternate(
             {
                 "raw": lambda: {"put_s": pair.send_s(), "get_s": pair.receive_s()},
@@ -49,7 +49,7 @@ def run_samehost(settings: Settings) -> Result:
 
 def _against_memcpy(settings: Settings, columns: Mapping[str, Column], name: str) -> Result:
     copy = _memcpy(columns)
-    with OurQueue(tuple(columns)) as ours:
+    with OurQueue(tuple(columns), settings.directory) as ours:
         samples = alternate(
             {"raw": lambda: {"put_s": copy(), "get_s": copy()}, "ours": lambda: _checked(ours, columns)},
             rounds=settings.rounds(_ROUNDS),

@@ -15,7 +15,18 @@ from peers import sleeper
 
 import tq
 from asyncflow.errors import ConfigError, PeerRefused, QueueFull, RowsExist, Superseded
-from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+from asyncflow.transport.connection import Connection
+from tq.address import QueueAddress
+from tq.messages import (
+    CONTROLLER_REPLIES,
+    FetchRound,
+    FetchRows,
+    Granted,
+    Heartbeat,
+    Join,
+    NoRows,
+    NoRowsReason,
+)
 
 TASKS = {"score": ("prompt",), "train": ("prompt", "score")}
 FAST = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
@@ -264,3 +275,88 @@ def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tm
 def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
     while not stop.is_set():
         client.put_rows(prompts("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "settings", "message"),
+    [
+        ({}, {}, "at least one task"),
+        ({"score": "prompt"}, {}, r"write \['prompt'\]"),
+        ({"score": tq.TaskConfig(name="judge", inputs=("prompt",))}, {}, "that of 'judge'"),
+        ({"score": tq.TaskConfig(name="score", inputs=("prompt",), policy="fifa")}, {}, "fifa"),
+        ({"score": ["prompt"]}, {"num_units": 0}, "num_storage_units.*too few"),
+        ({"score": ["prompt"]}, {"num_controllers": 0}, "num_controllers.*too few"),
+        ({"score": ["prompt"]}, {"log_dir": Path("/nowhere")}, "/nowhere"),
+    ],
+)
+def test_a_queue_that_cannot_be_is_refused_before_anything_starts(
+    tasks: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tq.start(tasks, **settings)
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "message"),
+    [
+        ({}, {}, "needs columns"),
+        (prompts("a") | {"score": tq.column(["b", "c"])}, {}, "same number of rows"),
+        (prompts("a", "b"), {"rows": []}, "names 0 rows"),
+        (prompts("a", "b"), {"groups": [1]}, "names 1 groups"),
+        (prompts("a"), {"rows": [-1]}, "rows: -1"),
+        (prompts("a"), {"rows": [2**63]}, "rows: 9223372036854775808"),
+        (prompts("a"), {"rows": ["one"]}, "rows: not a whole number"),
+        (prompts("a"), {"partition": -1}, "partition: -1"),
+        (prompts("x" * (2**20 + 1)), {}, "put fewer rows"),
+    ],
+)
+def test_a_put_that_cannot_be_is_refused_here(
+    queue: tq.LocalQueue, columns: dict[str, tq.Column], settings: dict[str, Any], message: str
+) -> None:
+    credentials = QueueAddress.load(queue.address).credentials()
+    client = tq.QueueClient(credentials, "wrong", config=FAST.model_copy(update={"max_message_bytes": 2**20}))
+    with pytest.raises(ConfigError, match=message):
+        client.put_rows(columns, **settings)
+    client.close()
+
+
+def test_rows_and_columns_beside_a_lease_are_refused_and_the_lease_stays(queue: tq.LocalQueue) -> None:
+    client = queue.client("worker")
+    client.put_rows(prompts("a", "b"), partition=10)
+    lease = take(client, "score", 2)
+    one = {"score": tq.column(torch.ones(1))}
+    with pytest.raises(ConfigError, match="not in the lease"):
+        client.put("score", lease, [lease.rows[-1] + 1], one)
+    with pytest.raises(ConfigError, match="not in the lease"):
+        client.ack("score", lease, [lease.rows[-1] + 1])
+    with pytest.raises(ConfigError, match="2 rows are named"):
+        client.put("score", lease, lease.rows, one)
+    with pytest.raises(PeerRefused, match="'scoer'"):
+        client.put("scoer", lease, lease.rows[:1], one)
+    client.put("score", lease, lease.rows, {"score": tq.column(torch.ones(2))})
+    client.clear_partition(10)
+
+
+def test_a_consumer_that_was_silent_for_too_long_hears_that_its_fetch_is_over(queue: tq.LocalQueue) -> None:
+    """Else it would wait, once it goes on, for an answer that nobody owes it any more."""
+    address = QueueAddress.load(queue.address)
+    connection = Connection(address.credentials(), "controller-0", "silent", CONTROLLER_REPLIES)
+    connection.call(Join("silent@1", []), timeout_s=DEADLINE_S)
+    reply, _ = connection.call(FetchRows("score", "silent@1", 1, 0, 600), timeout_s=DEADLINE_S)
+    assert isinstance(reply, NoRows)
+    assert reply.reason is NoRowsReason.DEADLINE
+    reply, _ = connection.call(Heartbeat("silent@1"), timeout_s=DEADLINE_S)
+    assert not reply.known
+    connection.close()
+
+
+def test_a_consumer_that_never_comes_back_is_waited_for_once(tmp_path: Path) -> None:
+    with tq.start({"score": ["prompt"]}, num_units=1, config=FAST, log_dir=tmp_path) as queue:
+        client = queue.client("me")
+        store = QueueAddress.load(queue.address).credentials().store
+        ghost = "tq/controller-0/owner/ghost@1"
+        store.set(ghost, "1")
+        os.kill(queue.pids()["controller-0"], signal.SIGKILL)
+        client.put_rows(prompts("a"))
+        assert take(client, "score", 1).rows
+        wait_for(lambda: not store.check([ghost]), "end of the ghost")

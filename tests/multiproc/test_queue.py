@@ -14,7 +14,7 @@ from asyncflow.errors import Superseded, TransportError
 from asyncflow.transport.connection import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
 from tq.config import ScheduleConfig, ScheduleMode
-from tq.messages import UNIT_REPLIES, FetchRound, GetUnitStats, Granted, NoRows, NoRowsReason
+from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, FetchRound, GetUnitStats, Granted, NoRows, NoRowsReason
 
 Start = Callable[..., Any]
 SYNC = ScheduleConfig(mode=ScheduleMode.SYNC, max_staleness=0, rollout_batch_size=4, n_samples_per_prompt=2)
@@ -153,7 +153,7 @@ def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> N
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._services._links.open()["controller-0"].close()
+    former._services._links.get("controller-0", CONTROLLER_REPLIES).close()
     granted = heir.fetch("double", num_rows=2)
     assert granted.rows == lost.rows
     outputs = {"doubled": Column.of_scalars(torch.zeros(2, dtype=torch.int64))}
@@ -170,7 +170,7 @@ def test_late_put_to_rows_that_were_freed_is_superseded(queue: Any, connect: Any
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._services._links.open()["controller-0"].close()
+    former._services._links.get("controller-0", CONTROLLER_REPLIES).close()
     granted = heir.fetch("double", num_rows=2)
     heir.ack("double", granted)
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
@@ -183,7 +183,7 @@ def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> N
     client = connect()
     put_source(client, range(2))
     assert client.stats()[0].live_rows == 2
-    for link in client._services._links.open().values():
+    for link in list(client._services._links._links.values()):
         link.close()
     assert client.get(client.fetch("double", num_rows=2), ["x"])["x"].values.tolist() == [0, 0]
 

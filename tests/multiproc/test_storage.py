@@ -15,7 +15,6 @@ from tq.messages import (
     CommitPartitions,
     CutSnapshot,
     Done,
-    DropRows,
     HoldPuts,
     OutputsWritten,
     QuarantineRows,
@@ -50,7 +49,7 @@ def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
     assert read.values.dtype is torch.int64
     done(client.put("train", 5, [0, 1]))
     done(client.put("ref", 4, [0]))
-    with pytest.raises(PeerRefused, match="row 0"):
+    with pytest.raises(Superseded, match="row 0"):
         client.get([0], "prompts")
     assert (stats(client).num_rows, stats(client).num_bytes) == (0, 0)
 
@@ -114,7 +113,7 @@ def test_cleared_partition_is_told_and_its_bytes_return(bench: Bench) -> None:
     assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.QUARANTINED, "ref", 2)
     assert stats(client).num_bytes == 0
     done(client.create([2], {"x": numbers(2)}))
-    assert client.ask(DropRows([2])) == Done()
+    assert client.ask(QuarantineRows("ref", 2, [2])) == Done()
     assert stats(client).num_rows == 0
 
 
@@ -143,10 +142,10 @@ def test_survivors_of_a_large_put_do_not_hold_all_of_it(bench: Bench) -> None:
     rows = Column.of_dense(torch.arange(20 * 10_000.0).reshape(20, 10_000))
     done(client.create(list(range(20)), {"x": rows}))
     held = stats(client).num_bytes
-    client.ask(DropRows(list(range(18))))
+    client.ask(QuarantineRows("ref", 1, list(range(18))))
     until(lambda: stats(client).num_bytes < held / 5)
     assert torch.equal(client.get([19, 18], "x")["x"].values, rows.select([19, 18]).values)
-    client.ask(DropRows([18, 19]))
+    client.ask(QuarantineRows("ref", 1, [18, 19]))
     assert stats(client).num_bytes == 0
 
 

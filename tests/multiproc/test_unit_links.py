@@ -48,7 +48,7 @@ def test_rows_that_one_controller_refuses_are_taken_back_from_the_others(bench: 
     refused(bench.client().create([7, 8], {"x": numbers(1, 2)}), QueueFull, "controller-1: no room")
     for k in (0, 2):
         controllers[k].hears(RowsCreated)
-        assert controllers[k].hears(RowsRemoved) == RowsRemoved("storage-0", 1, [7, 8], RemovalReason.CLEARED)
+        assert controllers[k].hears(RowsRemoved) == RowsRemoved("storage-0", 1, [7, 8], RemovalReason.REFUSED)
     controllers[1].hears(RowsCreated)
     assert controllers[1].heard.empty()
 

@@ -60,7 +60,7 @@ class ControlWorld:
     @property
     def freed(self) -> list[int]:
         """Rows that were created and that every task is done with."""
-        return sorted(self.unit_of.keys() - {row for rows in self.state.known_rows().values() for row in rows})
+        return sorted(self.unit_of.keys() - self.state._book.rows.rows.keys())
 
     def handle(self, event: Event, request: int = 0) -> list[Instruction]:
         """Apply an event and sort what it returns."""

@@ -21,6 +21,7 @@ from tq.control import (
     OwnerGone,
     Recovering,
     RecoveryDeadline,
+    RowsFinished,
     UnitGone,
     UnitLost,
 )
@@ -77,6 +78,9 @@ class FakeUnit:
 
     def start(self) -> None:
         self.rows: dict[int, Stored] = {}
+        self.acks: dict[int, int] = {}
+        self.unsure: dict[int, int] = {}
+        self.announced: list[int] = []
         self.finished: dict[int, list[int]] = {}
         self.outbox: list[Any] = []
         self.owed: list[Fence | FenceAll] = []
@@ -84,7 +88,9 @@ class FakeUnit:
 
     def inventory(self) -> RegisterUnit:
         records = [
-            RowRecords(partition_of(row), [row], [row // SIZE], [SIZE], [1], [1], sorted(it.columns), sorted(it.commits))
+            RowRecords(
+                partition_of(row), [row], [row // SIZE], [SIZE], [1], [1], sorted(it.columns), sorted(it.commits)
+            )
             for row, it in self.rows.items()
         ]
         return RegisterUnit(self.name, str(self.life), records, {p: list(rows) for p, rows in self.finished.items()})
@@ -104,6 +110,8 @@ class FakeUnit:
             new.append(row)
         for row in new:
             self.rows[row].commits[task] = token
+            if task == "train":
+                self.acks[row] = token
             self.rows[row].columns |= OUTPUTS[task]
         if self.connected:
             self.outbox.append(OutputsWritten(self.name, task, token, rows, sorted(OUTPUTS[task]), [1] * len(rows), 1))
@@ -141,6 +149,8 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.starts = 0
+        self.forgetful = False
+        self.durable: dict[int, list[int]] = {}
         self.units = {name: FakeUnit(name) for name in UNITS}
         self.requests = 0
         self.answers: dict[int, Any] = {}
@@ -152,7 +162,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.to_put = list(range(ROWS * len(PARTITIONS) // SIZE))
         self.known: set[int] = set()
         self.lost: list[int] = []
-        self.place = {rank: (PARTITIONS[0], 0) for rank in RANKS}
+        self.place = dict.fromkeys(RANKS, (PARTITIONS[0], 0))
         self.waiting: dict[int, int] = {}
         self.rounds: dict[tuple[int, int], Any] = {}
         self.ends: dict[int, int] = {}
@@ -170,6 +180,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.state = ControlState(TASKS, first_token=(self.starts << 20) + 1, recovering=recovering)
         for partition in PARTITIONS:
             self.apply(OpenPartition(partition, ROWS))
+        for partition, rows in self.durable.items():
+            self.apply(RowsFinished(partition, tuple(rows)))
 
     def apply(self, event: Any, request: int = 0) -> None:
         for instruction in self.state.handle(event, request):
@@ -187,7 +199,7 @@ class QueueMachine(RuleBasedStateMachine):
                         try:
                             self.units[name].commit(instruction.task, instruction.token, list(rows))
                         except Superseded:
-                            assert not self.units[name].connected or name not in self.state.units()
+                            assert name not in self.state.units(), "the unit that has a row does not take its ack"
 
     def ask(self, event: Any) -> Any:
         self.requests += 1
@@ -243,12 +255,20 @@ class QueueMachine(RuleBasedStateMachine):
         for fence in unit.owed:
             unit.fence(fence)
         unit.owed.clear()
+        unit.unsure.clear()
+        unit.announced.clear()
         reply = self.ask(unit.inventory())
+        self.remember()
         assert isinstance(reply, UnitAccepted)
         self.known.update(unit.rows)
         for row in reply.drop:
             unit.rows.pop(row, None)
         unit.learn(reply.commits)
+
+    def remember(self) -> None:
+        """What the shell makes durable when a unit is lost."""
+        for partition, rows in self.state.finished_rows().items():
+            self.durable[partition] = sorted({*self.durable.get(partition, ()), *rows})
 
     def flush(self, name: str) -> None:
         unit = self.units[name]
@@ -301,21 +321,41 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(UNITS), dies=st.booleans())
     def break_channel(self, name: str, dies: bool) -> None:
         unit = self.units[name]
-        if dies:
+        self.forget_outbox(unit)
+        if dies and not self.state.recovering:
             unit.life += 1
-            for event in unit.outbox:
-                if isinstance(event, RowsCreated):  # its producer puts again
-                    self.lost += event.rows
+            self.lost += unit.announced
+            for row, token in unit.acks.items():
+                self.unconfirmed(row, token)
             unit.start()
-        unit.outbox.clear()
         if unit.connected:
             unit.connected = False
             self.apply(UnitGone(name))
+
+    @staticmethod
+    def forget_outbox(unit: FakeUnit) -> None:
+        """What was not delivered is in the next inventory, and not confirmed to anybody before that."""
+        for event in unit.outbox:
+            if isinstance(event, RowsCreated):
+                unit.announced += event.rows
+            elif event.task == "train":
+                unit.unsure.update(dict.fromkeys(event.rows, event.token))
+        unit.outbox.clear()
+
+    def unconfirmed(self, row: int, token: int) -> None:
+        """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
+        known = self.state._book.rows.rows.get(row)
+        for holds in self.holds.values():
+            if token in holds and known is not None and "train" in self.state._book.rows.tasks(known.left):
+                holds[token].rows.append(row)
+                self.trained.discard(row)
+                self.held["train", row] = token
 
     @rule(name=st.sampled_from(UNITS), lost=st.booleans())
     def unit_returns(self, name: str, lost: bool) -> None:
         if lost:
             self.apply(UnitLost(name))
+            self.remember()
         if not self.units[name].connected:
             self.connect(name)
 
@@ -336,7 +376,7 @@ class QueueMachine(RuleBasedStateMachine):
             if not isinstance(reply, NoRows):
                 return
             del self.waiting[rank]
-            assert reply.reason == "partition_done"
+            assert reply.reason == "partition_done", reply
             assert self.ends.setdefault(partition, index) == index, "ranks do not agree on the number of rounds"
             if partition == PARTITIONS[-1]:
                 return
@@ -381,6 +421,7 @@ class QueueMachine(RuleBasedStateMachine):
                 pass
             else:
                 assert row not in self.trained, "a row was trained twice"
+                self.forgetful = True  # only this controller knows of this ack
                 self.trained.add(row)
                 held.rows.remove(row)
                 self.held.pop(("train", row), None)
@@ -404,8 +445,14 @@ class QueueMachine(RuleBasedStateMachine):
         assert not reply.void or self.state.recovering
 
     def holds_of(self, owner: str) -> list[Held]:
-        return [Held(**{name: getattr(held, name) for name in Held.__struct_fields__}) for held in
-                self.holds.get(owner, {}).values() if held.rows or held.round_index >= 0]  # fmt: skip
+        """What a client vouches for: rows whose ack was not confirmed are among them."""
+        holds = []
+        for token, held in self.holds.get(owner, {}).items():
+            unsure = [row for unit in self.units.values() for row, by in unit.unsure.items() if by == token]
+            if held.rows or unsure or held.round_index >= 0:
+                fields = {name: getattr(held, name) for name in Held.__struct_fields__}
+                holds.append(Held(**{**fields, "rows": sorted({*held.rows, *unsure})}))
+        return holds
 
     @rule(name=st.sampled_from(OWNERS), num_rows=st.integers(1, 4), share=st.integers(1, 3))
     def quiet_moment(self, name: str, num_rows: int, share: int) -> None:
@@ -417,13 +464,18 @@ class QueueMachine(RuleBasedStateMachine):
         self.apply(RecoveryDeadline())
         while self.fences:
             self.carry_out(self.fences.pop())
+        for group in self.to_put[:2]:
+            self.announce(self.units[UNITS[group % 2]], sorted(self.to_rows([group])), partition_of(group * SIZE))
+        del self.to_put[:2]
+        for unit in self.units.values():
+            self.flush(unit.name)
         for task in TASKS[:2]:
             self.ask(FetchRows(task.name, self.owner(name), num_rows, 0, 1))
         for rank in RANKS:
             self.fetch_round(rank)
         for owner in (self.owner(name), self.owner("rank0"), self.owner("rank1")):
             for held in list(self.holds.get(owner, {}).values()):
-                self.finish(owner, held, held.rows[: share * len(held.rows) // 3])
+                self.finish(owner, held, held.rows[: -(-share * len(held.rows) // 3)])
 
     # Fences and restarts
 
@@ -442,21 +494,20 @@ class QueueMachine(RuleBasedStateMachine):
                 self.units[name].owed.append(fence)
         for (task, row), token in list(self.held.items()):
             if isinstance(fence, FenceAll):
-                void = token < fence.token and token not in fence.alive
+                claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
+                void = token < fence.token and not (token in fence.alive and claimed)
             else:
                 void = token < fence.token and any(row in rows for rows in fence.rows.values())
             if task == fence.task and void:
                 del self.held[task, row]
         self.apply(Fenced(fence.task, fence.token))
 
-    @precondition(lambda self: self.requests > self.requests_at_boot + 12)
+    @precondition(lambda self: self.requests > self.requests_at_boot + 12 and not self.forgetful)
     @rule(owners=st.sets(st.sampled_from((*OWNERS, "rank0", "rank1"))))
     def controller_dies(self, owners: set[str]) -> None:
         """Ranks join again always; of the others, those drawn."""
         for unit in self.units.values():
-            for event in unit.outbox:
-                assert not isinstance(event, RowsCreated) or set(event.rows) <= unit.rows.keys() | set(range(99))
-            unit.outbox.clear()
+            self.forget_outbox(unit)
             unit.connected = False
         self.waiting = {rank: request for rank, request in self.waiting.items() if request in self.answers}
         here = [self.owner(name) for name in self.lives]
@@ -489,7 +540,9 @@ class QueueMachine(RuleBasedStateMachine):
         for number, info in table.partitions.items():
             assert info.num_live == sum(1 for row in table.rows.values() if row.partition == number)
             assert info.num_live + info.num_finished <= ROWS
-            assert sorted(table.numbers(number)) == sorted(n for n, row in table.rows.items() if row.partition == number)
+            assert sorted(table.numbers(number)) == sorted(
+                n for n, row in table.rows.items() if row.partition == number
+            )
         for task in book.tasks.values():
             rows = {number: row for number, row in table.rows.items() if row.left & task.bit}
             assert task.num_left == len(rows)
@@ -503,19 +556,23 @@ class QueueMachine(RuleBasedStateMachine):
                 assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
                 live_done = sum(1 for row in table.rows.values() if row.partition == number and not row.left & task.bit)
                 finished = table.partitions[number].num_finished
-                assert part.num_done == live_done + finished, (task.spec.name, number, part.num_done, live_done, finished)
+                assert part.num_done == live_done + finished, (
+                    task.spec.name,
+                    number,
+                    part.num_done,
+                    live_done,
+                    finished,
+                )
 
     def teardown(self) -> None:
-        """Nothing is lost, nobody starves: when everything is up and somebody does all the work, all rows are trained."""
+        """Nothing is lost, nobody starves: once everything is up and somebody does the work, all rows are trained."""
         if not hasattr(self, "state"):
             return
-        for _ in range(200):
+        for _ in range(100):
             self.settle_everything()
-            if len(self.trained) == ROWS * len(PARTITIONS):
+            if len(self.trained) == ROWS * len(PARTITIONS) and not self.state.stats().live_rows:
                 break
         assert self.trained == set(range(ROWS * len(PARTITIONS))), "rows were lost or starve"
-        for name in UNITS:
-            self.flush(name)
         assert self.state.stats().live_rows == 0
         assert all(not unit.rows for unit in self.units.values())
 
@@ -543,11 +600,15 @@ class QueueMachine(RuleBasedStateMachine):
                 self.finish(self.owner("a"), held, list(held.rows))
         for rank in RANKS:
             self.fetch_round(rank)
+        for name in UNITS:
+            self.flush(name)
 
     def put_missing(self) -> None:
         """The producers put what was never confirmed, or was lost."""
         unit = self.units["u0"]
-        there = {row for one in self.units.values() for row in (*one.rows, *(r for f in one.finished.values() for r in f))}
+        there = {
+            row for one in self.units.values() for row in (*one.rows, *(r for f in one.finished.values() for r in f))
+        }
         lost, self.lost = {*self.lost, *self.to_rows(self.to_put)}, []
         self.to_put = []
         lost |= set(range(ROWS * len(PARTITIONS))) - there - self.trained

@@ -31,3 +31,25 @@ def test_a_silent_owner_is_given_up_once() -> None:
     assert sessions.silent(11.0, 10.0) == ["ref@a"]
     assert sessions.silent(11.0, 10.0) == []
     assert not sessions.heard("ref@a", 12.0)
+
+
+def test_an_owner_that_was_given_up_must_join_though_what_it_fetches_meanwhile_is_watched_over() -> None:
+    sessions = Sessions()
+    sessions.joined(1, "ref@a", 0.0)
+    assert sessions.silent(11.0, 10.0) == ["ref@a"]
+    sessions.asked(1, "ref@a", 12.0)
+    assert not sessions.heard("ref@a", 13.0)
+    assert sessions.ended(1) == (["ref@a"], [])
+    sessions.asked(2, "ref@a", 14.0)
+    assert sessions.silent(25.0, 10.0) == ["ref@a"]
+    sessions.joined(2, "ref@a", 26.0)
+    sessions.asked(2, "ref@a", 27.0)
+    assert sessions.heard("ref@a", 28.0)
+
+
+def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
+    sessions = Sessions()
+    assert not sessions.elsewhere(1, "ref@a")
+    sessions.joined(1, "ref@a", 0.0)
+    assert not sessions.elsewhere(1, "ref@a")
+    assert sessions.elsewhere(2, "ref@a")

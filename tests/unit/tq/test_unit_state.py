@@ -179,10 +179,16 @@ def test_put_that_was_carried_out_before_a_fence_is_still_recognised(unit: World
     assert unit.commit("ref", 4, [0], {"ref": numbers(1)}) is not None
 
 
+def test_unknown_task_is_refused_before_it_leaves_columns_behind(unit: World) -> None:
+    with pytest.raises(PeerRefused, match=r"'reff'.*ref train"):
+        unit.commit("reff", 3, [0], {"ref": numbers(1)})
+    assert unit.commit("ref", 3, [0], {"ref": numbers(1)}) is None
+
+
 def test_fence_concerns_one_task_and_never_moves_back(unit: World) -> None:
     unit.state.fence("ref", 7, [0])
     unit.state.fence("ref", 3, [0])
-    assert unit.commit("rewards", 4, [0], {"rewards": numbers(1)}) is None
+    assert unit.commit("train", 4, [0], {"rewards": numbers(1)}) is None
     with pytest.raises(Superseded):
         unit.commit("ref", 6, [0], {"ref": numbers(1)})
 
@@ -375,7 +381,7 @@ def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: p
 
 
 def test_read_of_what_is_not_there_is_refused(unit: World) -> None:
-    with pytest.raises(PeerRefused, match="row 9"):
+    with pytest.raises(Superseded, match="row 9"):  # whoever reads a lease's rows asks for others
         unit.read([9], "prompts")
     with pytest.raises(PeerRefused, match="'ref' is not written"):
         unit.read([0], "ref")

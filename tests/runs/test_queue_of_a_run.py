@@ -1,0 +1,54 @@
+"""The queue's settings in a run: several controllers, a policy, retention; and `asyncflow status` while it lasts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import command
+
+STATUS = Path(sys.executable).parent / "asyncflow"
+SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0")
+ROLES = ("--roles", "rollout:2,actor:2,ref:1")
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """Ask a live run."""
+    done = subprocess.run([STATUS, "status", run_dir, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    fields: dict[str, Any] = json.loads(done.stdout)
+    return fields
+
+
+def test_status_of_a_live_run_with_two_controllers(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    queue = ("--set", "tq.num_controllers=2", "--set", "tq.policy=token-balanced")
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, *ROLES, *queue, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
+        seen = status(run_dir)
+        process.terminate()
+        assert process.wait(20) == 75
+    served = [[task["task"] for task in controller["tasks"]] for controller in seen["controllers"]]
+    assert sorted(name for names in served for name in names) == ["actor_rollout", "actor_train", "ref_log_probs"]
+    assert all(served)
+    lead = seen["controllers"][0]
+    assert lead["row_limit"] == 8 * 16 * 2
+    assert 0 < lead["live_rows"] <= lead["row_limit"]
+    assert all(unit["wire_channels"] == 0 < unit["shared_channels"] for unit in seen["units"].values())
+    assert {name.partition("-")[0] for name in (rank.partition("/")[0] for rank in seen["ranks"])} == {
+        "actor", "controller", "ref", "rollout", "storage",
+    }  # fmt: skip
+    command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
+
+
+def test_rows_kept_for_a_checkpoint_ask_for_one_and_leave_with_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keep = ("--set", "tq.retain_until_checkpoint=true", "--set", "tq.spill_after_bytes=20000")
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, *keep, cwd=tmp_path) as process:
+        command.wait_until(lambda: any((run_dir / "checkpoints").glob("step_*")), "an early checkpoint")
+        command.wait_until(lambda: command.last_step(run_dir) >= 40, "step 40")
+        held = [unit["num_bytes"] for unit in status(run_dir)["units"].values()]
+        process.terminate()
+        assert process.wait(20) == 75
+    assert max(held) < 400_000, "rows of all steps are still there"

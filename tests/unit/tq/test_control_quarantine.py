@@ -1,0 +1,145 @@
+"""Groups that a task fails on too often leave the queue; leases that come back; cleared partitions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import PeerRefused
+from tq import TaskSpec
+from tq.control import Quarantined
+
+World = Callable[..., Any]
+REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=2)
+LOOK = TaskSpec("look", frozenset({"x"}))
+TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
+
+
+def fail(world: Any, task: str, num_rows: int = 1) -> Any:
+    granted = world.granted(world.ask(task, num_rows))
+    world.give_back(task, granted)
+    world.confirm_fences()
+    return granted
+
+
+def test_rows_that_are_given_back_are_fenced_and_ready_in_their_old_place(make_world: World) -> None:
+    world = make_world(LOOK)
+    world.create(range(3))
+    granted = world.granted(world.ask("look", 2))
+    world.give_back("look", granted, [0])
+    assert world.granted(world.ask("look", 5)).rows == [2]
+    world.confirm_fences()
+    assert world.granted(world.ask("look", 5)).rows == [0]
+    assert world.task("look").given_back == 1
+    world.write("look", granted, [1])
+    assert world.freed == [1]
+
+
+def test_giving_back_twice_or_what_is_done_changes_nothing(make_world: World) -> None:
+    world = make_world(LOOK, TRAIN)
+    world.create([0])
+    granted = world.granted(world.ask("look"))
+    world.write("look", granted)
+    world.give_back("look", granted)
+    assert world.fences == []
+    with pytest.raises(PeerRefused):
+        world.give_back("lock", granted)
+
+
+def test_group_of_a_row_that_comes_back_too_often_is_withheld_from_every_task(make_world: World) -> None:
+    world = make_world(REF, LOOK)
+    world.create(range(8), size=4)
+    fail(world, "ref")
+    assert world.quarantines == []
+    fail(world, "ref")
+    (quarantine,) = world.quarantines
+    assert (quarantine.task, quarantine.group, quarantine.rows) == ("ref", 0, {"storage-0": (0, 1, 2, 3)})
+    assert world.granted(world.ask("ref", 9)).rows == [4, 5, 6, 7]
+    assert world.granted(world.ask("look", 9)).rows == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("refill", "end"), [(False, "partition_done"), (True, "")])
+def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
+    make_world: World, refill: bool, end: str
+) -> None:
+    world = make_world(REF, TRAIN, refill=refill)
+    world.open(4)
+    world.create(range(4), size=2)
+    shares = [world.granted(world.ask_round("train", 0, rank)) for rank in range(2)]
+    assert [share.rows for share in shares] == [[0], [1]]
+    for _ in range(2):
+        fail(world, "ref")
+    world.remove([0, 1], reason="quarantined", group=0)
+    assert world.quarantined == [Quarantined(1, 0, 2)]
+    assert world.state.stats().quarantined_groups == 1
+    rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
+    assert [share.rows for share in rest] == [[2], [3]]
+    assert rest[0].last is not refill
+    last = world.ask_round("train", 2, 0)
+    if not refill:
+        assert world.refused(last) == end
+        return
+    assert last not in world.answers
+    world.put([8, 9], size=2)
+    assert world.granted(last).rows == [8]
+
+
+def test_group_in_quarantine_is_reported_once_however_its_rows_are_spread(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0], "storage-0", size=2, group_size=2)
+    world.put([1], "storage-1", size=2, group_size=2)
+    for _ in range(2):
+        fail(world, "ref")
+    world.remove([0], reason="quarantined", group=0)
+    world.remove([1], reason="quarantined", group=0)
+    assert world.quarantined == [Quarantined(1, 0, 2)]
+    assert world.state.stats().live_rows == 0
+
+
+def test_late_rows_of_a_group_in_quarantine_leave_at_once(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0], size=2, group_size=2)
+    for _ in range(2):
+        fail(world, "ref")
+    world.put([1], size=2, group_size=2)
+    assert world.ask("ref") not in world.answers
+    assert world.quarantines[-1].rows == {"storage-0": (1,)}
+
+
+def test_other_controllers_withhold_a_group_when_its_first_rows_leave(make_world: World) -> None:
+    world = make_world(LOOK, REF, served=["look"])
+    world.put([0], "storage-0", size=2, group_size=2)
+    world.put([1], "storage-1", size=2, group_size=2)
+    world.remove([0], reason="quarantined", group=0)
+    assert world.ask("look") not in world.answers
+
+
+def test_deliveries_that_failed_before_a_restart_count(make_world: World) -> None:
+    world = make_world(REF)
+    world.register("storage-0", [0], deliveries={"ref": [1]})
+    fail(world, "ref")
+    assert [quarantine.group for quarantine in world.quarantines] == [0]
+
+
+def test_cleared_partition_is_over_for_whoever_waits_for_it(make_world: World) -> None:
+    world = make_world(TRAIN, LOOK)
+    world.open(9)
+    world.create(range(3))
+    lease = world.granted(world.ask("look", 3))
+    waiting = world.ask_round("train", 0, 0, num_rows=8)
+    world.remove(range(3))
+    assert world.refused(waiting) == "partition_done"
+    assert world.refused(world.ask_round("train", 0, 1, num_rows=8)) == "partition_done"
+    world.write("look", lease)
+    assert (world.state.stats().live_rows, world.task("look").done) == (0, 0)
+
+
+def test_partition_that_was_cleared_may_be_filled_again(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.open(1)
+    world.put([0])
+    world.remove([0])
+    world.open(1)
+    world.put([1])
+    assert world.granted(world.ask_round("train", 0, 0)).rows == [1]
+    assert world.granted(world.ask_round("train", 0, 1)).rows == []

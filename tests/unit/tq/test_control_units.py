@@ -1,0 +1,246 @@
+"""Storage units in the control state: they register, vanish, come back, start empty; lost rows are put again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from tq import TaskSpec
+from tq.control import Fenced, OwnerGone, UnitGone, UnitLost
+from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
+
+World = Callable[..., Any]
+REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))
+LOOK = TaskSpec("look", frozenset({"x"}))
+TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
+
+
+def lose(world: Any, unit: str) -> None:
+    world.handle(UnitGone(unit))
+    world.handle(UnitLost(unit))
+
+
+def test_rows_of_a_unit_that_is_away_are_not_handed_out_until_it_is_back(make_world: World) -> None:
+    world = make_world(REF)
+    world.register("storage-0", [0, 1], incarnation="a")
+    world.handle(UnitGone("storage-0"))
+    request = world.ask("ref", 2)
+    assert request not in world.answers
+    assert world.state.units() == {}
+    world.register("storage-0", [0, 1], incarnation="a")
+    assert world.granted(request).rows == [0, 1]
+    assert list(world.state.units()) == ["storage-0"]
+
+
+def test_commit_whose_notification_was_lost_is_learnt_from_the_inventory(make_world: World) -> None:
+    world = make_world(REF, LOOK)
+    world.register("storage-0", [0], incarnation="a")
+    world.granted(world.ask("ref"))
+    world.handle(UnitGone("storage-0"))
+    world.register("storage-0", [0], incarnation="a", columns=["x", "ref"], done=["ref"])
+    assert (world.task("ref").leased, world.task("ref").done) == (0, 1)
+
+
+def test_row_that_was_finished_while_the_channel_was_down_counts_once(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.open(2)
+    world.register("storage-0", [0, 1], incarnation="a")
+    world.granted(world.ask("train", 2))
+    world.handle(UnitGone("storage-0"))
+    for _ in range(2):
+        world.register("storage-0", [1], incarnation="a", finished=[0])
+    assert (world.task("train").done, world.state.stats().live_rows) == (1, 1)
+
+
+def test_row_that_was_cleared_while_the_channel_was_down_is_gone(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.register("storage-0", [0, 1], incarnation="a")
+    world.handle(UnitGone("storage-0"))
+    world.register("storage-0", [1], incarnation="a")
+    assert world.granted(world.ask("train", 5)).rows == [1]
+    assert world.state.stats().live_rows == 1
+
+
+@pytest.mark.parametrize("returns_empty", [False, True])
+def test_lost_rows_are_reported_and_served_again_once_they_are_put_again(
+    make_world: World, returns_empty: bool
+) -> None:
+    world = make_world(REF, LOOK)
+    world.register("storage-0", [4, 5], incarnation="a")
+    watch = world.watch()
+    world.granted(world.ask("look", 2))
+    assert watch not in world.answers
+    if returns_empty:
+        world.register("storage-0", incarnation="b")
+    else:
+        lose(world, "storage-0")
+    lost = world.answers[watch]
+    assert isinstance(lost, LostRows)
+    assert (lost.rows, lost.groups, lost.partitions) == ([4, 5], [4, 5], [1, 1])
+    assert world.lost == [4, 5]
+    assert world.state.stats().lost_rows == 2
+    request = world.ask("ref", 2)
+    world.put([4, 5], "storage-1")
+    assert world.granted(request).units == ["storage-1", "storage-1"]
+    assert world.state.stats().lost_rows == 0
+    later = world.watch(lost.sequence)
+    assert later not in world.answers
+
+
+def test_a_task_stays_done_with_a_lost_row_only_if_its_outputs_are_put_again(make_world: World) -> None:
+    world = make_world(REF, LOOK, TRAIN)
+    world.put([0])
+    for name in ("ref", "look"):
+        world.write(name, world.granted(world.ask(name)), columns=[name] if name == "ref" else [])
+    lose(world, "storage-0")
+    accepted = world.answers[world.put([0], "storage-1")]
+    assert isinstance(accepted, RowsAccepted) and accepted.commits == {"look": [0]}
+    assert world.granted(world.ask("ref")).rows == [0]
+    assert world.ask("look") not in world.answers
+
+
+def test_outputs_that_are_put_again_keep_their_task_done(make_world: World) -> None:
+    world = make_world(REF, LOOK)
+    world.put([0])
+    world.write("ref", world.granted(world.ask("ref")), columns=["ref"])
+    lose(world, "storage-0")
+    accepted = world.answers[world.put([0], "storage-1", columns=["x", "ref"])]
+    assert accepted.commits == {"ref": [0]}
+    assert world.ask("ref") not in world.answers
+
+
+def test_rows_that_only_a_trainer_needs_and_holds_are_not_asked_for(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.open(2)
+    world.put([0, 1])
+    granted = world.granted(world.ask("train", 1, owner="trainer"))
+    lose(world, "storage-0")
+    assert world.lost == [1]
+    world.ack_lost("train", granted, "trainer")
+    assert (world.state.stats().live_rows, world.task("train").done) == (1, 1)
+    world.ack_lost("train", granted, "trainer")
+    assert world.task("train").done == 1
+
+
+def test_ack_of_a_consumer_that_has_lost_rows_in_hand_counts_until_they_are_put_again(make_world: World) -> None:
+    world = make_world(LOOK)
+    world.put([0, 1])
+    first, second = world.granted(world.ask("look")), world.granted(world.ask("look"))
+    with pytest.raises(PeerRefused, match="row 0 is not lost: storage-0"):
+        world.ack_lost("look", first)
+    lose(world, "storage-0")
+    world.ack_lost("look", first)
+    world.put([1], "storage-1")
+    with pytest.raises(Superseded):
+        world.ack_lost("look", second)
+    assert world.ask("look") not in world.answers, "the void lease is not fenced yet"
+    world.confirm_fences()
+    assert world.task("look").leased == 1
+
+
+def test_trainer_keeps_a_row_that_was_put_again_and_its_ack_is_passed_on(make_world: World) -> None:
+    world = make_world(REF, TRAIN)
+    world.put([0])
+    granted = world.granted(world.ask("train", owner="trainer"))
+    lose(world, "storage-0")
+    world.put([0], "storage-1")
+    assert world.ask("train") not in world.answers
+    world.ack_lost("train", granted, "trainer")
+    assert [commit.rows for commit in world.commits] == [{"storage-1": (0,)}]
+    world.write("ref", world.granted(world.ask("ref")), columns=["ref"])
+    assert world.freed == [0]
+
+
+def test_ack_is_taken_over_by_a_controller_that_does_not_serve_the_task(make_world: World) -> None:
+    world = make_world(REF, TRAIN, served=["ref"])
+    world.put([0])
+    lose(world, "storage-0")
+    world.handle(AckLost("train", "trainer", 77, [0]))
+    accepted = world.answers[world.put([0], "storage-1")]
+    assert accepted.commits == {"train": [0]}
+
+
+def test_row_that_was_finished_though_it_was_reported_lost_is_not_worked_on_again(make_world: World) -> None:
+    world = make_world(LOOK)
+    world.put([0])
+    granted = world.granted(world.ask("look"))
+    lose(world, "storage-0")
+    world.ack_lost("look", granted)
+    accepted = world.answers[world.put([0], "storage-1")]
+    assert accepted.commits == {"look": [0]}
+    assert world.ask("look") not in world.answers
+
+
+def test_unit_that_returns_after_it_was_given_up_brings_its_rows_with_their_outputs(make_world: World) -> None:
+    world = make_world(REF, LOOK)
+    world.register("storage-0", [0], incarnation="a")
+    world.write("ref", world.granted(world.ask("ref")), columns=["ref"])
+    lose(world, "storage-0")
+    world.register("storage-0", [0], incarnation="a", columns=["x", "ref"], done=["ref"])
+    assert world.ask("ref") not in world.answers
+    assert world.granted(world.ask("look")).units == ["storage-0"]
+
+
+def test_returning_unit_drops_rows_that_live_elsewhere_now(make_world: World) -> None:
+    world = make_world(REF)
+    world.register("storage-0", [0], incarnation="a")
+    lose(world, "storage-0")
+    world.put([0], "storage-1")
+    assert world.register("storage-0", [0], incarnation="a").drop == [0]
+    assert world.granted(world.ask("ref")).units == ["storage-1"]
+
+
+def test_row_that_another_unit_has_is_refused_and_the_same_unit_may_repeat_itself(make_world: World) -> None:
+    world = make_world(REF)
+    world.register("storage-0", [0], incarnation="a")
+    assert isinstance(world.answers[world.put([0], "storage-0")], RowsAccepted)
+    with pytest.raises(RowsExist):
+        world.put([0], "storage-1")
+    assert world.state.stats().live_rows == 1
+
+
+def test_late_notification_of_a_lost_unit_changes_nothing(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0])
+    granted = world.granted(world.ask("ref"))
+    lose(world, "storage-0")
+    world.put([0], "storage-1")
+    world.handle(OutputsWritten("storage-0", "ref", granted.token, [0], ["ref"], [1], 0))
+    assert world.task("ref").done == 0
+
+
+def test_rows_of_a_dead_owner_that_are_lost_meanwhile_are_fenced_where_they_are_put_again(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0])
+    world.granted(world.ask("ref", owner="dead"))
+    world.handle(OwnerGone("dead"))
+    lose(world, "storage-0")
+    world.confirm_fences()
+    world.put([0], "storage-1")
+    (fence,) = world.fences
+    assert fence.rows == {"storage-1": (0,)}
+    assert world.task("ref").ready == 0
+    world.handle(Fenced("ref", fence.token))
+    assert world.granted(world.ask("ref")).rows == [0]
+
+
+def test_unit_that_is_up_is_not_lost_by_an_old_timer(make_world: World) -> None:
+    world = make_world(REF)
+    world.register("storage-0", [0], incarnation="a")
+    world.handle(UnitLost("storage-0"))
+    assert world.granted(world.ask("ref")).rows == [0]
+
+
+def test_share_that_nobody_came_for_waits_for_its_lost_rows(make_world: World) -> None:
+    world = make_world(TRAIN)
+    world.open(2)
+    world.put([0], "storage-0")
+    world.put([1], "storage-1")
+    assert world.granted(world.ask_round("train", 0, 0)).rows == [0]
+    lose(world, "storage-1")
+    request = world.ask_round("train", 0, 1)
+    assert request not in world.answers
+    assert world.lost == [1]
+    world.put([1], "storage-0")
+    assert world.granted(request).rows == [1]
