@@ -161,7 +161,7 @@ class ControlState:
         return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
 
     def known_rows(self) -> dict[int, list[int]]:
-        """Return partition -> rows that are somewhere, or finished in a declared partition; what is absent was not put."""
+        """Return partition -> rows that are somewhere, or finished in a declared partition."""
         known = {number: list(info.finished) for number, info in self._book.rows.partitions.items()}
         for number, row in self._book.rows.rows.items():
             known.setdefault(row.partition, []).append(number)
@@ -170,7 +170,7 @@ class ControlState:
     def finished_rows(self) -> dict[int, list[int]]:
         """Return partition -> finished rows of declared partitions that are not over.
 
-        Units remember them, too, but not beyond their death: after a loss the shell makes this durable, so that a
+        Units remember them, too, but not beyond their death: after `UnitGone` the shell makes this durable, so that a
         later incarnation (`RowsFinished`) still counts right.
         """
         partitions = self._book.rows.partitions

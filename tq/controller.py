@@ -13,7 +13,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
@@ -40,6 +40,7 @@ from tq.control import (
     Quarantined,
     Recovering,
     RecoveryDeadline,
+    RowsFinished,
     UnitGone,
     UnitLost,
 )
@@ -147,6 +148,8 @@ class ControllerService:
         )
         for partition, num_rows in self._mark.partitions.items():
             self._state.handle(OpenPartition(partition, num_rows))
+        for partition, rows in self._mark.finished.items():
+            self._state.handle(RowsFinished(partition, tuple(rows)))
         if self._mark.stopped:
             self._state.handle(Stop())
         self._chores = UnitChores(credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply)
@@ -194,9 +197,13 @@ class ControllerService:
             for unit in units:
                 answers += self._handle(UnitGone(unit))
                 self._set_timer(self._config.unit_grace_s, UnitLost(unit))
+            finished = self._state.finished_rows() if units else {}
         self._send(answers)
-        if not self._closed:
-            self._forget(owners)
+        if self._closed:
+            return
+        if finished:
+            self._remember_finished(finished)
+        self._forget(owners)
 
     def handle(self, call: Call) -> None:
         """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
@@ -386,6 +393,14 @@ class ControllerService:
         if self._admitting is None or self._admitting.started or self._state.recovering:
             return
         self._admitting.start(self._state.known_rows() if self._recovered else None)
+
+    def _remember_finished(self, finished: Mapping[int, Collection[int]]) -> None:
+        """A unit went away, and with it what it knew of freed rows: a restarted controller must not wait for them."""
+        with self._mark_lock:
+            for partition, rows in finished.items():
+                known = self._mark.finished.get(partition, [])
+                self._mark.finished[partition] = sorted({*known, *rows})
+            self._durable.save(self._mark)
 
     def _shrink(self, quarantined: Quarantined) -> None:
         """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""

@@ -26,12 +26,14 @@ class Mark(msgspec.Struct):
     Attributes:
         newest_version: newest published weights.
         partitions: number -> rows, the newest ones.
+        finished: partition -> rows that all tasks are done with, as far as units that went away knew.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
+    finished: dict[int, list[int]] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -58,6 +60,7 @@ class DurableMark:
         """Write the facts; returns when the store has them."""
         for partition in sorted(mark.partitions)[:-_KEPT_PARTITIONS]:
             del mark.partitions[partition]
+        mark.finished = {partition: rows for partition, rows in mark.finished.items() if partition in mark.partitions}
         self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def add(self, kind: str, name: str) -> None:

@@ -79,7 +79,12 @@ class Recovery:
     def joined(self, owner: str, holds: list[Held]) -> None:
         """A consumer is back, with its leases."""
         self._owners.discard(owner)
-        self._holds[owner] = holds
+        earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
+        for one in holds:
+            before = earlier.pop((one.task, one.token), None)
+            if before is not None:  # what it acked since may not have arrived
+                one.rows = sorted({*one.rows, *before.rows})
+        self._holds[owner] = [*holds, *earlier.values()]
 
     def defer(self, event: AckLost | GiveBack) -> None:
         """What is told of leases while they are not rebuilt is looked at afterwards.
@@ -98,9 +103,12 @@ class Recovery:
         return later
 
     def gone(self, owner: str) -> None:
-        """A consumer is gone for good."""
+        """A consumer is gone; trainers keep what they hold."""
         self._owners.discard(owner)
-        self._holds.pop(owner, None)
+        holds = self._holds.pop(owner, ())
+        kept = [one for one in holds if one.task in self._book.tasks and self._book.tasks[one.task].spec.keeps_leases]
+        if kept:
+            self._holds[owner] = kept
 
     def rebuild(self) -> None:
         """Nobody else is waited for: restore leases and rounds, and fence all other ones."""

@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 from asyncflow.errors import AsyncFlowError, RoleFailed
 from asyncflow.lifeline import die_with_parent
 from tq.address import QueueAddress
@@ -44,6 +46,7 @@ def serve(address_file: Path, service: str, stop: threading.Event) -> None:
 def main() -> int:
     """Obey SIGTERM and SIGINT."""
     die_with_parent()
+    torch.set_num_threads(1)  # copies of a message are short; OpenMP's threads would spin on the clients' cores
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

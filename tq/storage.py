@@ -235,6 +235,7 @@ class StorageUnit:
                 reason = RemovalReason.QUARANTINED
                 removal = RowsRemoved(self.name, partition, rows, reason, message.task, message.group)
                 self._links.tell(removal, self._timeout_s)
+        self._links.flush()
         self._upkeep.poke()
 
     def _clear(self, message: ClearPartition, call: Call) -> None:
@@ -244,6 +245,7 @@ class StorageUnit:
             told = self._links.tell(removal, self._timeout_s) if rows else {}
         self._upkeep.poke()
         when_all(list(told.values()), partial(self._cleared, call))
+        self._links.flush()
 
     @staticmethod
     def _cleared(call: Call, outcome: Outcome) -> None:

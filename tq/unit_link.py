@@ -94,6 +94,7 @@ class UnitLink:
         self._host = host
         self._lock = lock
         self._work = threading.Condition(lock)
+        self._sending = threading.Lock()
         self._timers = timers
         self._limits = limits
         self._timeout_s = timeout_s
@@ -127,8 +128,25 @@ class UnitLink:
         notice.timer = self._timers.after(timeout_s, partial(self._expire, notice, timeout_s))
         self._notices[notice] = None
         self._outbox.append(notice)
-        self._work.notify()
         return notice.future
+
+    def flush(self, *, here: bool) -> None:
+        """Send what was notified, in order; the unit's lock is not held.
+
+        Args:
+            here: in this thread, which saves waking another one. Not from a thread that receives answers: a controller
+                that reads slowly would block it.
+        """
+        if not here:
+            with self._lock:
+                self._work.notify()
+            return
+        while self._waiting() and self._sending.acquire(blocking=False):  # else the holder looks again
+            try:
+                while self._send_next():
+                    pass
+            finally:
+                self._sending.release()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None) -> "list[Future[Any]]":
         """Return the commits of a task (for some rows, or all) that the controller does not know yet; lock held."""
@@ -226,21 +244,31 @@ class UnitLink:
                 settled += self._pop(notice, refusal)
         complete(settled)
 
+    def _waiting(self) -> bool:
+        with self._lock:
+            return self._connection is not None and bool(self._outbox)
+
     def _send(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             with self._lock:
                 while not self._stopping.is_set() and not (self._connection is not None and self._outbox):
                     self._work.wait()
-                if self._stopping.is_set():
-                    return
-                assert self._connection is not None
-                connection, notice = self._connection, self._outbox.popleft()
-            try:
-                answer = connection.submit(notice.message, timeout_s=self._timeout_s)
-            except TransportError as error:
-                self._answered(notice, error)
-            else:
-                answer.add_done_callback(partial(self._heard, notice))
+            with self._sending:
+                self._send_next()
+
+    def _send_next(self) -> bool:
+        """Send one notice, if there is one; whoever calls holds `_sending`."""
+        with self._lock:
+            if self._stopping.is_set() or self._connection is None or not self._outbox:
+                return False
+            connection, notice = self._connection, self._outbox.popleft()
+        try:
+            answer = connection.submit(notice.message, timeout_s=self._timeout_s)
+        except TransportError as error:
+            self._answered(notice, error)
+        else:
+            answer.add_done_callback(partial(self._heard, notice))
+        return True
 
     def _heard(self, notice: Notice, answer: "Future[Reply]") -> None:
         self._answered(notice, answer.exception() or answer.result()[0])

@@ -69,6 +69,11 @@ class UnitLinks:
             if (everybody or link.counts) and controller not in but
         }
 
+    def flush(self, *, here: bool = True) -> None:
+        """Send what was told; see `UnitLink.flush`."""
+        for link in self._links.values():
+            link.flush(here=here)
+
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
         """Return commits that `asker` does not know yet, or, if it is no controller, any of them; lock held."""
         links = [self._links[asker]] if asker in self._links else list(self._links.values())

@@ -123,6 +123,7 @@ class UnitPuts:
         stored.add_done_callback(partial(_answer, call))
         if repeated is None:
             when_all(list(told.values()), partial(self._conclude, message, told, stored))
+            self._links.flush()
 
     def _conclude(self, message: PutRows, told: Told, stored: "Future[Stored]", outcome: Outcome) -> None:
         """All controllers know the new rows, or one will not have them."""
@@ -140,6 +141,8 @@ class UnitPuts:
                     removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
                     self._links.tell(removal, self._timeout_s, but=refused)
             num_bytes = self._state.books.num_bytes
+        if not isinstance(outcome, list):
+            self._links.flush(here=False)
         self._poke()
         if isinstance(outcome, list):
             stored.set_result(Stored(num_bytes))
@@ -159,6 +162,7 @@ class UnitPuts:
                 told = self._links.tell(self._written(message, block), self._timeout_s)
         self._poke()
         when_all(list(told.values()), partial(self._confirm, call))
+        self._links.flush()
 
     def _confirm(self, call: Call, outcome: Outcome) -> None:
         if isinstance(outcome, list):

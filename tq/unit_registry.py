@@ -7,6 +7,7 @@ another life           it started empty: what is not in the inventory is lost
 
 from collections.abc import Iterator
 
+from tq.control_events import Commit
 from tq.live_rows import LiveRow, UnitInfo
 from tq.messages import RegisterUnit, UnitAccepted
 from tq.row_book import RowBook
@@ -59,6 +60,14 @@ class UnitRegistry:
         for task in self._book.tasks.values():
             task.finished_before(partition, len(new))
 
+    def _finish(self, number: int, *, here: bool) -> None:
+        """All tasks were done with a row; if another unit has it again since, that one is told (`here` False)."""
+        book = self._book
+        for name in book.rows.tasks(book.rows.rows[number].left):
+            if not here and name in book.tasks:
+                book.out.append(Commit(name, "", book.token(), book.rows.by_unit([number])))
+            book.settle(name, [number])
+
     def _unit(self, event: RegisterUnit) -> tuple[UnitInfo, UnitInfo | None]:
         """Return this life of the unit, and the same life if it was given up before."""
         units = self._book.rows.units
@@ -110,12 +119,9 @@ class UnitRegistry:
         first_time = (event.unit, event.incarnation) not in self._lives
         self._lives.add((event.unit, event.incarnation))
         for partition, rows in event.finished.items():
-            known = [
-                number for number in rows if number in table and (table[number].unit in lives or _lost(table[number]))
-            ]
+            known = [number for number in rows if number in table]
             for number in known:
-                for name in book.rows.tasks(table[number].left):
-                    book.settle(name, [number])
+                self._finish(number, here=table[number].unit in lives or table[number].unit.lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
         for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
@@ -125,10 +131,6 @@ class UnitRegistry:
                 book.quarantines.remove([number])
             else:
                 book.remove(number)
-
-
-def _lost(row: LiveRow) -> bool:
-    return row.unit.lost
 
 
 def _same(one: UnitInfo, other: UnitInfo) -> bool:

@@ -12,9 +12,9 @@ passed deadline means: drop the channel, open another.
       |-- goodbye ------------------------->|   close(): the peer's receive ends and answers goodbye
       X  abort                              X   both ends' operations fail at once, whatever they wait for
 
-Between processes of one host frames go through pipes, see `pipes`. Over Gloo they have their own tag, and their receives
-are posted ahead: a frame never waits behind a payload, and neither for a peer that does not read, as long as receives
-are posted (`expect`).
+Between processes of one host frames go through pipes, see `pipes`. Over Gloo they have their own tag, and their
+receives are posted ahead: a frame never waits behind a payload, and neither for a peer that does not read, as long as
+receives are posted (`expect`).
 """
 
 import contextlib
@@ -132,6 +132,11 @@ class Channel:
         except (TransportError, *UNREADABLE) as error:
             self.abort()
             raise TransportError(f"channel to {peer}: no proper hello ({error})") from error
+
+    @property
+    def pipes(self) -> Pipes | None:
+        """What carries frames on one host: there, a reader may wait with a deadline. None: Gloo, where it may not."""
+        return self._sharing.pipes
 
     @property
     def shared(self) -> bool:
@@ -252,6 +257,8 @@ class Channel:
             self._put_frame(timeout_s)
             if frame.kind is FrameKind.GOODBYE:
                 self._broken = True
+                if self._sharing.pipes is not None:
+                    self._sharing.pipes.close_out()  # the peer sees the end even if it does not read
 
     def _put_frame(self, timeout_s: float | None) -> None:
         pipes = self._sharing.pipes if self._met else None

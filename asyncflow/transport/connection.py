@@ -15,6 +15,7 @@ from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
 from asyncflow.transport.payload import Payload
+from asyncflow.transport.reading_turns import ReadingTurns
 from asyncflow.transport.replies import Refused, refusal
 
 Reply = tuple[Any, Tensor]
@@ -56,6 +57,7 @@ class Connection:
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}
         self._closed = threading.Event()
+        self._turns = None if self._channel.pipes is None else ReadingTurns(self._channel.pipes, self._read_one)
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
         self._thread.start()
 
@@ -73,7 +75,7 @@ class Connection:
             TransportError: the channel is broken.
         """
         request_id = next(self._ids)
-        future: Future[Reply] = Future()
+        future = self._turns.future() if self._turns is not None else Future()
         future.set_running_or_notify_cancel()  # else somebody could cancel it and break the thread that answers
         meta = self._encoder.encode(message)
         with self._lock:
@@ -133,21 +135,29 @@ class Connection:
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _receive(self) -> None:
+        if self._turns is not None:
+            self._turns.stand_by(self._closed.is_set)
+            return
+        while self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        """Take in one message; False when none will follow."""
         try:
-            while True:
-                frame, meta, payload = self._channel.receive()
-                if frame.kind is FrameKind.REQUEST:
-                    raise TransportError(f"channel to {self.service}: a request from the serving side")
-                if frame.kind is FrameKind.GOODBYE:
-                    self._fail("the service closed it", cut=False)
-                    return
-                with self._lock:
-                    future = self._pending.pop(frame.request_id, None)
-                if future is not None:
-                    self._settle(future, meta, payload)
-                del future, payload  # else the last reply's bytes live until the next one
+            frame, meta, payload = self._channel.receive()
+            if frame.kind is FrameKind.REQUEST:
+                raise TransportError(f"channel to {self.service}: a request from the serving side")
+            if frame.kind is FrameKind.GOODBYE:
+                self._fail("the service closed it", cut=False)
+                return False
+            with self._lock:
+                future = self._pending.pop(frame.request_id, None)
+            if future is not None:
+                self._settle(future, meta, payload)
         except TransportError as error:
             self._fail(str(error))
+            return False
+        return True
 
     def _settle(self, future: "Future[Reply]", meta: bytes, payload: Tensor) -> None:
         try:
@@ -168,3 +178,5 @@ class Connection:
             self._channel.abort()
         for future in pending.values():
             future.set_exception(TransportError(f"channel to {self.service}: {reason}"))
+        if self._turns is not None:
+            self._turns.end()

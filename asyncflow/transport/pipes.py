@@ -93,6 +93,19 @@ class Pipes:
                 return
         raise TransportError("closed")
 
+    def readable(self, timeout_s: float) -> bool:
+        """Wait until `receive` would not block; False when the timeout passes. The peer's end counts, too."""
+        poll = select.poll()
+        poll.register(self._in, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def watch(self, other: int) -> None:
+        """Wait for the peer's end, whether or not frames are there, or for the descriptor `other` to be readable."""
+        poll = select.poll()
+        poll.register(self._in, 0)
+        poll.register(other, select.POLLIN)
+        poll.poll()
+
     def receive(self, into: memoryview) -> None:
         """Wait for one frame of exactly this size.
 

@@ -161,7 +161,7 @@ def test_request_to_a_server_that_takes_none_ends_with_its_deadline(here: Echo, 
     assert blocked.wait(20)
     try:
         with pytest.raises(TransportError):
-            for _ in range(100):
+            for _ in range(400):  # more than fit into the pipe
                 futures.append(connection.submit(Ping("more"), timeout_s=0.5))
     finally:
         release.set()

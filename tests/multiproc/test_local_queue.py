@@ -1,5 +1,6 @@
 """A queue of its own, with real service processes: use, recovery from kill -9, several controllers, added units."""
 
+import json
 import os
 import signal
 import stat
@@ -87,7 +88,10 @@ def test_the_address_is_for_this_user_only_and_another_process_may_connect(queue
 
 
 def test_services_listen_on_loopback_only(queue: tq.LocalQueue) -> None:
-    for pid in (os.getpid(), *queue.pids().values()):
+    port = json.loads(queue.address.read_text())["port"]
+    here = [c for c in psutil.Process().net_connections("inet") if c.laddr.port == port and not c.raddr]
+    assert [connection.laddr.ip for connection in here] == ["127.0.0.1"]
+    for pid in queue.pids().values():
         listening = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert all(connection.laddr.ip in ("127.0.0.1", "::1") for connection in listening)
 

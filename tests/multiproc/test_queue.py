@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -255,7 +256,9 @@ def test_loader_raises_when_the_controller_dies_and_raises_again(
     queue: Any, connect: Any, credentials: Credentials
 ) -> None:
     services = queue(DOUBLE, TRAIN)
-    impatient = QueueClient(credentials, "actor/0", config=QUEUE.model_copy(update={"request_timeout_s": 1.0}))
+    impatient = QueueClient(
+        replace(credentials, timeout_s=2.0), "actor/0", config=QUEUE.model_copy(update={"request_timeout_s": 1.0})
+    )
     loader = StreamingDataLoader(impatient, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1)
     loader.next_partition()
     eventually(lambda: connect("observer").stats()[0].tasks[1].parked_requests == 1, "the loader did not ask")

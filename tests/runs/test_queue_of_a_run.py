@@ -15,7 +15,9 @@ ROLES = ("--roles", "rollout:2,actor:2,ref:1")
 
 def status(run_dir: Path) -> dict[str, Any]:
     """Ask a live run."""
-    done = subprocess.run([STATUS, "status", run_dir, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [STATUS, "status", run_dir, "--json"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     fields: dict[str, Any] = json.loads(done.stdout)
     return fields

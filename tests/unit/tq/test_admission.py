@@ -25,7 +25,9 @@ def test_every_group_is_admitted_once_in_order_and_within_the_bound(
 ) -> None:
     last_step = start + num_steps
     state = AdmissionState(schedule(max_staleness, batch, size), version=start, last_step=last_step)
-    version, groups, rows = start, [], []
+    version = start
+    groups: list[int] = []
+    rows: list[int] = []
     for skip in [0, *skips, num_steps]:
         version = min(version + skip, last_step)
         state.published(version)
@@ -67,3 +69,58 @@ def test_nothing_is_admitted_beyond_the_last_step() -> None:
     assert state.admissible() == [1]
     state.published(1)
     assert state.admissible() == []
+
+
+def test_group_in_quarantine_is_replaced_in_its_step_and_later_steps_go_on_behind() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
+    assert state.admissible() == [1, 2]
+    refill = state.refill(1, 1)
+    assert refill is not None and (refill.group, refill.step, refill.rows) == (4, 1, (8, 9))
+    assert state.refill(1, 1) is None
+    state.published(1)
+    assert state.admissible() == [3]
+    assert [[group.group for group in state.groups_of(step)] for step in (1, 2, 3)] == [[0, 4], [2, 3], [5, 6]]
+    assert state.admitted_groups == 7
+    assert [state.step_of(group) for group in range(7)] == [1, 1, 2, 2, 1, 3, 3]
+
+
+@given(
+    batch=st.integers(1, 3),
+    staleness=st.integers(0, 2),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=20),
+)
+def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_quarantined(
+    batch: int, staleness: int, events: list[tuple[bool, int]]
+) -> None:
+    state = AdmissionState(schedule(staleness, batch), version=0, last_step=9)
+    version, steps = 0, []
+    for publish, number in events:
+        steps += state.admissible()
+        if publish:
+            version += 1
+            state.published(version)
+        elif state.admitted_groups:
+            group = number % state.admitted_groups
+            state.refill(state.step_of(group), group)
+        state = AdmissionState.from_mark(state.mark(), schedule(staleness, batch), last_step=9)
+    groups = [group for step in steps for group in state.groups_of(step)]
+    assert {group.group for group in groups} | state.quarantined == set(range(state.admitted_groups))
+    assert all(len(state.groups_of(step)) == batch for step in steps)
+    assert all(state.step_of(group.group) == group.step for group in groups)
+
+
+def test_what_is_missing_after_a_restart_is_put_again_row_by_row() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
+    state.admissible()
+    state.refill(1, 0)
+    missing = state.missing({1: [2, 3, 8], 2: [4, 5]})
+    assert [(group.group, group.step, group.rows) for group in missing] == [(4, 1, (9,)), (3, 2, (6, 7))]
+    state.published(1)
+    assert [group.step for group in state.missing({2: [4, 5]})] == [2]
+
+
+def test_lost_rows_are_found_in_their_groups_without_those_in_quarantine() -> None:
+    state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
+    state.admissible()
+    state.refill(1, 1)
+    assert [(group.group, group.rows) for group in state.groups_of_rows([9, 2, 0, 400])] == [(0, (0,)), (4, (9,))]

@@ -176,6 +176,7 @@ class QueueMachine(RuleBasedStateMachine):
     def boot(self, recovering: Recovering | None) -> None:
         self.starts += 1
         self.requests_at_boot = self.requests
+        self.met: set[str] = set()
         self.fences: list[Fence | FenceAll] = []
         self.state = ControlState(TASKS, first_token=(self.starts << 20) + 1, recovering=recovering)
         for partition in PARTITIONS:
@@ -258,6 +259,7 @@ class QueueMachine(RuleBasedStateMachine):
         unit.unsure.clear()
         unit.announced.clear()
         reply = self.ask(unit.inventory())
+        self.met.add(name)
         self.remember()
         assert isinstance(reply, UnitAccepted)
         self.known.update(unit.rows)
@@ -266,7 +268,7 @@ class QueueMachine(RuleBasedStateMachine):
         unit.learn(reply.commits)
 
     def remember(self) -> None:
-        """What the shell makes durable when a unit is lost."""
+        """What the shell makes durable when a unit goes."""
         for partition, rows in self.state.finished_rows().items():
             self.durable[partition] = sorted({*self.durable.get(partition, ()), *rows})
 
@@ -322,7 +324,7 @@ class QueueMachine(RuleBasedStateMachine):
     def break_channel(self, name: str, dies: bool) -> None:
         unit = self.units[name]
         self.forget_outbox(unit)
-        if dies and not self.state.recovering:
+        if dies and name in self.met:  # else two services died at once, with what only they knew
             unit.life += 1
             self.lost += unit.announced
             for row, token in unit.acks.items():
@@ -331,6 +333,7 @@ class QueueMachine(RuleBasedStateMachine):
         if unit.connected:
             unit.connected = False
             self.apply(UnitGone(name))
+            self.remember()
 
     @staticmethod
     def forget_outbox(unit: FakeUnit) -> None:
