@@ -56,7 +56,7 @@ class Call:
     def reply(self, message: Any, payload: Payload | None = None) -> None:
         """Answer; a client that is gone is not an error here (its session ends on its own).
 
-        A client that does not read delays only payloads that go over the wire; when that takes too long, it is given up.
+        A client that does not read delays only payloads that go over the wire; in the end it is given up.
         """
         try:
             meta = _ENCODER.encode(message)
