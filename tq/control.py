@@ -258,6 +258,8 @@ class ControlState:
     # Puts
 
     def _create(self, event: RowsCreated, request: int) -> None:
+        for unit in self._book.left_by(event):
+            self._book.lose(unit)
         num_new = self._book.check_new(event)
         if num_new and not event.commits:
             self._room.check(event)

@@ -239,7 +239,7 @@ class _Service:
             code = self._process.wait()
             if not self._ending.is_set():
                 logger.warning("%s ended with code %d; starting it again", self._name, code)
-                early = early + 1 if time.monotonic() - began < _EARLY_S else 0
+                early = early + 1 if code > 0 and time.monotonic() - began < _EARLY_S else 0  # not when killed
                 if early == _MAX_EARLY_ENDS:
                     self.failure = f"{self._name} ended {early} times right after its start, last with code {code}"
                     self._giving_up.set()

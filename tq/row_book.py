@@ -98,6 +98,14 @@ class RowBook:
                 )
         return num_new
 
+    def left_by(self, event: RowsCreated) -> list[UnitInfo]:
+        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
+
+        The put may have reached this controller and not another one, which then could never report the rows as lost.
+        """
+        known = [row.unit for number in event.rows if (row := self.rows.rows.get(number)) is not None]
+        return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
+
     def create(self, event: RowsCreated) -> RowsAccepted:
         """Take new rows, and lost ones that were put again; `check_new` found nothing wrong."""
         unit = self.unit(event.unit)

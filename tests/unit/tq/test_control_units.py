@@ -244,3 +244,16 @@ def test_share_that_nobody_came_for_waits_for_its_lost_rows(make_world: World) -
     assert world.lost == [1]
     world.put([1], "storage-0")
     assert world.granted(request).rows == [1]
+
+
+def test_rows_put_elsewhere_while_their_unit_is_away_move_there(make_world: World) -> None:
+    """Their put may have reached this controller only: refusing it would leave them unknown to the others."""
+    world = make_world(REF)
+    world.register("storage-0", [0, 1], incarnation="a")
+    world.register("storage-1", [], incarnation="a")
+    world.handle(UnitGone("storage-0"))
+    world.put([0], "storage-1")
+    assert world.granted(world.ask("ref", 2)).units == ["storage-1"]
+    reply = world.register("storage-0", [0, 1], incarnation="a")
+    assert reply.drop == [0]
+    assert world.granted(world.ask("ref", 2)).rows == [1]
