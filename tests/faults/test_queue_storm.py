@@ -1,0 +1,14 @@
+"""Random kill -9 during a put/get storm: every row is acked exactly once per task, whoever dies."""
+
+from pathlib import Path
+
+import pytest
+from transferqueue_parts.storm import storm
+
+
+@pytest.mark.parametrize("num_controllers", [1, 2])
+def test_rows_are_acked_exactly_once_though_processes_die(tmp_path: Path, num_controllers: int) -> None:
+    report = storm(tmp_path, kills=10, seed=num_controllers, num_controllers=num_controllers)
+    assert report.faultless, report
+    assert sum(report.kills.values()) == 10
+    assert report.verdict.rows > 100
