@@ -1,6 +1,6 @@
 """A put/get storm in which processes are killed at random: `storm(...)` returns what happened to every row.
 
-Producers and consumers (scoring, looking, training) work on a queue of two units and two controllers. One process at a
+Producers and consumers (scoring, looking, training) work on a queue of two units. One process at a
 time gets SIGKILL: a client, a unit or a controller. `LocalQueue` starts services again, this file the clients. A client
 may be killed at any time, a service only once the one killed before is back.
 
@@ -75,7 +75,7 @@ def storm(
     kills: int,
     seed: int = 0,
     num_units: int = 2,
-    num_controllers: int = 2,
+    num_controllers: int = 1,
     num_producers: int = 2,
     num_consumers: int = 2,
     longest_pause_s: float = 0.5,
