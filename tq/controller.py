@@ -235,13 +235,11 @@ class ControllerService:
 
     def _ask(self, event: FetchRows | FetchRound | WatchLost | RowsCreated, call: Call, *, timeout_s: float) -> None:
         with self._lock:
-            self._next_request += 1
-            request = self._next_request
             task = ""
             if isinstance(event, FetchRows | FetchRound):
                 task = event.task
                 self._sessions.asked(call.session.number, event.owner, time.monotonic())
-            self._calls[request] = _Waiting(call, task, time.monotonic())
+            request = self._keep(call, task)
             try:
                 answers = self._handle(event, request)
             except AsyncFlowError:
@@ -267,9 +265,7 @@ class ControllerService:
                 answers = self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
-            self._next_request += 1
-            self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
-            answers += self._handle(message, self._next_request)
+            answers += self._handle(message, self._keep(call))
         self._send(answers)
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
@@ -277,10 +273,14 @@ class ControllerService:
         self._chores.catch_up(message.unit)
         with self._lock:
             self._sessions.registered(call.session.number, message.unit)
-            self._next_request += 1
-            self._calls[self._next_request] = _Waiting(call, "", time.monotonic())
-            answers = self._handle(message, self._next_request)
+            answers = self._handle(message, self._keep(call))
         self._send(answers)
+
+    def _keep(self, call: Call, task: str = "") -> int:
+        """Keep a call until its `Answer` comes; returns the request's number. The lock is held."""
+        self._next_request += 1
+        self._calls[self._next_request] = _Waiting(call, task, time.monotonic())
+        return self._next_request
 
     def _apply(self, event: Event) -> None:
         with self._lock:
@@ -319,8 +319,10 @@ class ControllerService:
 
     def _set_timer(self, delay_s: float, event: Event) -> None:
         self._next_request += 1
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, self._next_request, event))
-        self._timer_set.notify_all()
+        timer = (time.monotonic() + delay_s, self._next_request, event)
+        heapq.heappush(self._timers, timer)
+        if self._timers[0] is timer:  # else the clock is up in time anyway
+            self._timer_set.notify_all()
 
     def _watch_clock(self) -> None:
         try:

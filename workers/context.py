@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import open_device
 from asyncflow.job import GangSpec, Job, last_words
+from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client import QueueClient
@@ -90,8 +91,7 @@ class WorkerContext:
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store; each thread that may block in it needs its own."""
         timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
-        host, port = self.job.store_host, self.job.store_port
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return connect_store(self.job.store_host, self.job.store_port, timeout)
 
     def group_store(self) -> Store:
         """Return the store for this gang's own process group, new for every attempt: old addresses are never read."""
