@@ -115,7 +115,7 @@ def ask_status(run_dir: Path) -> RunStatus:
 
     from asyncflow.store_server import connect_store
     from asyncflow.transport.handshake import Credentials
-    from tq.client import QueueClient
+    from tq.client.queue_client import QueueClient
 
     job = Job.load(run_dir)
     config = RunConfig.load(run_dir).tq.model_copy(update={"request_timeout_s": _TIMEOUT_S})

@@ -13,20 +13,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tq.async_client import AsyncQueueClient
     from tq.batch import PackedBatch
-    from tq.client import QueueClient
+    from tq.client.async_client import AsyncQueueClient
+    from tq.client.dataloader import StreamingDataLoader
+    from tq.client.lease_stream import stream
+    from tq.client.queue_client import QueueClient
+    from tq.client.replica import Replica
     from tq.columns import Column
     from tq.columns import column_of as column
     from tq.config import QueueConfig, TaskConfig
-    from tq.controller import ControllerService
-    from tq.dataloader import StreamingDataLoader
-    from tq.lease_stream import stream
+    from tq.control.controller import ControllerService
+    from tq.control.task_state import TaskSpec
     from tq.local import LocalQueue, connect
     from tq.local import LocalQueue as start  # noqa: N813
-    from tq.replica import Replica
-    from tq.storage import StorageUnit
-    from tq.task_state import TaskSpec
+    from tq.unit.storage import StorageUnit
 
 __all__ = [
     "AsyncQueueClient",
@@ -48,22 +48,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncQueueClient": "tq.async_client",
+    "AsyncQueueClient": "tq.client.async_client",
     "Column": "tq.columns",
-    "ControllerService": "tq.controller",
+    "ControllerService": "tq.control.controller",
     "LocalQueue": "tq.local",
     "PackedBatch": "tq.batch",
-    "QueueClient": "tq.client",
+    "QueueClient": "tq.client.queue_client",
     "QueueConfig": "tq.config",
-    "Replica": "tq.replica",
-    "StorageUnit": "tq.storage",
-    "StreamingDataLoader": "tq.dataloader",
+    "Replica": "tq.client.replica",
+    "StorageUnit": "tq.unit.storage",
+    "StreamingDataLoader": "tq.client.dataloader",
     "TaskConfig": "tq.config",
-    "TaskSpec": "tq.task_state",
+    "TaskSpec": "tq.control.task_state",
     "column": "tq.columns:column_of",
     "connect": "tq.local",
     "start": "tq.local:LocalQueue",
-    "stream": "tq.lease_stream",
+    "stream": "tq.client.lease_stream",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.config import QueueConfig, TaskConfig
-from tq.task_state import TaskSpec
+from tq.control.task_state import TaskSpec
 
 
 @dataclass(frozen=True)

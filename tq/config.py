@@ -9,7 +9,7 @@ from asyncflow.settings import Settings
 from tq.backends.config import BackendConfig
 
 if TYPE_CHECKING:
-    from tq.task_state import TaskSpec
+    from tq.control.task_state import TaskSpec
 
 
 class ScheduleMode(StrEnum):
@@ -109,8 +109,8 @@ class TaskConfig(Settings):
 
     def spec(self, queue: QueueConfig) -> "TaskSpec":
         """Return it as a controller wants it."""
+        from tq.control.task_state import TaskSpec
         from tq.policies import load_policy
-        from tq.task_state import TaskSpec
 
         deliveries = 0 if self.keeps_leases else queue.max_deliveries
         policy = queue.policy if self.keeps_leases else "fifo"

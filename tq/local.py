@@ -27,7 +27,7 @@ from types import TracebackType
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.store_server import LOOPBACK, serve_store
 from tq.address import QueueAddress
-from tq.client import QueueClient
+from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, TaskConfig
 from tq.directory import Directory
 
@@ -197,7 +197,7 @@ class _Service:
     """One service, started again whenever it dies. The thread that starts it lives as long: see `die_with_parent`."""
 
     def __init__(self, address: Path, name: str, log: Path | None, giving_up: threading.Event) -> None:
-        self._command = [sys.executable, "-P", "-m", "tq.serve", str(address), name]
+        self._command = [sys.executable, "-P", "-m", "tq.service_process", str(address), name]
         self.failure = ""
         """Why it is not started again; "" while it is."""
         self._name = name

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncflow.errors import CheckpointError, TransportError
 from tq.batch import Column
-from tq.snapshot_files import METADATA_KEY, ChunkRecord, checksum, chunk_payload
+from tq.unit.snapshot_files import METADATA_KEY, ChunkRecord, checksum, chunk_payload
 from tq.wire import unpack
 
 MANIFEST = "queue.json"

@@ -15,7 +15,7 @@ from torch.distributed import get_default_backend_for_device
 
 from asyncflow.errors import WeightSyncError
 from tq.batch import Column, PackedBatch
-from tq.dataloader import StreamingDataLoader
+from tq.client.dataloader import StreamingDataLoader
 from weightsync.groups import agree_on_plan, connect_sender
 from weightsync.sender import WeightSender, describe
 from weightsync.version import Version

@@ -23,7 +23,7 @@ from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
-from tq.client import QueueClient
+from tq.client.queue_client import QueueClient
 from workers.config import RunConfig
 
 logger = logging.getLogger(__name__)

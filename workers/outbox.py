@@ -21,7 +21,7 @@ import torch
 
 from asyncflow.errors import Superseded
 from tq.batch import Column, PackedBatch
-from tq.client import QueueClient
+from tq.client.queue_client import QueueClient
 from tq.messages import Granted
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns

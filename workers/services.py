@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from asyncflow.errors import RoleFailed
-from tq.admission import AdmittedGroup
 from tq.batch import Column
-from tq.controller import ControllerService
-from tq.storage import StorageUnit
+from tq.control.admission import AdmittedGroup
+from tq.control.controller import ControllerService
+from tq.unit.storage import StorageUnit
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
 from workers.prompt_dataset import PromptDataset

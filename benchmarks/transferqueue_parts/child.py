@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncflow.lifeline import die_with_parent
 
-PRELOAD = ["torch", "torch.distributed", "tq.client", "tq.dataloader", "tq.local", "xxhash"]
+PRELOAD = ["torch", "torch.distributed", "tq.client.queue_client", "tq.client.dataloader", "tq.local", "xxhash"]
 _END_TIMEOUT_S = 10.0
 
 

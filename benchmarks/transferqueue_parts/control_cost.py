@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tq.batch import column_of
-from tq.control import Answer, ControlState
+from tq.control.state import Answer, ControlState
+from tq.control.task_state import TaskSpec
 from tq.messages import FetchRows, Granted, OutputsWritten, RowsCreated
-from tq.task_state import TaskSpec
 from transferqueue_parts.our_queue import OurQueue
 from transferqueue_parts.part import Result, Settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tq
 from tq.batch import Column, column_of
-from tq.lease_stream import Lease, stream
+from tq.client.lease_stream import Lease, stream
 from tq.messages import Granted
 from transferqueue_parts.workload import checksum, dense_columns, micro_batches
 

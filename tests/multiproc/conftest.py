@@ -71,7 +71,7 @@ def start(store: TCPStore) -> Iterator[Callable[..., Child]]:
     """Return a function that starts `peers.FUNCTION` with arguments."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "tq.dataloader", "tq.controller", "weightsync.sender"]
+        ["torch", "torch.distributed", "tq.client.dataloader", "tq.control.controller", "weightsync.sender"]
     )
     children: list[Child] = []
 

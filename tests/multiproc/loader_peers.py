@@ -12,9 +12,9 @@ from torch.distributed import PrefixStore
 from asyncflow.device import connect_group
 from asyncflow.errors import TransportError
 from tq.batch import Column, PackedBatch
-from tq.dataloader import StreamingDataLoader
+from tq.client.dataloader import StreamingDataLoader
+from tq.client.replica import Replica, ReplicaFetch
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
-from tq.replica import Replica, ReplicaFetch
 
 LARGE = 20_000
 BIG_ID = 2**40

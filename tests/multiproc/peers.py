@@ -11,8 +11,8 @@ from echo_peers import credentials
 import tq
 from asyncflow.errors import Superseded
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
-from tq.admission import AdmittedGroup
 from tq.config import QueueConfig, ScheduleConfig
+from tq.control.admission import AdmittedGroup
 from tq.messages import Granted, NoRowsReason
 from weightsync.groups import Membership, agree_on_plan, connect_receiver, connect_sender, read_plan
 from weightsync.plan import ShardSpec

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import AsyncFlowError
-from tq.control import (
+from tq.control.state import (
     Answer,
     Commit,
     ControlState,
@@ -19,6 +19,7 @@ from tq.control import (
     Quarantine,
     Quarantined,
 )
+from tq.control.task_state import TaskSpec
 from tq.messages import (
     AckLost,
     FetchRound,
@@ -40,7 +41,6 @@ from tq.messages import (
     UnitAccepted,
     WatchLost,
 )
-from tq.task_state import TaskSpec
 
 
 class ControlWorld:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.admission import AdmissionState
 from tq.config import ScheduleConfig, ScheduleMode
+from tq.control.admission import AdmissionState
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncflow.errors import Superseded, TransportError
-from tq.async_client import AsyncQueueClient
 from tq.batch import Column
+from tq.client.async_client import AsyncQueueClient
 from tq.messages import Granted, NoRows
 
 GRANTED = Granted(1, 1, [3], [3], ["storage-0"])

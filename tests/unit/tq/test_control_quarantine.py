@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control import Quarantined
+from tq.control.state import Quarantined
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=2)

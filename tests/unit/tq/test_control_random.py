@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
 from tq import TaskSpec
-from tq.control import (
+from tq.control.state import (
     Answer,
     Commit,
     ControlState,

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control import NEW_ROWS, DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
+from tq.control.state import NEW_ROWS, DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
 from tq.messages import OutputsWritten
 from tq.policies import Fifo, Parcel, TokenBalanced, Want
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control import (
+from tq.control.state import (
     DeadlinePassed,
     FenceAll,
     OwnerGone,

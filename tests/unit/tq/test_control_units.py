@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
 from tq import TaskSpec
-from tq.control import Fenced, OwnerGone, UnitGone, UnitLost
+from tq.control.state import Fenced, OwnerGone, UnitGone, UnitLost
 from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
 
 World = Callable[..., Any]

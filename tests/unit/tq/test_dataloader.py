@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from asyncflow.errors import ConfigError, PeerRefused, ProducersGone, Superseded, TransportError
 from tq.batch import Column, PackedBatch
-from tq.dataloader import ALL_ROWS, StreamingDataLoader
+from tq.client.dataloader import ALL_ROWS, StreamingDataLoader
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
 
 DONE = NoRows(NoRowsReason.PARTITION_DONE, 0)
@@ -67,7 +67,7 @@ def lease(*rows: int, partition: int = 1, round_rows: int = 0) -> Granted:
 def _load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a loader of task `train`; closes it at the end."""
     opened: list[tuple[CannedClient, StreamingDataLoader]] = []
-    monkeypatch.setattr("tq.dataloader._RETRY_S", 0.0)
+    monkeypatch.setattr("tq.client.dataloader._RETRY_S", 0.0)
 
     def load(client: CannedClient, **options: Any) -> StreamingDataLoader:
         options = {"first_partition": 1, "last_partition": 3, "rows_per_round": 2, **options}

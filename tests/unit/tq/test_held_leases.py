@@ -1,6 +1,6 @@
 """What a client remembers of its leases."""
 
-from tq.held_leases import HeldLeases
+from tq.client.held_leases import HeldLeases
 from tq.messages import FetchRound, FetchRows, Granted
 
 

@@ -10,7 +10,7 @@ import torch
 
 from asyncflow.errors import PeerRefused, ProducersGone, Superseded, TransportError
 from tq.batch import Column, PackedBatch
-from tq.lease_stream import LeaseStream, stream
+from tq.client.lease_stream import LeaseStream, stream
 from tq.messages import Granted, NoRows, NoRowsReason
 
 Y = Column.of_scalars(torch.zeros(2, dtype=torch.int64))
@@ -71,7 +71,7 @@ class MemoryClient:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tq.lease_stream._RETRY_S", 0.0)
+    monkeypatch.setattr("tq.client.lease_stream._RETRY_S", 0.0)
     yield
 
 

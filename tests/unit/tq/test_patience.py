@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from asyncflow.errors import ProducersGone, TransportError
+from tq.client.patience import Patience
 from tq.messages import NoRows, NoRowsReason
-from tq.patience import Patience
 
 ALIVE = NoRows(NoRowsReason.DEADLINE, 0, "column y")
 ALONE = NoRows(NoRowsReason.DEADLINE, 0, "column y", producers_alive=False)

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, PrefixStore
 from asyncflow.device import connect_group
 from asyncflow.errors import ProducersGone, Superseded, TransportError
 from tq.batch import Column, PackedBatch
+from tq.client.replica import HEADER_BYTES, Replica, ReplicaFetch, Round
 from tq.messages import Granted, NoRows, NoRowsReason
-from tq.replica import HEADER_BYTES, Replica, ReplicaFetch, Round
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """Who is connected to a controller."""
 
-from tq.sessions import Sessions
+from tq.control.sessions import Sessions
 
 
 def test_a_closed_channel_names_its_owners_and_units() -> None:

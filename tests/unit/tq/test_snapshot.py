@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from asyncflow.errors import CheckpointError, TransportError
-from tq import Column, snapshot_files
+from tq import Column
 from tq.backends.backend import MemoryBackend
-from tq.block import BlockStore
-from tq.row_table import Cut
 from tq.snapshot import MANIFEST, SnapshotChunk, read_manifest, read_snapshot, write_manifest
-from tq.snapshot_files import SnapshotWriter
-from tq.unit_state import UnitState
+from tq.unit import snapshot_files
+from tq.unit.block import BlockStore
+from tq.unit.records import Cut
+from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.state import UnitState
 from tq.wire import describe
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -10,11 +10,11 @@ from asyncflow.transport.payload import Payload, Piece
 from tq import Column
 from tq.backends.backend import MemoryBackend
 from tq.backends.files import FileBackend
-from tq.block import Block, BlockStore
-from tq.inventory import take_inventory
 from tq.messages import RowRecords
-from tq.row_table import Repeated
-from tq.unit_state import UnitState
+from tq.unit.block import Block, BlockStore
+from tq.unit.inventory import take_inventory
+from tq.unit.records import Repeated
+from tq.unit.state import UnitState
 from tq.wire import describe, unpack
 
 BIG = 2**15

@@ -1,0 +1,1 @@
+"""What producers and consumers use: the client, the loader, and what these share."""

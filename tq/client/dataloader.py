@@ -1,0 +1,312 @@
+"""`StreamingDataLoader`: a training rank's rows as an iterable, fetched ahead, one partition (step) after another.
+
+    loader = StreamingDataLoader(client, "actor_train", columns, first_partition=1, last_partition=60, ...)
+    while loader.next_partition():
+        for batch, indices in loader:          # packed, as soon as rows are ready; may be empty in a round
+            ...
+        loader.ack()                           # after the optimizer update
+
+    for rounds in loader.passes(4, seed=7):    # the same rows several times (PPO), in place of the inner loop
+        for batch, indices in rounds: ...
+
+It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it too.
+
+A thread of its own leases and reads ahead, over the partition's end too. In a data-parallel replica rank 0 fetches and
+that thread broadcasts (`tq.client.replica`), so nothing but taking a finished batch happens in the caller's thread.
+"""
+
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
+from torch.utils.data import IterableDataset, get_worker_info
+
+from asyncflow.errors import ConfigError, PeerRefused, TransportError
+from tq.balance import partition as deal
+from tq.balance import split_by_tokens
+from tq.batch import PackedBatch
+from tq.client.patience import Patience
+from tq.client.queue_client import QueueClient
+from tq.client.read_ahead import ReadAhead
+from tq.client.replica import Replica, Round
+from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+
+Rows = tuple[PackedBatch, tuple[int, ...]]
+
+ALL_ROWS = 2**31 - 1
+"""`FetchRound.num_rows` of a loader whose rounds are limited by tokens alone."""
+
+_EMPTY = PackedBatch((), {})
+_RETRY_S = 1.0
+_JOIN_S = 5.0
+_WORKERS = "a StreamingDataLoader reads ahead by itself and cannot move into worker processes; use num_workers=0"
+
+
+class StreamingDataLoader(IterableDataset[Rows]):
+    """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close."""
+
+    def __init__(
+        self,
+        client: QueueClient | None,
+        task: str,
+        columns: Sequence[str],
+        *,
+        first_partition: int,
+        last_partition: int,
+        rows_per_round: int = 0,
+        token_budget: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        replica: Replica | None = None,
+        prefetch: int = 1,
+        timeout_s: float = 60.0,
+        producers_timeout_s: float = 60.0,
+    ) -> None:
+        """Reading ahead starts with the first `next_partition` or iteration.
+
+        Args:
+            client: this rank's access to the queue; None on ranks of a replica that do not fetch.
+            task: the training task.
+            columns: to read. Ranks of a replica that each fetch may read different ones.
+            first_partition, last_partition: the steps, inclusive.
+            rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
+            token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
+            rank, num_ranks: data-parallel rank and their number.
+            replica: the ranks that share this rank's rows; None: this rank alone.
+            prefetch: rounds read ahead.
+            timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
+            producers_timeout_s: error when nobody who writes the missing rows is connected for so long (s); longer
+                than producers take to start. 0: wait for ever.
+
+        Raises:
+            ConfigError: a round has no size.
+        """
+        assert (client is None) == (replica is not None and not replica.fetches)
+        if rows_per_round <= 0 and token_budget <= 0:
+            raise ConfigError(f"loader of {task}: a round has no size; give rows_per_round, token_budget or both")
+        self.round_rows = 0
+        """Most rows of any rank in the current round."""
+        self.stopped = False
+        """The queue was stopped, or the loader closed, before the partition's end."""
+        self.requests = 0
+        """Fetches and reads that this rank sent to controllers and storage units."""
+        self._client = client
+        self._columns = tuple(columns)
+        self._last = last_partition
+        self._partition = first_partition - 1
+        self._request = FetchRound(
+            task, "", first_partition, 0, rows_per_round or ALL_ROWS, rank, num_ranks, timeout_s, token_budget
+        )
+        self._replica = replica
+        self._prefetch = max(1, prefetch)
+        self._patience = Patience(producers_timeout_s=producers_timeout_s, narrates=rank == 0)
+        self._read_to_end = True
+        self._tokens: dict[int, int] = {}
+        self._held: list[Granted] = []
+        self._closing = threading.Event()
+        self._asking = False
+        self._ahead: ReadAhead[Round | NoRows] | None = None
+
+    @property
+    def partition(self) -> int:
+        """The step that is being read, or was read last."""
+        return self._partition
+
+    def next_partition(self) -> int:
+        """Move on to the next step; returns its number, or 0 when the run's last one is over or the queue stopped.
+
+        Raises:
+            ConfigError: the current one has not been read to its end.
+        """
+        if self.stopped or self._partition >= self._last:
+            return 0
+        if not self._read_to_end:
+            raise ConfigError(f"{self._name}: read it to its end before the next one; its other rows would be lost")
+        self._start()
+        self._partition += 1
+        self._read_to_end = False
+        return self._partition
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Yield (packed batch, indices) of this rank's rounds until the partition ends or the queue stops.
+
+        An iteration that was left goes on where it was; after a partition's end the next one begins, whether or not
+        `next_partition` was called.
+
+        Raises:
+            ProducersGone: nobody is left who could write the rows.
+            TransportError: the queue, or another rank of the replica, is gone.
+            ConfigError: this is a worker process of a `torch.utils.data.DataLoader`.
+        """
+        for granted, batch in self._rounds():
+            yield self._yielded(granted, batch)
+
+    def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[Rows]]:
+        """Yield `count` iterations over the current partition: the first one fetches, the others repeat from memory.
+
+        Rounds stay as they were dealt, so that token budgets hold and ranks keep equally many micro-batches.
+
+        Args:
+            count: passes; a stop in the first one ends them all.
+            seed: order of the rounds in later passes, the same on all ranks of the gang; None: as they came.
+        """
+        kept: list[Round] = []
+        yield (self._yielded(*item) for item in self._rounds(kept))
+        for number in range(1, count):
+            if self.stopped:
+                return
+            if seed is not None:
+                random.Random(f"{seed}/{self._partition}/{number}").shuffle(kept)
+            yield (self._yielded(*item) for item in list(kept))
+
+    def micro_batches(self, batch: PackedBatch, *, num_rows: int = 0, token_budget: int = 0) -> list[PackedBatch]:
+        """Split the round that was yielded last by the tokens of its rows.
+
+        Args:
+            batch: of that round, possibly with more columns.
+            num_rows: make as many micro-batches as the gang's fullest rank needs for so many rows each: equally many
+                on all ranks, the last ones empty where rows are short, tokens balanced among the others.
+            token_budget: instead, as few as possible of at most so many tokens (a longer row is alone). Their
+                number differs between ranks; those with fewer have to take part in the others' collectives.
+        """
+        tokens = [self._tokens.get(row, 1) for row in batch.indices]
+        if token_budget:
+            return [batch.select(positions) for positions in split_by_tokens(tokens, token_budget)]
+        assert num_rows > 0, "micro_batches needs num_rows or token_budget"
+        count = -(-self.round_rows // num_rows)
+        filled = min(count, -(-len(batch) // num_rows))
+        parts = deal(tokens, filled, equal_counts=True) if filled else []
+        return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
+
+    def ack(self) -> None:
+        """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again."""
+        while self._held:
+            granted = self._held[0]
+            if granted.rows and self._client is not None and (self._replica is None or self._replica.acks):
+                self._client.ack(self._request.task, granted)
+            self._held.pop(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the partition to begin with. Rows of it that are acked already do not come again."""
+        finished = self._read_to_end and not self._held
+        return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin where `state_dict` was taken.
+
+        Raises:
+            ConfigError: it is of another task, or this loader reads already.
+        """
+        if state.get("task") != self._request.task or not isinstance(state.get("partition"), int):
+            raise ConfigError(f"{self._name}: cannot go on from {dict(state)}; it is not a state of this task's loader")
+        if self._ahead is not None:
+            raise ConfigError(f"{self._name}: load_state_dict comes before the first iteration")
+        self._partition = state["partition"] - 1
+
+    def close(self) -> None:
+        """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
+        self._closing.set()
+        self.stopped = True
+        ahead, replica = self._ahead, self._replica
+        if ahead is None:
+            return
+        ahead.close()
+        if replica is not None and replica.shares and ahead.alive:
+            replica.abort()  # whoever else of the replica still reads gets an error
+        if not self._asking:
+            ahead.join(_JOIN_S)
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError(_WORKERS)
+
+    @property
+    def _name(self) -> str:
+        return f"loader of {self._request.task}, partition {self._partition}"
+
+    def _start(self) -> None:
+        if get_worker_info() is not None:
+            raise ConfigError(_WORKERS)
+        if self._ahead is None and not self._closing.is_set():
+            name = f"prefetch-{self._request.task}"
+            source = self._source(self._partition + 1)
+            self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing)
+
+    def _rounds(self, kept: list[Round] | None = None) -> Iterator[Round]:
+        self._start()
+        if self._read_to_end and not self.next_partition():
+            return
+        while True:
+            item = next(self._ahead, None) if self._ahead is not None else None
+            if not isinstance(item, tuple):
+                self._read_to_end = item is not None and item.reason is NoRowsReason.PARTITION_DONE
+                self.stopped = self.stopped or not self._read_to_end
+                return
+            self._held.append(item[0])
+            if kept is not None:
+                kept.append(item)
+            yield item
+
+    def _yielded(self, granted: Granted, batch: PackedBatch) -> Rows:
+        self.round_rows = granted.round_rows
+        self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
+        return batch, batch.indices
+
+    # In the read-ahead thread
+
+    def _source(self, first: int) -> Iterator[Round | NoRows]:
+        items: Iterable[Round | NoRows]
+        if self._replica is not None and self._replica.shares:
+            items = self._replica.relay(self._answers(first) if self._client is not None else None)
+        else:
+            items = self._answers(first)
+        for item in items:
+            if isinstance(item, tuple) or item.reason is not NoRowsReason.DEADLINE:
+                yield item
+
+    def _answers(self, first: int) -> Iterator[Round | NoRows]:
+        """Yield rounds, partitions' ends, a stop; passed deadlines too, so that a replica notices a dead rank."""
+        assert self._client is not None
+        partition, round_index = first, 0
+        while partition <= self._last and not self._closing.is_set():
+            answer = self._ask(self._client, partition, round_index)
+            if isinstance(answer, Granted):
+                batch = self._read(self._client, answer)
+                if batch is not None:
+                    round_index += 1
+                    yield answer, batch
+                continue
+            if answer.reason is NoRowsReason.DEADLINE:
+                self._patience.waited(answer)
+            yield answer
+            if answer.reason is NoRowsReason.PARTITION_DONE:
+                partition, round_index = partition + 1, 0
+            elif answer.reason is not NoRowsReason.DEADLINE:
+                return
+
+    def _ask(self, client: QueueClient, partition: int, round_index: int) -> Granted | NoRows:
+        request = self._request
+        what = f"{request.task}, rank {request.rank}: round {round_index} of partition {partition}"
+        timeout_s = self._patience.ask(what, request.timeout_s)
+        request = replace(request, partition=partition, round_index=round_index, timeout_s=timeout_s)
+        self.requests += 1
+        self._asking = True
+        try:
+            return client.fetch_round(request)
+        finally:
+            self._asking = False
+
+    def _read(self, client: QueueClient, granted: Granted) -> PackedBatch | None:
+        """Read a lease's rows; None when their unit is gone: the same round is then asked for again."""
+        self.requests += len(set(granted.units))
+        try:
+            batch = client.get(granted, self._columns) if granted.rows else _EMPTY
+        except PeerRefused:
+            raise
+        except TransportError as error:
+            self._patience.unreadable(error)
+            self._closing.wait(_RETRY_S)
+            return None
+        self._patience.served()
+        return batch

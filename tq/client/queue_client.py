@@ -1,0 +1,413 @@
+"""A process's access to the queue: put rows, lease, read, write. Thread-safe; connects to each service on first use.
+
+    client = QueueClient(credentials, "ref-0/0", config=config)
+    granted = client.fetch("ref_log_probs", num_rows=32, timeout_s=60)
+    batch = client.get(granted, ["prompts", "responses"])
+    client.put("ref_log_probs", granted, batch.indices, {"ref_log_probs": column})
+
+A controller that restarts is waited for. A unit that is gone is an error, since its rows are gone, too; but new rows go
+to another one, and acks need no row.
+"""
+
+import contextlib
+import operator
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from asyncflow.errors import ConfigError, PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.payload import Payload
+from tq.batch import Column, PackedBatch
+from tq.client.held_leases import HeldLeases
+from tq.client.queue_snapshot import restore_snapshot, take_snapshot
+from tq.client.services import GRACE_S, QueueServices, expect
+from tq.client.unit_loads import UnitLoads
+from tq.config import QueueConfig
+from tq.messages import (
+    AckLost,
+    ClearPartition,
+    Columns,
+    CommitPartitions,
+    Done,
+    FetchRound,
+    FetchRows,
+    GetColumns,
+    GetQueueStats,
+    GetUnitStats,
+    GiveBack,
+    Granted,
+    LostRows,
+    NoRows,
+    OpenPartition,
+    PublishVersion,
+    PutOutputs,
+    PutRows,
+    QueueStats,
+    Stop,
+    Stored,
+    UnitStats,
+    WatchLost,
+)
+from tq.wire import ColumnHeader, describe, unpack
+
+_MOST = 2**63 - 1
+
+
+class QueueClient:
+    """One consumer or producer. Its leases live as long as its heartbeats."""
+
+    def __init__(
+        self, credentials: Credentials, name: str, *, config: QueueConfig, stop: threading.Event | None = None
+    ) -> None:
+        """Args:
+        credentials: store and secret.
+        name: of this process, for messages; need not be unique.
+        config: limits and deadlines.
+        stop: once set, services that are gone are not waited for.
+        """
+        self._config = config
+        self._held = HeldLeases()
+        self._services = QueueServices(
+            credentials, name, config=config, stop=stop or threading.Event(), held=self._held
+        )
+        self._loads = UnitLoads()
+
+    @property
+    def owner(self) -> str:
+        """This consumer with its incarnation: leases are bound to it."""
+        return self._services.owner
+
+    def close(self) -> None:
+        """Say goodbye everywhere; leases return. Idempotent."""
+        self._services.close()
+
+    # Producing
+
+    def put_rows(
+        self,
+        columns: Mapping[str, Column],
+        *,
+        partition: int = 0,
+        rows: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+        group_size: int = 0,
+        timeout_s: float | None = None,
+        commits: Mapping[str, Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
+        """Create rows with their first columns on the unit that holds least; waits while the queue is full.
+
+        Args:
+            columns: all with the same number of rows.
+            partition: the step that the rows belong to.
+            rows: their global indices; default: new ones from the job store.
+            groups: group ids; default: `group_size` neighbours make one, or each row its own.
+            group_size: rows of each group, over all puts; 0: the groups are complete in this put.
+            timeout_s: how long to wait for room; default `request_timeout_s`.
+            commits: task -> positions of rows that it is done with already (restored ones).
+
+        Returns:
+            The rows' indices.
+
+        Raises:
+            ConfigError: the arguments do not go together; nothing was put.
+            QueueFull: no room within `timeout_s`; says what it waited for.
+            RowsExist: a row exists already.
+            TransportError: no unit took them in time.
+        """
+        timeout_s = timeout_s or self._config.request_timeout_s
+        number = _common_length(columns)
+        _check_numbers("partition", [partition])
+        _check_numbers("group_size", [group_size])
+        for what, given in (("rows", rows), ("groups", groups)):
+            if given is not None and len(given) != number:
+                raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
+            _check_numbers(what, given or ())
+        indices = tuple(rows if rows is not None else self._services.new_rows(number))
+        if groups is None:
+            size = max(1, group_size)
+            groups = [indices[k - k % size] for k in range(number)]
+        marks = {task: list(positions) for task, positions in (commits or {}).items()}
+        headers, payload = self._described(columns)
+
+        def put(unit: str) -> None:
+            connection = self._services.unit(unit)
+            message = PutRows(partition, list(indices), list(groups), headers, group_size, timeout_s, marks)
+            future = connection.submit(message, payload)
+            stored = expect(self._services.answer(future, unit, message, timeout_s + GRACE_S), Stored)
+            self._loads.put(unit, stored.num_bytes)
+
+        self._services.beats.writes(("rows", *columns))
+        self._on_some_unit(put, timeout_s)
+        return indices
+
+    def open_partition(self, partition: int, num_rows: int) -> None:
+        """Declare how many rows a partition will have, so that its end can be known."""
+        self._services.tell_controllers(OpenPartition(partition, num_rows))
+
+    def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
+        """Wait for rows that were lost with a unit: put them again under the same indices.
+
+        Args:
+            after: `sequence` of the last answer; 0 at first.
+            timeout_s: then None; default `request_timeout_s`.
+        """
+        timeout_s = timeout_s or self._config.request_timeout_s
+        reply = self._services.ask(self._services.directory.lead, WatchLost(after, timeout_s), timeout_s)
+        return reply if isinstance(reply, LostRows) else None
+
+    # Consuming
+
+    def fetch(
+        self,
+        task: str,
+        *,
+        num_rows: int,
+        version: int = 0,
+        timeout_s: float | None = None,
+        token_budget: int = 0,
+        replica: str = "",
+        sequence: int = 0,
+    ) -> Granted | NoRows:
+        """Lease ready rows; waits until there are some, the deadline passes, or the queue stops.
+
+        Args:
+            task: whose inputs must be complete.
+            num_rows: at most, but at least one parcel.
+            version: newest weights that this consumer holds (version-gated tasks).
+            timeout_s: default `request_timeout_s`.
+            token_budget, replica, sequence: see `FetchRows`.
+        """
+        timeout_s = timeout_s or self._config.request_timeout_s
+        return self._fetch(
+            FetchRows(task, self.owner, num_rows, version, timeout_s, token_budget, replica, sequence), timeout_s
+        )
+
+    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+        """Lease this rank's share of a round; see `FetchRound`. Asking again for a formed round grants it again."""
+        request.owner = self.owner
+        return self._fetch(request, request.timeout_s)
+
+    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
+        """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
+
+        Raises:
+            Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
+            PeerRefused: a column is not written.
+            TransportError: a unit is gone.
+        """
+        by_unit = _by_unit(granted.units)
+        asked = []
+        for unit, positions in by_unit.items():
+            message = GetColumns([granted.rows[i] for i in positions], list(names))
+            asked.append((unit, message, self._services.unit(unit).submit(message)))
+        parts = []
+        for unit, message, future in asked:
+            reply, payload = self._services.reply(future, unit, message)
+            columns = unpack(expect(reply, Columns).columns, payload)
+            groups = tuple(granted.groups[i] for i in by_unit[unit])
+            parts.append(PackedBatch(tuple(message.rows), columns, groups))
+        joined = PackedBatch.concatenate(parts)
+        if joined.indices == tuple(granted.rows):
+            return joined
+        place = {row: i for i, row in enumerate(joined.indices)}
+        return joined.select([place[row] for row in granted.rows])
+
+    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        """Write all output columns of some rows of a lease; the task is then done with them.
+
+        Args:
+            task: that holds the lease.
+            granted: the lease.
+            rows: some of its rows, in the order of the columns' rows.
+            columns: at least one; see `ack`.
+
+        Raises:
+            Superseded: the lease is void, or the rows were lost; drop the work.
+            TransportError: a unit is gone; putting again is safe.
+        """
+        _check_lease(granted, rows)
+        if _common_length(columns) != len(rows):
+            raise ConfigError(f"{task}: columns of {_common_length(columns)} rows, but {len(rows)} rows are named")
+        self._services.beats.writes(columns)
+        try:
+            self._put_outputs(task, granted, rows, columns)
+        except Superseded:
+            self._held.settled(task, granted.token, rows)  # else a restarted controller would keep them for this client
+            raise
+        self._held.settled(task, granted.token, rows)
+
+    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        """The task is done with rows of a lease without writing anything. Rows lost with their unit are acked too.
+
+        Raises:
+            Superseded: the lease is void.
+            TransportError: neither unit nor controller answer; acking again is safe.
+        """
+        rows = granted.rows if rows is None else rows
+        _check_lease(granted, rows)
+        unit_of = dict(zip(granted.rows, granted.units, strict=True))
+        try:
+            for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
+                part = [rows[i] for i in positions]
+                self._services.patiently(partial(self._ack, task, granted, unit, part))
+        except Superseded:
+            self._held.settled(task, granted.token, rows)
+            raise
+        self._held.settled(task, granted.token, rows)
+
+    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        """Return rows of a lease; somebody else gets them."""
+        rows = granted.rows if rows is None else rows
+        service = self._services.directory.controller_of(task)
+        self._services.ask(service, GiveBack(task, self.owner, granted.token, list(rows)))
+        self._held.settled(task, granted.token, rows)
+
+    def forget(self, task: str, granted: Granted) -> None:
+        """Another reader of this lease (a rank of the same replica) settles it: this client does not vouch for it."""
+        self._held.forget(task, granted.token)
+
+    # The queue as a whole
+
+    def publish_version(self, step: int) -> None:
+        """Announce that weights of `step` exist."""
+        self._services.tell_controllers(PublishVersion(step))
+
+    def stop(self) -> None:
+        """Answer everybody's fetches with `NoRows(stop)` from now on."""
+        self._services.tell_controllers(Stop())
+
+    def clear_partition(self, partition: int) -> None:
+        """Remove all rows of a partition; work on them is superseded."""
+        self._services.tell_units(ClearPartition(partition), Done)
+
+    def commit(self, newest: int) -> None:
+        """A durable checkpoint covers partitions up to and including `newest`: retained rows go."""
+        self._services.tell_units(CommitPartitions(newest), Done)
+
+    def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:
+        """Write all rows of partitions after `after_partition` into a new directory; see `take_snapshot`."""
+        return take_snapshot(
+            self._services, Path(directory), after_partition=after_partition, forget_acks_of=forget_acks_of
+        )
+
+    def restore(self, directory: Path) -> int:
+        """Put the rows of a snapshot; see `restore_snapshot`."""
+        return restore_snapshot(self, Path(directory))
+
+    def checkpoint_wanted(self) -> bool:
+        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon."""
+        limit = self._config.spill_after_bytes
+        return any(unit.retained_bytes > limit for unit in self.unit_stats().values())
+
+    def stats(self) -> list[QueueStats]:
+        """Return what each controller counts, the lead first."""
+        services = self._services
+        return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
+
+    def unit_stats(self) -> dict[str, UnitStats]:
+        """Return what each unit holds."""
+        return self._services.tell_units(GetUnitStats(), UnitStats)
+
+    def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
+        reply = self._services.ask(self._services.directory.controller_of(message.task), message, timeout_s)
+        if isinstance(reply, Granted):
+            self._held.granted(message, reply)
+            return reply
+        return expect(reply, NoRows)
+
+    def _described(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
+        headers, payload = describe(columns, narrow=True)
+        most = self._config.max_message_bytes
+        if payload.num_bytes > most:  # the unit would drop the channel
+            raise ConfigError(f"a put of {payload.num_bytes} bytes, but max_message_bytes is {most}: put fewer rows")
+        return headers, payload
+
+    def _put_outputs(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        unit_of = dict(zip(granted.rows, granted.units, strict=True))
+        by_unit = _by_unit([unit_of[row] for row in rows])
+        sent = []
+        for unit, positions in by_unit.items():
+            whole = len(by_unit) == 1
+            part = {name: column if whole else column.select(positions) for name, column in columns.items()}
+            headers, payload = self._described(part)
+            message = PutOutputs(task, self.owner, granted.token, [rows[i] for i in positions], headers)
+            sent.append((unit, message, self._services.unit(unit).submit(message, payload)))
+        for unit, message, future in sent:
+            self._services.answer(future, unit, message)
+
+    def _ack(self, task: str, granted: Granted, unit: str, rows: list[int]) -> None:
+        """Ack at the unit, or, when it is gone or started empty, at the controller."""
+        message = PutOutputs(task, self.owner, granted.token, rows, [])
+        try:
+            self._services.answer(self._services.unit(unit).submit(message), unit, message)
+        except PeerRefused:
+            raise
+        except TransportError as error:
+            try:
+                self._ack_lost(AckLost(task, self.owner, granted.token, rows))
+            except PeerRefused:  # the rows are not lost: their unit will be back, or gave its reason
+                raise error from None
+
+    def _ack_lost(self, lost: AckLost) -> None:
+        """Ack at the controller that gave the lease; the others must not ask for these rows again."""
+        directory = self._services.directory
+        first = directory.controller_of(lost.task)
+        self._services.call(first, lost)
+        for service in directory.controllers:
+            if service != first:
+                with contextlib.suppress(PeerRefused):  # not lost there yet: the unit's inventory will tell
+                    self._services.call(service, lost)
+
+    def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
+        """Try units, the emptiest first, until one has taken the rows."""
+        services = self._services
+        passed_over: set[str] = set()
+
+        def attempt() -> None:
+            if not services.units():
+                services.beats.beat(services.directory.lead)
+            unit = self._loads.emptiest(services.units(), passed_over)
+            try:
+                put(unit)
+            except RowsExist:
+                if not passed_over:
+                    raise
+                # An earlier attempt got through though its answer did not.
+            except (PeerRefused, Superseded):
+                raise
+            except TransportError:
+                passed_over.add(unit)
+                raise
+
+        services.patiently(attempt, timeout_s)
+
+
+def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
+    by_unit: dict[str, list[int]] = {}
+    for position, unit in enumerate(units):
+        by_unit.setdefault(unit, []).append(position)
+    return by_unit
+
+
+def _common_length(columns: Mapping[str, Column]) -> int:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise ConfigError(f"a put needs columns, all with the same number of rows, not {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _check_numbers(what: str, numbers: Iterable[int]) -> None:
+    try:
+        beyond = [number for number in numbers if not 0 <= operator.index(number) <= _MOST]
+    except TypeError as error:
+        raise ConfigError(f"{what}: not a whole number ({error})") from error
+    if beyond:
+        raise ConfigError(f"{what}: {beyond[0]} is not in 0 .. 2**63 - 1")
+
+
+def _check_lease(granted: Granted, rows: Sequence[int]) -> None:
+    foreign = set(rows).difference(granted.rows)
+    if foreign:
+        raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {granted.token}")

@@ -1,0 +1,85 @@
+"""Snapshot and restore of a whole queue, driven by one client over all units.
+
+    hold every unit ---- cut every unit ---- write files ---- manifest, rename
+    puts wait (milliseconds)   |  traffic goes on
+
+All units are cut while all of them hold, so the snapshot is the queue at one moment. It appears under its name only
+when it is complete. Restoring puts the rows again, spread over however many units there are now.
+"""
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import CheckpointError
+from tq.client.services import QueueServices
+from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
+from tq.snapshot import read_manifest, read_snapshot, write_manifest
+
+if TYPE_CHECKING:
+    from tq.client.queue_client import QueueClient
+
+_HOLD_S = 10.0
+_WRITE_TIMEOUT_S = 3600.0
+
+
+def take_snapshot(
+    services: QueueServices, directory: Path, *, after_partition: int, forget_acks_of: Sequence[str]
+) -> int:
+    """Write the queue's rows into `directory`, which must not exist; all units must see the same file system.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CheckpointError: the directory exists.
+        TransportError: a unit is gone or too slow; nothing is left behind.
+    """
+    if directory.exists():
+        raise CheckpointError(f"queue snapshot: {directory} exists already; choose another directory")
+    beside = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    hold = secrets.token_hex(8)
+    try:
+        services.tell_units(HoldPuts(hold, _HOLD_S), Done)
+        services.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
+        write = WriteSnapshot(hold, str(beside.resolve()))
+        written = services.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S).values()
+        num_rows = sum(part.num_rows for part in written)
+        write_manifest(beside, [file for part in written for file in part.files], num_rows=num_rows)
+        beside.rename(directory)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return num_rows
+
+
+def restore_snapshot(client: "QueueClient", directory: Path) -> int:
+    """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
+
+    Partitions are declared (`open_partition`) by whoever declared them before.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        CheckpointError: the snapshot is incomplete or damaged; nothing was put.
+        RowsExist: the queue has such a row already.
+    """
+    read_manifest(directory)
+    num_rows = 0
+    for chunk in read_snapshot(directory):
+        num_rows += len(
+            client.put_rows(
+                chunk.columns,
+                partition=chunk.partition,
+                rows=chunk.rows,
+                groups=chunk.groups,
+                group_size=chunk.group_size,
+                commits=chunk.commits,
+            )
+        )
+    return num_rows

@@ -1,0 +1,177 @@
+"""How a client reaches the queue's services: which there are, channels to them, joining, heartbeats, patience.
+
+Called by `QueueClient`. It knows who serves what and how long to wait, not what is asked.
+
+A controller that restarts is waited for and joined again; so is any other service, until the caller's deadline.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.transport.connection import Connection, Reply
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from tq.client.heartbeat import Heartbeats
+from tq.client.held_leases import HeldLeases
+from tq.config import QueueConfig
+from tq.directory import Directory, allocate_rows
+from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
+from tq.service_channels import ServiceChannels, await_reply
+
+_BEATS_PER_TIMEOUT = 4
+GRACE_S = 30.0
+"""Beyond a request's own deadline, which the service keeps, so long does a client wait for the answer (s)."""
+_RETRY_S = 0.1
+_LEAST_S = 0.001  # 0 stands for the default
+_ROW_BLOCK = 1024
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+class QueueServices:
+    """Controllers and units as one client sees them. Thread-safe."""
+
+    def __init__(
+        self, credentials: Credentials, name: str, *, config: QueueConfig, stop: threading.Event, held: HeldLeases
+    ) -> None:
+        """Args:
+        credentials: store and secret.
+        name: of this process.
+        config: limits and deadlines.
+        stop: once set, services that are gone are not waited for.
+        held: what to tell a controller when it is joined.
+        """
+        self.owner = f"{name}@{secrets.token_hex(4)}"
+        """The consumer with its incarnation."""
+        self._credentials = credentials
+        self._config = config
+        self._stop = stop
+        self._held = held
+        limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
+        self._links = ServiceChannels(credentials, name, limits, self._greet)
+        interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
+        self.beats = Heartbeats(self.owner, interval_s, join=self._controller, rejoin=self._rejoin)
+        """Sign of life, and what comes back with it."""
+        self._rows_lock = threading.Lock()
+        self._rows = range(0)
+
+    @cached_property
+    def directory(self) -> Directory:
+        """Who serves which task."""
+        with self._credentials.borrowed_store() as store:
+            return Directory.read(store)
+
+    def units(self) -> dict[str, int]:
+        """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
+        return self.beats.units(self.directory.lead)
+
+    def unit(self, name: str) -> Connection:
+        """Return the channel to a unit; raises TransportError when it is gone."""
+        return self._links.get(name, UNIT_REPLIES)
+
+    def call(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
+        """Ask a controller once.
+
+        Args:
+            controller: service name.
+            message: request.
+            timeout_s: how long it may park.
+
+        Raises:
+            TransportError: it is gone or does not answer.
+            PeerRefused, Superseded: it answered no.
+        """
+        wait_s = (timeout_s or self._config.request_timeout_s) + GRACE_S
+        return self._controller(controller).call(message, timeout_s=wait_s)[0]
+
+    def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
+        """Like `call`, but a controller that is gone may come back meanwhile."""
+        return self.patiently(lambda: self.call(controller, message, timeout_s), timeout_s)
+
+    def tell_controllers(self, message: Message) -> None:
+        """Send one message to every controller."""
+        for service in self.directory.controllers:
+            self.ask(service, message)
+
+    def tell_units(self, message: Message, answer: type[M], *, timeout_s: float | None = None) -> dict[str, M]:
+        """Send one message to every unit that is up; returns their answers.
+
+        Raises:
+            TransportError: a unit did not answer in time.
+        """
+        deadline = time.monotonic() + (timeout_s or self._config.request_timeout_s)
+        self.beats.beat(self.directory.lead)
+        futures = {unit: self.unit(unit).submit(message) for unit in sorted(self.units())}
+        answers = {}
+        for unit, future in futures.items():
+            left_s = max(_LEAST_S, deadline - time.monotonic())
+            answers[unit] = expect(self.answer(future, unit, message, left_s), answer)
+        return answers
+
+    def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
+        """Wait for the reply to a submitted message; returns it without its payload."""
+        return self.reply(future, service, message, timeout_s)[0]
+
+    def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
+        """Wait for the reply to a submitted message, with its payload."""
+        return await_reply(future, service, type(message).__name__, timeout_s or self._config.request_timeout_s)
+
+    def patiently(self, attempt: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Try until it works or is refused, while services that are gone may come back."""
+        deadline = time.monotonic() + (timeout_s or self._config.request_timeout_s)
+        while True:
+            try:
+                return attempt()
+            except (PeerRefused, Superseded):
+                raise
+            except TransportError:
+                if self._links.closed or time.monotonic() > deadline or self._stop.wait(_RETRY_S):
+                    raise
+
+    def new_rows(self, number: int) -> range:
+        """Return row indices that nobody else has; asks the store once per block."""
+        with self._rows_lock:
+            if len(self._rows) < number:
+                with self._credentials.borrowed_store() as store:
+                    self._rows = allocate_rows(store, max(number, _ROW_BLOCK))
+            taken, self._rows = self._rows[:number], self._rows[number:]
+        return taken
+
+    def close(self) -> None:
+        """Say goodbye everywhere. Idempotent."""
+        self._links.close()
+        self.beats.close()
+
+    def _controller(self, service: str) -> Connection:
+        return self._links.get(service, CONTROLLER_REPLIES)
+
+    def _greet(self, service: str, connection: Connection) -> None:
+        if service in self.directory.controllers:
+            self._join(service, connection)
+            self.beats.watch(service)
+
+    def _rejoin(self, service: str) -> None:
+        self._join(service, self._controller(service))
+
+    def _join(self, service: str, connection: Connection) -> None:
+        tasks = self.directory.served_by(service)
+        message = Join(self.owner, self._held.of_tasks(tasks))
+        joined = expect(self.answer(connection.submit(message), service, message), Joined)
+        self._held.void(tasks, joined.void)
+
+
+def expect(reply: Any, kind: type[M]) -> M:
+    """Return `reply` if it is what the protocol says.
+
+    Raises:
+        TransportError: it is something else.
+    """
+    if isinstance(reply, kind):
+        return reply
+    raise TransportError(f"expected {kind.__name__}, got {type(reply).__name__}")

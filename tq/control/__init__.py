@@ -1,0 +1,1 @@
+"""The control plane: who gets which row next. Pure state (`state`) in one shell (`controller`)."""

@@ -1,0 +1,84 @@
+"""What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
+
+    tq/NAME/incarnation     how often it was started
+    tq/NAME/mark            newest version, sizes of partitions, admission's mark
+    tq/NAME/owner/OWNER     a consumer that joined and was not given up
+    tq/NAME/unit/UNIT       a unit that registered
+
+Called by the controller's shell. One owner per service name; thread-safe.
+"""
+
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.handshake import Credentials
+from tq.control.admission import AdmissionMark
+
+_KEPT_PARTITIONS = 256
+
+
+class Mark(msgspec.Struct):
+    """The facts.
+
+    Attributes:
+        newest_version: newest published weights.
+        partitions: number -> rows, the newest ones.
+        finished: partition -> rows that all tasks are done with, as far as units that went away knew.
+        stopped: the queue was stopped.
+        admission: where admission stands; None without it.
+    """
+
+    newest_version: int = 0
+    partitions: dict[int, int] = {}
+    finished: dict[int, list[int]] = {}
+    stopped: bool = False
+    admission: AdmissionMark | None = None
+
+
+class DurableMark:
+    """Reads and writes the facts of one controller."""
+
+    def __init__(self, credentials: Credentials, service: str) -> None:
+        self._credentials = credentials
+        self._base = f"tq/{service}"
+
+    def start(self) -> int:
+        """Count this start; returns 1 for the first."""
+        return int(self._call("add", f"{self._base}/incarnation", 1))
+
+    def load(self) -> Mark:
+        """Return the facts that were saved last; those of a new queue when there are none."""
+        key = f"{self._base}/mark"
+        if not self._call("check", [key]):
+            return Mark()
+        return msgspec.msgpack.decode(self._call("get", key), type=Mark)
+
+    def save(self, mark: Mark) -> None:
+        """Write the facts; returns when the store has them."""
+        for partition in sorted(mark.partitions)[:-_KEPT_PARTITIONS]:
+            del mark.partitions[partition]
+        mark.finished = {partition: rows for partition, rows in mark.finished.items() if partition in mark.partitions}
+        self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
+
+    def add(self, kind: str, name: str) -> None:
+        """Note that the owner or unit `name` is there."""
+        self._call("set", f"{self._base}/{kind}/{name}", "1")
+
+    def remove(self, kind: str, name: str) -> None:
+        """Note that it is gone for good."""
+        self._call("delete_key", f"{self._base}/{kind}/{name}")
+
+    def names(self, kind: str) -> list[str]:
+        """Return the owners or units that were there when the last incarnation ended."""
+        prefix = f"{self._base}/{kind}/"
+        return [key.removeprefix(prefix) for key in self._call("list_keys") if key.startswith(prefix)]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            with self._credentials.borrowed_store() as store:
+                return getattr(store, method)(*arguments)
+        except dist.DistError as error:
+            raise TransportError("the job store is gone, so the launcher is") from error

@@ -1,0 +1,174 @@
+"""What happens to the control state besides messages (events), and what its shell must do about it (instructions)."""
+
+from dataclasses import dataclass
+
+from asyncflow.errors import AsyncFlowError
+from tq.messages import (
+    AckLost,
+    FetchRound,
+    FetchRows,
+    GiveBack,
+    Granted,
+    Join,
+    Joined,
+    LostRows,
+    NoRows,
+    OpenPartition,
+    OutputsWritten,
+    PublishVersion,
+    RegisterUnit,
+    RowsAccepted,
+    RowsCreated,
+    RowsRemoved,
+    Stop,
+    UnitAccepted,
+    WatchLost,
+)
+
+
+@dataclass(frozen=True)
+class OwnerGone:
+    """A consumer's channel ended, or it was silent for too long."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class OwnerWrites:
+    """A consumer that is there puts such columns; `tq.control.wait_reasons.NEW_ROWS` stands for new rows."""
+
+    owner: str
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The units confirmed that late puts under void leases will be refused; the rows may be handed out again."""
+
+    task: str
+    token: int
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """A parked request waited long enough."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class UnitGone:
+    """A unit's channel ended; its rows wait for its return."""
+
+    unit: str
+
+
+@dataclass(frozen=True)
+class UnitLost:
+    """A unit did not return in time; its rows are lost. Ignored when it is up."""
+
+    unit: str
+
+
+@dataclass(frozen=True)
+class RecoveryDeadline:
+    """Units and consumers that have not come back by now are given up."""
+
+
+@dataclass(frozen=True)
+class RowsFinished:
+    """An earlier incarnation knew that all tasks are done with these rows (`ControlState.finished_rows`)."""
+
+    partition: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Reply to a request; an error is a refusal."""
+
+    request: int
+    reply: Granted | NoRows | RowsAccepted | UnitAccepted | Joined | LostRows | AsyncFlowError
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Tell the units that leases of `rows` older than `token` are void, then report `Fenced`."""
+
+    task: str
+    token: int
+    rows: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class FenceAll:
+    """Tell the units that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
+
+    `units` may name some that have not come back yet: they must hear it before their rows count as here.
+    """
+
+    task: str
+    token: int
+    alive: tuple[int, ...]
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """An ack of rows that were lost and put again since: give it to the units that have them now (`PutOutputs`)."""
+
+    task: str
+    owner: str
+    token: int
+    rows: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Tell the units to take a group out; they report `RowsRemoved`."""
+
+    task: str
+    group: int
+    rows: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """These rows must be put again: some task still needs them."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A group left its partition for good; it had so many rows."""
+
+    partition: int
+    group: int
+    num_rows: int
+
+
+Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined
+Event = (
+    RowsCreated
+    | OutputsWritten
+    | RowsRemoved
+    | RegisterUnit
+    | Join
+    | OpenPartition
+    | FetchRows
+    | FetchRound
+    | GiveBack
+    | AckLost
+    | WatchLost
+    | PublishVersion
+    | Stop
+    | OwnerGone
+    | OwnerWrites
+    | Fenced
+    | DeadlinePassed
+    | UnitGone
+    | UnitLost
+    | RecoveryDeadline
+    | RowsFinished
+)

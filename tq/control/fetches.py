@@ -1,0 +1,265 @@
+"""Answers fetches of the served tasks, now or when an event makes it possible. Pure.
+
+fetch -> answered | parked --rows ready, newer weights, partition over, stop, deadline--> answered
+"""
+
+from asyncflow.errors import PeerRefused
+from tq.control.events import Answer
+from tq.control.parked import Fetch, ParkedFetches
+from tq.control.row_book import RowBook
+from tq.control.task_state import TaskState
+from tq.control.wait_reasons import WaitReasons
+from tq.messages import FetchRound, FetchRows, Granted, NoRows, NoRowsReason
+from tq.policies import Want
+
+_REPLICA_FETCHES_REMEMBERED = 16
+
+
+class Fetches:
+    """Parked requests, and the gate that they wait at."""
+
+    def __init__(self, book: RowBook, reasons: WaitReasons, *, max_staleness: int, version: int) -> None:
+        """Args:
+        book: rows and tasks.
+        reasons: words for those who wait too long.
+        max_staleness: bound of the gate.
+        version: newest weights.
+        """
+        self.parked = ParkedFetches()
+        self.newest_version = version
+        self.closed = False
+        """Everybody is parked: the controller is recovering."""
+        self.stopped = False
+        self._book = book
+        self._reasons = reasons
+        self._max_staleness = max_staleness
+        self._replicas: dict[tuple[str, str], dict[int, Granted]] = {}
+
+    def newest_partition(self, version: int) -> int:
+        """Return the newest step that may start on weights of `version`: (s - 1) - version <= max_staleness."""
+        return version + 1 + self._max_staleness
+
+    def check(self, fetch: Fetch) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            PeerRefused: unknown task, or nonsense; nothing changed.
+        """
+        self._book.bit(fetch.task)
+        if fetch.task not in self._book.tasks:
+            raise PeerRefused(f"{fetch.task} is served by another controller; here: {' '.join(self._book.tasks)}")
+        if fetch.num_rows < 1 or fetch.token_budget < 0:
+            raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
+        if isinstance(fetch, FetchRound):
+            if not 0 <= fetch.rank < fetch.num_ranks:
+                raise PeerRefused(_other_gang(fetch))
+            if not self.closed:
+                self._check_round(fetch)
+
+    def add(self, request: int, fetch: Fetch) -> None:
+        """Answer a fetch that `check` found nothing wrong with, or park it."""
+        if isinstance(fetch, FetchRound) and not self.closed and not self._task(fetch).over(fetch.partition):
+            self._task(fetch).partition(fetch.partition).rounds.num_ranks = fetch.num_ranks
+        self.parked.add(request, fetch)
+        if not self.closed:
+            self._try(request, fetch)
+
+    def open(self) -> None:
+        """The controller has recovered: everybody is served."""
+        self.closed = False
+        for request in self.parked.all():
+            fetch = self.parked.pop(request)
+            if fetch is None:
+                continue  # answered with a twin
+            try:
+                self.check(fetch)
+            except PeerRefused as error:
+                self._book.out.append(Answer(request, error))
+            else:
+                self.add(request, fetch)
+
+    def stop(self) -> None:
+        """Nothing more is handed out, except rounds that some rank has."""
+        self.stopped = True
+        if not self.closed:
+            for request in self.parked.all():
+                fetch = self.parked.pop(request)
+                if fetch is not None:
+                    self.add(request, fetch)
+
+    def publish(self, version: int) -> None:
+        """Newer weights exist: consumers that are held back by their old ones hear of it."""
+        self.newest_version = max(self.newest_version, version)
+        for name, task in self._book.tasks.items():
+            for request, fetch in self.parked.rows(name) if task.spec.gated and not self.closed else ():
+                self._try(request, fetch)
+
+    def leave(self, owner: str) -> None:
+        """A consumer is gone: its requests are dropped."""
+        for request in self.parked.of(owner):
+            self.parked.pop(request)
+
+    def expire(self, request: int) -> None:
+        """A request waited long enough."""
+        fetch = self.parked.pop(request)
+        if fetch is None:
+            return
+        gate = self.newest_partition(fetch.version) if isinstance(fetch, FetchRows) else None
+        reason = self._reasons.of(self._book.tasks[fetch.task], fetch, gate=gate)
+        answer = NoRows(NoRowsReason.DEADLINE, self.newest_version, reason.text, reason.producers_alive)
+        self._book.out.append(Answer(request, answer))
+
+    def wake(self) -> None:
+        """Look again at those whom the last event may have helped."""
+        if self.closed:
+            return
+        for name, task in self._book.tasks.items():
+            if not task.changed:
+                continue
+            changed, task.changed = task.changed, set()
+            for partition in changed:
+                for request, round_ in self.parked.rounds(name, partition):
+                    self._try(request, round_)
+            self._wake_rows(name, task)
+
+    def _wake_rows(self, name: str, task: TaskState) -> None:
+        if not task.has_ready:
+            return
+        refused = None
+        for request, fetch in self.parked.rows(name):
+            if refused is not None and fetch.version <= refused:
+                continue
+            if not self._try(request, fetch) and self.parked.waits(request):
+                if not task.spec.gated:
+                    return
+                refused = fetch.version if refused is None else max(refused, fetch.version)
+
+    def _try(self, request: int, fetch: Fetch) -> bool:
+        """Answer a parked fetch if that is possible."""
+        if not self.parked.waits(request):
+            return False
+        try:
+            reply = self._round(fetch) if isinstance(fetch, FetchRound) else self._rows(fetch)
+        except PeerRefused as error:  # the task's policy is broken; whoever caused this event is not to blame
+            self.parked.pop(request)
+            self._book.out.append(Answer(request, error))
+            return True
+        if reply is None:
+            return False
+        self.parked.pop(request)
+        self._book.out.append(Answer(request, reply))
+        if isinstance(fetch, FetchRows) and isinstance(reply, Granted):
+            for twin in self.parked.twins(fetch):
+                other = self.parked.pop(twin)
+                assert other is not None
+                self._task(fetch).leases.read(reply.token, other.owner)
+                self._book.out.append(Answer(twin, reply))
+        return True
+
+    def _rows(self, fetch: FetchRows) -> Granted | NoRows | None:
+        again = self._granted_before(fetch)
+        if again is not None:
+            return again
+        if self.stopped:
+            return self._nothing(NoRowsReason.STOP)
+        task = self._task(fetch)
+        newest = self.newest_partition(fetch.version) if task.spec.gated else None
+        taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
+        if taken is None:
+            outdated = task.spec.gated and self.newest_version > fetch.version
+            return self._nothing(NoRowsReason.NEWER_VERSION) if outdated else None
+        partition, rows = taken
+        token = self._book.token()
+        task.lease(token, partition, rows, fetch.owner)
+        granted = self._granted(token, partition, rows)
+        if fetch.replica:
+            self._remember(fetch, granted)
+        return granted
+
+    def _round(self, fetch: FetchRound) -> Granted | NoRows | None:
+        task = self._task(fetch)
+        if task.over(fetch.partition):
+            return self._nothing(NoRowsReason.PARTITION_DONE)
+        formed = fetch.round_index < len(task.partition(fetch.partition).rounds.formed)
+        if not formed and task.exhausted(fetch.partition):
+            return self._nothing(NoRowsReason.PARTITION_DONE)
+        if not formed and self.stopped:
+            return self._nothing(NoRowsReason.STOP)
+        want = Want(fetch.num_rows * fetch.num_ranks, fetch.token_budget * fetch.num_ranks, fetch.num_ranks)
+        known = task.round(fetch.partition, fetch.round_index, want, self._book.token)
+        if known is None:
+            return None
+        if known.shares[fetch.rank] is None:
+            task.deal_again(fetch.partition, fetch.round_index, fetch.num_rows, self._book.token)
+        share = known.shares[fetch.rank]
+        if share is None:
+            return None
+        lease = task.leases.by_token.get(share.token)
+        rows = [row for row in share.rows if lease is not None and row in lease.rows]
+        if not self._at_hand(rows, fetch.owner, lease.readers if lease is not None else set()):
+            return None
+        if lease is not None:
+            task.leases.read(share.token, fetch.owner)
+        return self._granted(share.token, fetch.partition, rows, known.round_rows, known.last)
+
+    def _at_hand(self, rows: list[int], owner: str, readers: set[str]) -> bool:
+        """Whether all rows of a share can be read; lost ones must be put again for a reader that never had them."""
+        table = self._book.rows.rows
+        away = [row for row in rows if not table[row].available]
+        if owner not in readers:
+            self._book.lost_now += [row for row in away if table[row].unit.lost]
+            self._book.wanted.update(row for row in away if table[row].unit.lost)
+        return not away
+
+    def _granted(
+        self, token: int, partition: int, rows: "list[int] | tuple[int, ...]", round_rows: int = 0, last: bool = False
+    ) -> Granted:
+        held = [self._book.rows.rows[row] for row in rows]
+        groups = [row.group for row in held]
+        units = [row.unit.name for row in held]
+        tokens = [row.tokens for row in held]
+        return Granted(token, partition, list(rows), groups, units, tokens, round_rows, last)
+
+    def _nothing(self, reason: NoRowsReason) -> NoRows:
+        return NoRows(reason, self.newest_version)
+
+    def _task(self, fetch: Fetch) -> TaskState:
+        return self._book.tasks[fetch.task]
+
+    def _granted_before(self, fetch: FetchRows) -> Granted | None:
+        """Return the lease that another reader of the replica got for the same fetch, unless it ended."""
+        known = self._replicas.get((fetch.task, fetch.replica), {}).get(fetch.sequence) if fetch.replica else None
+        leases = self._task(fetch).leases
+        if known is None or not leases.known(known.token):
+            return None
+        if known.token in leases.by_token:
+            leases.read(known.token, fetch.owner)
+        return known
+
+    def _remember(self, fetch: FetchRows, granted: Granted) -> None:
+        known = self._replicas.setdefault((fetch.task, fetch.replica), {})
+        known[fetch.sequence] = granted
+        while len(known) > _REPLICA_FETCHES_REMEMBERED:
+            del known[min(known)]
+
+    def _check_round(self, fetch: FetchRound) -> None:
+        task = self._task(fetch)
+        part = task.partitions.get(fetch.partition)
+        if part is None or task.over(fetch.partition):
+            formed = 0
+        else:
+            if part.rounds.num_ranks not in (0, fetch.num_ranks):
+                raise PeerRefused(_other_gang(fetch))
+            formed = len(part.rounds.formed)
+        if not task.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
+            raise PeerRefused(
+                f"{fetch.task}: round {fetch.round_index} of partition {fetch.partition} was asked for, but the next "
+                f"one is {formed}; a gang's ranks ask for every round"
+            )
+
+
+def _other_gang(fetch: FetchRound) -> str:
+    return (
+        f"{fetch.task}: rank {fetch.rank} of {fetch.num_ranks} asked for a round of partition "
+        f"{fetch.partition}; all ranks must count the same gang"
+    )

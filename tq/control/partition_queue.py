@@ -1,0 +1,181 @@
+"""The rows of one partition that one task may be given now, as parcels in order. Pure.
+
+offer ---> (whole groups: until all rows of the group that are left are offered) ---> parcel ---pick---> gone
+   ^--------------- withdraw: the row's unit went away, or the row is done ---------------'
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from asyncflow.errors import PeerRefused
+from tq.control.live_rows import LiveRow, LiveRows
+from tq.control.ready_queue import ReadyQueue
+from tq.policies import Parcel, Policy, Want
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of a task with whole groups.
+
+    Attributes:
+        num_left: rows, seen or not, that the task is not done with.
+        offered: of those, rows that may be handed out.
+        parcel: all that is left, in order, when all of it is offered; else empty.
+    """
+
+    num_left: int
+    offered: set[int] = field(default_factory=set)
+    parcel: tuple[int, ...] = ()
+
+
+class PartitionQueue:
+    """Owned by `TaskState`."""
+
+    def __init__(self, rows: LiveRows, bit: int, *, whole_groups: bool) -> None:
+        """Args:
+        rows: the table.
+        bit: the task's.
+        whole_groups: see `TaskSpec`.
+        """
+        self.num_rows = 0
+        """Rows in parcels."""
+        self.num_tokens = 0
+        """Tokens of those."""
+        self._rows = rows
+        self._bit = bit
+        self._whole = whole_groups
+        self._queue = ReadyQueue()
+        self._groups: dict[int, _Group] = {}
+
+    def expect(self, row: LiveRow) -> None:
+        """A row that the task is not done with came to be; its group may wait for it."""
+        if self._whole and row.group not in self._groups:
+            self._groups[row.group] = _Group(row.group_size)
+
+    def expect_again(self, row: LiveRow) -> None:
+        """The task was done with this row, and is not any more."""
+        if self._whole:
+            group = self._groups.setdefault(row.group, _Group(0))
+            self._unlist(group)
+            group.num_left += 1
+
+    def settle(self, row: LiveRow) -> None:
+        """The task is done with a row, which is not offered any more."""
+        if not self._whole or row.group not in self._groups:
+            return
+        group = self._groups[row.group]
+        group.num_left -= 1
+        if group.num_left > 0:
+            self._list(group)
+        else:
+            del self._groups[row.group]
+
+    def recount(self, numbers: Iterator[int]) -> None:
+        """These are all rows that the partition has: what groups miss is done for."""
+        left: dict[int, int] = {}
+        for number in numbers:
+            row = self._rows.rows[number]
+            if row.left & self._bit:
+                left[row.group] = left.get(row.group, 0) + 1
+        for name in list(self._groups):
+            group = self._groups[name]
+            group.num_left = left.get(name, 0)
+            if group.num_left:
+                self._list(group)
+            else:
+                del self._groups[name]
+
+    def forget_group(self, group: int) -> None:
+        """A group in quarantine will not be completed."""
+        self._groups.pop(group, None)
+
+    def offer(self, number: int, row: LiveRow) -> None:
+        """A row may be handed out."""
+        row.queued |= self._bit
+        if self._whole:
+            group = self._groups[row.group]
+            self._unlist(group)
+            group.offered.add(number)
+            self._list(group)
+        else:
+            self._queue.push(number)
+            self.num_rows += 1
+            self.num_tokens += row.tokens
+
+    def withdraw(self, number: int, row: LiveRow) -> None:
+        """A row may not be handed out any more."""
+        row.queued &= ~self._bit
+        if self._whole:
+            group = self._groups[row.group]
+            self._unlist(group)
+            group.offered.discard(number)
+            self._list(group)
+        else:
+            self.num_rows -= 1
+            self.num_tokens -= row.tokens
+
+    def grew(self, row: LiveRow, tokens: int) -> None:
+        """An offered row got more tokens."""
+        if not self._whole or self._groups[row.group].parcel:
+            self.num_tokens += tokens
+
+    def pick(self, policy: Policy, want: Want) -> list[Parcel]:
+        """Take the parcels that a policy chooses.
+
+        Raises:
+            PeerRefused: the policy does not keep its promises; nothing was taken.
+        """
+        popped: list[Parcel] = []
+        chosen: list[Parcel] = []
+        try:
+            chosen = policy.pick(self._front(popped), want)
+            names = [parcel.rows[0] for parcel in chosen]
+            if (popped and not names) or len(set(names)) != len(names) or not set(chosen) <= set(popped):
+                names, chosen = [], []
+                raise PeerRefused(f"{policy!r} chose parcels that it was not shown, or the same one twice, or none")
+        finally:
+            taken = set(chosen)
+            self._queue.put_back([parcel.rows[0] for parcel in popped if parcel not in taken])
+        for parcel in chosen:
+            self._claim(parcel)
+        return chosen
+
+    def _front(self, popped: list[Parcel]) -> Iterator[Parcel]:
+        rows = self._rows.rows
+        while (number := self._queue.pop()) is not None:
+            row = rows.get(number)
+            if row is None or not row.queued & self._bit:
+                continue  # withdrawn since
+            if self._whole:
+                members = self._groups[row.group].parcel
+                if not members or members[0] != number:
+                    continue  # its group was listed anew
+                parcel = Parcel(members, sum(rows[member].tokens for member in members))
+            else:
+                parcel = Parcel((number,), row.tokens)
+            popped.append(parcel)
+            yield parcel
+
+    def _claim(self, parcel: Parcel) -> None:
+        for number in parcel.rows:
+            self._rows.rows[number].queued &= ~self._bit
+        self.num_rows -= len(parcel.rows)
+        self.num_tokens -= parcel.tokens
+        if self._whole:
+            group = self._groups[self._rows.rows[parcel.rows[0]].group]
+            group.offered.clear()
+            group.parcel = ()
+
+    def _list(self, group: _Group) -> None:
+        if group.parcel or not group.offered or len(group.offered) < group.num_left:
+            return
+        group.parcel = tuple(sorted(group.offered))
+        self._queue.push(group.parcel[0])
+        self.num_rows += len(group.parcel)
+        self.num_tokens += sum(self._rows.rows[number].tokens for number in group.parcel)
+
+    def _unlist(self, group: _Group) -> None:
+        if group.parcel:
+            self.num_rows -= len(group.parcel)
+            self.num_tokens -= sum(self._rows.rows[number].tokens for number in group.parcel)
+            group.parcel = ()

@@ -1,0 +1,143 @@
+"""Puts new prompts: the shell around `AdmissionState`, in a thread of the lead controller.
+
+Woken by published versions, by rows that were lost with a unit, and by groups that went into quarantine. Its mark is
+durable before the rows of a group are put, so a group id is never given out twice.
+"""
+
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from tq.batch import Column
+from tq.client.queue_client import QueueClient
+from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
+from tq.control.state import Lost, Quarantined
+
+logger = logging.getLogger(__name__)
+
+_GROUPS_PER_PUT = 64
+
+
+class PromptSource(Protocol):
+    """Where admission takes prompts from."""
+
+    def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
+        """Return the first columns of all rows of `groups`, group after group."""
+
+
+class PromptAdmitter:
+    """Owns the admission state and its thread."""
+
+    def __init__(
+        self,
+        state: AdmissionState,
+        client: QueueClient,
+        prompts: PromptSource,
+        *,
+        num_units: int,
+        save: Callable[[AdmissionMark], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Args:
+        state: where admission stands.
+        client: puts the rows.
+        prompts: of the groups.
+        num_units: a step is put in at least so many parts, so that it spreads.
+        save: makes a mark durable; returns when it is.
+        failed: called when the thread cannot go on.
+        """
+        self._state = state
+        self._client = client
+        self._prompts = prompts
+        self._num_units = num_units
+        self._save = save
+        self._failed = failed
+        self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
+        self._closed = False
+        self._missing: list[AdmittedGroup] = []
+        self.started = False
+        """Whether `start` was called."""
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+
+    @property
+    def admitted_groups(self) -> int:
+        """High-water mark."""
+        return self._state.admitted_groups
+
+    def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
+        """Begin.
+
+        Args:
+            known_rows: after a restart, per step, the rows that exist or are finished: admitted ones that are not among
+                them are put again. None: the first start.
+        """
+        self.started = True
+        if known_rows is not None:
+            self._missing = self._state.missing(known_rows)
+        self._thread.start()
+
+    def add(self, event: int | Lost | Quarantined) -> None:
+        """A version was published, rows were lost, or a group needs a replacement."""
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+        self._closed = True
+        self._events.put(None)
+        if self.started:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._put(self._missing)
+            self._admit()
+            while (event := self._events.get()) is not None:
+                self._handle(event)
+        except Exception as error:  # the boundary of a thread: without it the whole service is dead
+            if not self._closed:
+                logger.exception("admission failed")
+                self._failed(error)
+
+    def _handle(self, event: int | Lost | Quarantined) -> None:
+        match event:
+            case int():
+                self._state.published(event)
+                self._admit()
+            case Lost():
+                self._put(self._state.groups_of_rows(event.rows))
+            case Quarantined():
+                group = self._state.refill(event.partition, event.group)
+                if group is None:
+                    return  # two controllers reported it
+                self._save(self._state.mark())
+                logger.warning(
+                    "group %d went into quarantine; group %d takes its place in step %d",
+                    event.group, group.group, event.partition,
+                )  # fmt: skip
+                self._put([group])
+
+    def _admit(self) -> None:
+        for step in self._state.admissible():
+            groups = self._state.groups_of(step)
+            self._save(self._state.mark())
+            self._client.open_partition(step, sum(len(group.rows) for group in groups))
+            self._put(groups)
+
+    def _put(self, groups: Sequence[AdmittedGroup]) -> None:
+        by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)
+        for group in groups:
+            by_step[group.step].append(group)
+        for step, members in by_step.items():
+            chunk = max(1, min(_GROUPS_PER_PUT, -(-len(members) // self._num_units)))
+            for start in range(0, len(members), chunk):
+                part = members[start : start + chunk]
+                self._client.put_rows(
+                    dict(self._prompts.columns(part)),
+                    partition=step,
+                    rows=[row for group in part for row in group.rows],
+                    groups=[group.group for group in part for _ in group.rows],
+                    group_size=self._state.group_size,
+                )

@@ -1,0 +1,94 @@
+"""Groups that a task failed on too often: nobody is given anything of them, and they leave the queue. Pure.
+
+begin -> rows withheld, Quarantine told to the units -> each unit reports its rows removed -> Quarantined, once
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tq.control.events import Quarantine, Quarantined
+from tq.control.live_rows import LiveRow
+
+if TYPE_CHECKING:
+    from tq.control.row_book import RowBook
+
+
+class Quarantines:
+    """Part of a `RowBook`."""
+
+    def __init__(self, book: "RowBook", *, refill: bool) -> None:
+        """Args:
+        book: rows and tasks.
+        refill: admission replaces groups, so partitions keep their size; else they get smaller.
+        """
+        self.count = 0
+        """Groups that left."""
+        self._book = book
+        self._refill = refill
+        self._groups: set[tuple[int, int]] = set()
+        self._reported: set[tuple[int, int]] = set()
+
+    def has(self, row: LiveRow) -> bool:
+        """Whether a row's group is in quarantine."""
+        return (row.partition, row.group) in self._groups
+
+    def begin(self, task: str, row: LiveRow) -> None:
+        """Nobody gets anything of this row's group any more, and the units take it out."""
+        if self.has(row):
+            return
+        table = self._book.rows
+        members = self._withhold(row)
+        where = table.by_unit(members)
+        self.remove([number for number in members if table.rows[number].unit.lost])
+        if where:
+            self._book.out.append(Quarantine(task, row.group, where))
+
+    def keep_out(self, numbers: Sequence[int]) -> None:
+        """New rows of a group in quarantine leave at once."""
+        groups: dict[int, list[int]] = {}
+        for number in numbers:
+            row = self._book.rows.rows.get(number)
+            if row is not None and row.withheld:
+                groups.setdefault(row.group, []).append(number)
+        for group, members in groups.items():
+            self._book.out.append(Quarantine("", group, self._book.rows.by_unit(members)))
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Rows of groups in quarantine left the queue."""
+        table = self._book.rows
+        partitions = set()
+        for number in numbers:
+            row = table.rows[number]
+            if not self.has(row):
+                self._withhold(row)
+            self._report(row)
+            self._book.remove(number)
+            for task in self._book.tasks.values():
+                task.partition(row.partition).queue.forget_group(row.group)
+            table.partition(row.partition).num_removed += not self._refill
+            partitions.add(row.partition)
+        for partition in partitions:
+            for task in self._book.tasks.values():
+                task.sized(partition)
+
+    def forget(self, partition: int) -> None:
+        """A partition was cleared."""
+        self._groups = {key for key in self._groups if key[0] != partition}
+        self._reported = {key for key in self._reported if key[0] != partition}
+
+    def _report(self, row: LiveRow) -> None:
+        key = (row.partition, row.group)
+        if key not in self._reported:
+            self._reported.add(key)
+            self.count += 1
+            self._book.out.append(Quarantined(row.partition, row.group, row.group_size))
+
+    def _withhold(self, row: LiveRow) -> list[int]:
+        """Hand out nothing of a row's group any more; returns the group's rows."""
+        table = self._book.rows
+        self._groups.add((row.partition, row.group))
+        members = [number for number in table.numbers(row.partition) if table.rows[number].group == row.group]
+        for number in members:
+            table.rows[number].withheld = True
+            self._book.refresh(number)
+        return members

@@ -1,0 +1,181 @@
+"""How a restarted controller finds out where everything stands, before it hands out anything. Pure.
+
+collecting --every known unit registered, every known consumer joined, or the deadline passed--> rebuild leases
+fencing    --FenceAll per served task confirmed--> over
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncflow.errors import PeerRefused
+from tq.control.events import FenceAll
+from tq.control.live_rows import LiveRow, UnitInfo
+from tq.control.rounds import Share
+from tq.control.row_book import RowBook
+from tq.control.task_state import TaskState
+from tq.messages import AckLost, GiveBack, Held
+
+_GROUP_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Recovering:
+    """Who was there when the earlier incarnation ended.
+
+    Attributes:
+        units: storage units.
+        owners: consumers.
+    """
+
+    units: frozenset[str]
+    owners: frozenset[str]
+
+
+class Recovery:
+    """One controller's way back."""
+
+    def __init__(self, book: RowBook, expected: Recovering) -> None:
+        """Args:
+        book: rows and tasks, empty so far.
+        expected: whom to wait for.
+        """
+        self._book = book
+        self._units = set(expected.units)
+        self._all_units = set(expected.units)
+        self._owners = set(expected.owners)
+        self._holds: dict[str, list[Held]] = {}
+        self._fences: dict[str, int] = {}
+        self._collecting = True
+        self._later: list[AckLost | GiveBack] = []
+        self._nowhere = UnitInfo("", online=False, lost=True)
+
+    @property
+    def collected(self) -> bool:
+        """Whether everybody is back."""
+        return not self._units and not self._owners
+
+    @property
+    def collecting(self) -> bool:
+        """Whether leases are not rebuilt yet."""
+        return self._collecting
+
+    @property
+    def over(self) -> bool:
+        """Whether rows may be handed out."""
+        return not self._collecting and not self._fences
+
+    @property
+    def waiting_for(self) -> str:
+        """For a person."""
+        if self._collecting:
+            return " ".join(sorted(self._units | self._owners))
+        return f"fences of {' '.join(self._fences)}"
+
+    def registered(self, unit: str) -> None:
+        """A unit is back."""
+        self._units.discard(unit)
+        self._all_units.add(unit)
+
+    def joined(self, owner: str, holds: list[Held]) -> None:
+        """A consumer is back, with its leases."""
+        self._owners.discard(owner)
+        earlier = {(one.task, one.token): one for one in self._holds.get(owner, ())}
+        for one in holds:
+            before = earlier.pop((one.task, one.token), None)
+            if before is not None:  # what it acked since may not have arrived
+                one.rows = sorted({*one.rows, *before.rows})
+        self._holds[owner] = [*holds, *earlier.values()]
+
+    def defer(self, event: AckLost | GiveBack) -> None:
+        """What is told of leases while they are not rebuilt is looked at afterwards.
+
+        Raises:
+            PeerRefused: an ack of a lease that may have ended meanwhile cannot be promised.
+        """
+        task = self._book.tasks.get(event.task)
+        if isinstance(event, AckLost) and task is not None and not task.spec.keeps_leases:
+            raise PeerRefused(f"the controller was restarted and waits for {self.waiting_for}; ack again")
+        self._later.append(event)
+
+    def deferred(self) -> list[AckLost | GiveBack]:
+        """Take what was told meanwhile."""
+        later, self._later = self._later, []
+        return later
+
+    def gone(self, owner: str) -> None:
+        """A consumer is gone; trainers keep what they hold."""
+        self._owners.discard(owner)
+        holds = self._holds.pop(owner, ())
+        kept = [one for one in holds if one.task in self._book.tasks and self._book.tasks[one.task].spec.keeps_leases]
+        if kept:
+            self._holds[owner] = kept
+
+    def rebuild(self) -> None:
+        """Nobody else is waited for: restore leases and rounds, and fence all other ones."""
+        self._collecting = False
+        for name, task in self._book.tasks.items():
+            held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
+            self._restore(task, held)
+            token = self._book.token()
+            self._fences[name] = token
+            alive = tuple(sorted(task.leases.by_token))
+            self._book.out.append(FenceAll(name, token, alive, tuple(sorted(self._all_units))))
+        self._holds.clear()
+
+    def fenced(self, task: str, token: int) -> None:
+        """A task's fence holds."""
+        if self._fences.get(task) == token:
+            del self._fences[task]
+
+    def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
+        """Give rows to whoever has the newest token for them."""
+        newest: dict[int, int] = {}
+        for _, one in held:
+            if task.spec.keeps_leases:
+                self._remember_unknown(task, one)
+            else:  # the lease may be alive for its other rows
+                task.leases.stale.update(number for number in one.rows if number not in self._book.rows.rows)
+            for number in one.rows:
+                newest[number] = max(one.token, newest.get(number, 0))
+        for owner, one in sorted(held, key=lambda item: item[1].token):
+            rows = [number for number in one.rows if newest[number] == one.token and self._undone(task, number)]
+            if one.token in task.leases.by_token:
+                task.leases.read(one.token, owner)
+            elif rows:
+                self._hold(task, one, owner, rows)
+            if one.round_index >= 0 and not task.over(one.partition):
+                self._restore_round(task, one)
+
+    def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
+        table = self._book.rows.rows
+        for number in rows:
+            if table[number].queued & task.bit:
+                task.partition(one.partition).queue.withdraw(number, table[number])
+        task.lease(one.token, one.partition, rows, owner)
+
+    @staticmethod
+    def _restore_round(task: TaskState, one: Held) -> None:
+        share = Share(one.token, tuple(one.rows))
+        task.partition(one.partition).rounds.restore(
+            one.round_index, one.rank, one.num_ranks, share, round_rows=one.round_rows, last=one.last
+        )
+
+    def _undone(self, task: TaskState, number: int) -> bool:
+        row = self._book.rows.rows.get(number)
+        return row is not None and bool(row.left & task.bit)
+
+    def _remember_unknown(self, task: TaskState, one: Held) -> None:
+        """A trainer has rows in hand that no unit has: they were lost, and must not be trained again.
+
+        Whatever wrote the trainer's inputs was done with them.
+        """
+        table = self._book.rows
+        for number in one.rows:
+            if number in table.rows or table.is_finished(number, one.partition):
+                continue
+            left = table.every_task & ~self._book.upstream(task)
+            row = LiveRow(self._nowhere, one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
+            if self._nowhere not in table.dead_units:
+                table.dead_units.append(self._nowhere)
+            self._book.add(number, row)
+            self._book.lost_now.append(number)

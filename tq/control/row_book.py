@@ -1,0 +1,392 @@
+"""The life of rows in the control plane: they come, are worked on, get lost, come back, go. Pure.
+
+Keeps the table and the served tasks in step; everything that changes a row goes through here. Instructions that a
+change causes are collected in `out`; `ControlState` hands them to its shell.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from asyncflow.errors import PeerRefused, RowsExist
+from tq.control.events import Fence, Fenced, Instruction
+from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
+from tq.control.quarantines import Quarantines
+from tq.control.task_state import TaskSpec, TaskState
+from tq.messages import OutputsWritten, RowsAccepted, RowsCreated
+
+
+class RowBook:
+    """Rows, and the served tasks' view of them."""
+
+    def __init__(
+        self, tasks: Sequence[TaskSpec], *, served: Collection[str] | None, first_token: int, refill: bool
+    ) -> None:
+        """Args:
+        tasks: all tasks of the queue.
+        served: those whose rows are handed out here; None: all.
+        first_token: lease tokens count up from here.
+        refill: admission replaces groups in quarantine, so partitions keep their size.
+        """
+        self.rows = LiveRows([spec.name for spec in tasks])
+        self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
+        self.out: list[Instruction] = []
+        self.lost_now: list[int] = []
+        """Rows of which somebody must decide whether they are put again."""
+        self.wanted: set[int] = set()
+        """Of those, rows that a reader waits for though they are in its lease."""
+        self.quarantines = Quarantines(self, refill=refill)
+        self._reported_lost: set[int] = set()
+        self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
+        self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
+        self.moved: set[int] = set()
+        """Rows that were lost and put again while a trainer had them in hand."""
+        self._tokens = itertools.count(first_token)
+
+    def token(self) -> int:
+        """Return the next lease token."""
+        return next(self._tokens)
+
+    def bit(self, task: str) -> int:
+        """Return a task's bit.
+
+        Raises:
+            PeerRefused: there is no such task.
+        """
+        bit = self.rows.bits.get(task)
+        if bit is None:
+            raise PeerRefused(f"no task is named {task!r}; known: {' '.join(self.rows.bits)}")
+        return bit
+
+    def upstream(self, task: TaskState) -> int:
+        """Return the tasks (bits) that wrote, directly or not, what `task` reads."""
+        found, read = 0, task.inputs
+        while True:
+            new = sum(1 << k for k, outputs in enumerate(self._outputs) if outputs & read) & ~found
+            if not new:
+                return found & ~task.bit
+            found |= new
+            for k, inputs in enumerate(self._inputs):
+                read |= inputs if new >> k & 1 else 0
+
+    # Coming
+
+    def check_new(self, event: RowsCreated) -> int:
+        """Return how many rows of an announcement are new, and were not lost either.
+
+        Raises:
+            PeerRefused: it is malformed.
+            RowsExist: a row is at another unit.
+        """
+        count = len(event.rows)
+        if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
+            raise PeerRefused(
+                f"{count} rows with {len(event.groups)} groups and {len(event.tokens)} lengths: one each, named once"
+            )
+        for task, positions in event.commits.items():
+            self.bit(task)
+            if any(not 0 <= k < count for k in positions):
+                raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
+        num_new = 0
+        for number in event.rows:
+            row = self.rows.rows.get(number)
+            if row is None:
+                num_new += not self.rows.is_finished(number, event.partition)
+            elif row.unit.name != event.unit and not row.unit.lost:
+                raise RowsExist(
+                    f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
+                )
+        return num_new
+
+    def left_by(self, event: RowsCreated) -> list[UnitInfo]:
+        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
+
+        The put may have reached this controller and not another one, which then could never report the rows as lost.
+        """
+        known = [row.unit for number in event.rows if (row := self.rows.rows.get(number)) is not None]
+        return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
+
+    def create(self, event: RowsCreated) -> RowsAccepted:
+        """Take new rows, and lost ones that were put again; `check_new` found nothing wrong."""
+        unit = self.unit(event.unit)
+        written = self.rows.mask(event.columns)
+        sizes = Counter(event.groups)
+        done = [0] * len(event.rows)
+        for task, positions in event.commits.items():
+            for k in positions:
+                done[k] |= self.bit(task)
+        accepted: dict[str, list[int]] = {}
+        size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
+        fresh = []
+        for k, number in enumerate(event.rows):
+            group = event.groups[k]
+            known = self.rows.rows.get(number)
+            row = LiveRow(
+                unit, event.partition, group, event.group_size or sizes[group], written,
+                self.rows.every_task & ~done[k], event.tokens[k], size + (k < rest),
+            )  # fmt: skip
+            if self.rows.is_finished(number, event.partition):
+                kept = self.rows.every_task
+            elif known is None:
+                kept = 0
+                fresh.append(number)
+                self.add(number, row)
+            elif known.unit.lost:
+                kept = self.revive(number, known, row)
+            else:
+                continue  # it was in an inventory already
+            for name in self.rows.tasks(kept):
+                accepted.setdefault(name, []).append(k)
+        self.quarantines.keep_out(fresh)
+        if event.commits:
+            for task in self.tasks:
+                self.drop_finished(task, [event.partition])
+        self.recount(event.partition)
+        return RowsAccepted(accepted)
+
+    def add(self, number: int, row: LiveRow) -> None:
+        """A row that was not known is somewhere."""
+        row.withheld = self.quarantines.has(row)
+        self.rows.add(number, row)
+        for task in self.tasks.values():
+            task.created(number, row)
+            if number in task.leases.stale and row.left & task.bit:
+                self._fence(task, row.partition, [number], counts=False)
+        if not row.left:
+            self._finish(number)
+
+    def revive(self, number: int, row: LiveRow, put: LiveRow, *, values_kept: bool = False) -> int:
+        """A lost row is somewhere again; returns the tasks that stay done with it (bits).
+
+        Args:
+            number: of the row.
+            row: what is known of it.
+            put: what there is now.
+            values_kept: it came back with everything that was written.
+        """
+        done = self.rows.every_task & ~row.left
+        for k, outputs in enumerate(self._outputs):
+            if not values_kept and done >> k & 1 and outputs & ~put.written:
+                done &= ~(1 << k)
+        reopened = self.rows.every_task & ~row.left & ~done
+        newly = row.left & ~put.left
+        row.left |= reopened
+        if row.group < 0:  # only a lease told of it so far
+            for task in self.tasks.values():
+                if row.left & task.bit & ~reopened:
+                    task.partition(row.partition).queue.expect_again(put)
+        row.group, row.group_size, row.written = put.group, put.group_size, put.written
+        self.rows.move(row, put.unit, put.num_bytes)
+        row.tokens = put.tokens
+        for task in self.tasks.values():
+            if reopened & task.bit:
+                task.reopened(number, row)
+        for name in self.rows.tasks(newly):
+            self._done(name, number, row)
+        if number in self.rows.rows:
+            self._resume_leases(number, row)
+        return done
+
+    def _resume_leases(self, number: int, row: LiveRow) -> None:
+        """A row that was lost is back: holders that cannot go on with it lose it, behind a fence."""
+        for task in self.tasks.values():
+            lease = task.leases.holder(number)
+            if lease is not None and lease.readers and task.spec.keeps_leases:
+                self.moved.add(number)
+            elif lease is not None and lease.readers:
+                task.void(lease.token, [number])
+                task.leases.stale.add(number)
+            if number in task.leases.fencing or number in task.leases.stale:
+                self._fence(task, row.partition, [number], counts=False)
+            task.refresh(number, row)
+            task.changed.add(row.partition)
+
+    # Work
+
+    def write(self, event: OutputsWritten) -> None:
+        """A task's outputs for some rows are in; notifications that come twice change nothing."""
+        self.bit(event.task)
+        if event.tokens and len(event.tokens) != len(event.rows):
+            raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
+        mask = self.rows.mask(event.columns)
+        bit = self.rows.bits[event.task]
+        grown = event.num_bytes // max(1, len(event.rows))
+        partitions = set()
+        for k, number in enumerate(event.rows):
+            row = self.rows.rows.get(number)
+            if row is None or not row.left & bit or row.unit.name != event.unit or row.unit.lost:
+                continue
+            self.grow(row, mask, event.tokens[k] if event.tokens else 0, grown)
+            self._done(event.task, number, row)
+            partitions.add(row.partition)
+            if row.left:
+                for task in self.tasks.values():
+                    if task.inputs & mask:
+                        task.refresh(number, row)
+        self.drop_finished(event.task, partitions)
+
+    def grow(self, row: LiveRow, mask: int, tokens: int, num_bytes: int) -> None:
+        """Columns were written."""
+        row.written |= mask
+        if tokens:
+            for task in self.tasks.values():
+                if row.queued & task.bit:
+                    task.partition(row.partition).queue.grew(row, tokens)
+            row.tokens += tokens
+        self.rows.grow(row, num_bytes)
+
+    def settle(self, task: str, numbers: Iterable[int]) -> None:
+        """A task is known to be done with rows."""
+        partitions = set()
+        for number in numbers:
+            row = self.rows.rows.get(number)
+            if row is not None and row.left & self.rows.bits[task]:
+                self._done(task, number, row)
+                partitions.add(row.partition)
+        self.drop_finished(task, partitions)
+
+    def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None) -> None:
+        """Rows (default: all) of a lease return, once the units refuse late puts."""
+        lease = task.leases.by_token[token]
+        taken = task.void(token, rows)
+        lost = [number for number in taken if self.rows.rows[number].unit.lost]
+        task.leases.stale.update(lost)
+        self.lost_now += lost
+        here = [number for number in taken if not self.rows.rows[number].unit.lost]
+        if here:
+            self._fence(task, lease.partition, here, counts=True)
+
+    def fenced(self, event: Fenced) -> None:
+        """A fence holds: its rows are ready again, in their old place in the order."""
+        task = self.tasks.get(event.task)
+        fencing = None if task is None else task.leases.fenced(event.token)
+        if task is None or fencing is None:
+            return
+        for number in fencing.rows:
+            row = self.rows.rows.get(number)
+            if row is None or not row.left & task.bit:
+                continue  # its last put came before the fence
+            if row.unit.lost:
+                task.leases.stale.add(number)
+            if fencing.counts:
+                task.num_given_back += 1
+                task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
+                if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
+                    self.quarantines.begin(task.spec.name, row)
+            task.refresh(number, row)
+
+    # Loss, removal
+
+    def remove(self, number: int) -> None:
+        """A row leaves before all tasks are done with it."""
+        row = self.rows.rows[number]
+        for task in self.tasks.values():
+            task.removed(number, row)
+        self.rows.remove(number)
+        self.moved.discard(number)
+
+    def clear_if_empty(self, partition: int) -> None:
+        """Forget a cleared partition once no unit has rows of it."""
+        numbers = list(self.rows.numbers(partition))
+        if any(not self.rows.rows[number].unit.lost for number in numbers):
+            return
+        for number in numbers:
+            self.remove(number)
+        self.rows.partitions.pop(partition, None)
+        for task in self.tasks.values():
+            task.clear(partition)
+        self.quarantines.forget(partition)
+
+    def lose(self, unit: UnitInfo) -> None:
+        """A unit is gone with its rows."""
+        unit.online, unit.lost = False, True
+        self.rows.dead_units.append(unit)
+        if self.rows.units.get(unit.name) is unit:
+            del self.rows.units[unit.name]
+        numbers = self.rows.at_unit(unit)
+        for number in numbers:
+            self.refresh(number)
+        self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
+        self.lost_now += [number for number in numbers if number in self.rows.rows]
+
+    def unit(self, name: str) -> UnitInfo:
+        """Return a unit that is up, made when new."""
+        return self.rows.units.setdefault(name, UnitInfo(name))
+
+    def set_online(self, unit: UnitInfo, *, online: bool) -> None:
+        """A unit's channel ended, or it is back: its rows may be handed out, or not."""
+        unit.online = online
+        for number in self.rows.at_unit(unit):
+            self.refresh(number)
+            for task in self.tasks.values():
+                if number in task.leases.holders:
+                    task.changed.add(self.rows.rows[number].partition)
+
+    def needed(self) -> Iterator[int]:
+        """Take the rows that were lost lately and that somebody must put again.
+
+        A row is not needed when the only tasks left are trainers that have it in hand.
+        """
+        lost, self.lost_now = self.lost_now, []
+        wanted, self.wanted = self.wanted, set()
+        for number in dict.fromkeys(lost):
+            row = self.rows.rows.get(number)
+            if row is None or not row.unit.lost:
+                continue
+            if number in wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
+                self._reported_lost.add(number)
+                yield number
+
+    def recount(self, partition: int) -> None:
+        """After a restart: groups that miss rows which were finished before are complete once all rows are known."""
+        info = self.rows.partitions.get(partition)
+        if info is None or not info.num_nameless or not info.all_known:
+            return
+        info.num_nameless = 0
+        for task in self.tasks.values():
+            if task.spec.whole_groups and not task.over(partition):
+                task.partition(partition).queue.recount(self.rows.numbers(partition))
+                task.sized(partition)
+
+    def refresh(self, number: int) -> None:
+        """What tasks may be given of a row changed."""
+        row = self.rows.rows.get(number)
+        if row is not None:
+            for task in self.tasks.values():
+                task.refresh(number, row)
+
+    def drop_finished(self, name: str, partitions: Iterable[int]) -> None:
+        """Forget partitions that a task is done with."""
+        task = self.tasks.get(name)
+        for partition in partitions:
+            if task is not None:
+                task.drop_finished(partition)
+
+    # Private
+
+    def _needs(self, name: str, number: int) -> bool:
+        task = self.tasks.get(name)
+        lease = None if task is None else task.leases.holder(number)
+        return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
+
+    def _fence(self, task: TaskState, partition: int, numbers: Sequence[int], *, counts: bool) -> None:
+        token = self.token()
+        task.fence(token, partition, numbers, counts=counts)
+        self.out.append(Fence(task.spec.name, token, self.rows.by_unit(numbers)))
+
+    def _done(self, name: str, number: int, row: LiveRow) -> None:
+        row.left &= ~self.rows.bits[name]
+        task = self.tasks.get(name)
+        if task is not None:
+            task.done(number, row)
+        if not row.left:
+            self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        row = self.rows.remove(number)
+        info = self.rows.partition(row.partition)
+        info.num_finished += 1
+        if info.declared is not None or row.unit.lost or number in self._reported_lost:
+            info.finished.add(number)
+        self._reported_lost.discard(number)
+        self.moved.discard(number)

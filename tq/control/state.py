@@ -1,0 +1,396 @@
+"""The control plane's state over all tasks: events in, instructions out. Pure: no clock, no sockets, no threads.
+
+Events are the messages of `tq.messages` (those that carry a question come with a request number) and those of
+`tq.control.events`. A request that cannot be answered is parked; the event that makes it answerable returns its
+`Answer`. A controller knows all rows of the queue, and hands out those of the tasks that it serves.
+
+    handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
+    handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]     or [] (parked: no rows)
+    handle(OutputsWritten(...))         -> [Answer(8, Granted(...))]     of a fetch that waited for it
+    handle(OwnerGone("a"))              -> [Fence("ref", 9, {"storage-0": (3, 4)})], and after Fenced("ref", 9) ...
+"""
+
+import contextlib
+from collections.abc import Collection, Sequence
+
+from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
+from tq.control.events import (
+    Answer,
+    Commit,
+    DeadlinePassed,
+    Event,
+    Fence,
+    FenceAll,
+    Fenced,
+    Instruction,
+    Lost,
+    OwnerGone,
+    OwnerWrites,
+    Quarantine,
+    Quarantined,
+    RecoveryDeadline,
+    RowsFinished,
+    UnitGone,
+    UnitLost,
+)
+from tq.control.fetches import Fetches
+from tq.control.losses import Losses
+from tq.control.lost_acks import ack_lost
+from tq.control.recovery import Recovering, Recovery
+from tq.control.room import Room
+from tq.control.row_book import RowBook
+from tq.control.stats import count_rows
+from tq.control.task_state import TaskSpec
+from tq.control.unit_registry import UnitRegistry
+from tq.control.wait_reasons import NEW_ROWS, WaitReasons
+from tq.messages import (
+    AckLost,
+    FetchRound,
+    FetchRows,
+    GiveBack,
+    Join,
+    Joined,
+    NoRows,
+    NoRowsReason,
+    OpenPartition,
+    OutputsWritten,
+    PublishVersion,
+    QueueStats,
+    RegisterUnit,
+    RemovalReason,
+    RowsCreated,
+    RowsRemoved,
+    Stop,
+    WatchLost,
+)
+
+__all__ = [
+    "NEW_ROWS",
+    "Answer",
+    "Commit",
+    "ControlState",
+    "DeadlinePassed",
+    "Event",
+    "Fence",
+    "FenceAll",
+    "Fenced",
+    "Instruction",
+    "Lost",
+    "OwnerGone",
+    "OwnerWrites",
+    "Quarantine",
+    "Quarantined",
+    "Recovering",
+    "RecoveryDeadline",
+    "RowsFinished",
+    "UnitGone",
+    "UnitLost",
+]
+
+
+class ControlState:
+    """Rows, tasks, leases, units, and requests that wait."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskSpec],
+        *,
+        served: Collection[str] | None = None,
+        max_staleness: int = 0,
+        version: int = 0,
+        first_token: int = 1,
+        row_limit: int = 0,
+        byte_limit: int = 0,
+        refill: bool = False,
+        recovering: Recovering | None = None,
+    ) -> None:
+        """Args:
+        tasks: every task that must be done with a row before it is finished.
+        served: names of the tasks whose rows are handed out here; None: all.
+        max_staleness: bound of the gate: (s - 1) - version <= max_staleness.
+        version: newest weights at the start.
+        first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
+        row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
+        refill: admission replaces groups in quarantine; else their partition gets smaller.
+        recovering: whom a restarted controller waits for; None: a first start.
+        """
+        self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
+        self._reasons = WaitReasons(self._book)
+        self._fetches = Fetches(self._book, self._reasons, max_staleness=max_staleness, version=version)
+        self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
+        self._losses = Losses(first_token)
+        self._registry = UnitRegistry(self._book, [spec.name for spec in tasks])
+        self._recovery: Recovery | None = None
+        if recovering is not None and (recovering.units or recovering.owners):
+            self._recovery = Recovery(self._book, recovering)
+            self._fetches.closed = True
+            self._reasons.recovering = self._recovery.waiting_for
+
+    @property
+    def newest_version(self) -> int:
+        """Newest published weights."""
+        return self._fetches.newest_version
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a restarted controller does not hand out rows yet."""
+        return self._recovery is not None
+
+    def handle(self, event: Event, request: int = 0) -> list[Instruction]:
+        """Apply one event.
+
+        Args:
+            event: what happened.
+            request: number of a request, unique among those that wait; names it in its `Answer`.
+
+        Raises:
+            PeerRefused: the event names what does not exist, or asks for what cannot be; nothing changed. Its children
+                say that rows exist already, or that the queue is too small.
+            Superseded: a lease is void; nothing changed.
+        """
+        self._apply(event, request)
+        self._report_losses()
+        self._admit_puts()
+        self._recover()
+        self._fetches.wake()
+        out, self._book.out = self._book.out, []
+        return out
+
+    def units(self) -> dict[str, int]:
+        """Return the units that are up, with the bytes of live rows that they hold."""
+        return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
+
+    def known_rows(self) -> dict[int, list[int]]:
+        """Return partition -> rows that are somewhere, or finished in a declared partition."""
+        known = {number: list(info.finished) for number, info in self._book.rows.partitions.items()}
+        for number, row in self._book.rows.rows.items():
+            known.setdefault(row.partition, []).append(number)
+        return known
+
+    def finished_rows(self) -> dict[int, list[int]]:
+        """Return partition -> finished rows of declared partitions that are not over.
+
+        Units remember them, too, but not beyond their death: after `UnitGone` the shell makes this durable, so that a
+        later incarnation (`RowsFinished`) still counts right.
+        """
+        partitions = self._book.rows.partitions
+        return {n: sorted(info.finished) for n, info in partitions.items() if info.num_rows != info.num_finished}
+
+    def stats(self, admitted_groups: int = 0) -> QueueStats:
+        """Count rows per task; who is connected, and times, are the caller's to add."""
+        stats = count_rows(self._book, self._fetches, self._room)
+        stats.admitted_groups, stats.units = admitted_groups, self.units()
+        return stats
+
+    def _apply(self, event: Event, request: int) -> None:
+        match event:
+            case RowsCreated():
+                self._create(event, request)
+            case OutputsWritten():
+                self._book.write(event)
+            case RowsRemoved():
+                self._remove(event)
+            case FetchRows() | FetchRound():
+                self._fetches.check(event)
+                self._fetches.add(request, event)
+            case GiveBack() | AckLost():
+                self._book.bit(event.task)
+                if self._recovery is not None and self._recovery.collecting:
+                    self._recovery.defer(event)
+                else:
+                    self._settle(event)
+            case OpenPartition():
+                self._open(event)
+            case WatchLost():
+                self._losses.watchers[request] = event
+                self._tell_watchers()
+            case PublishVersion():
+                self._fetches.publish(event.step)
+            case Stop():
+                self._fetches.stop()
+            case DeadlinePassed():
+                self._expire(event.request)
+            case RowsFinished():
+                self._registry.count_finished(event.partition, set(event.rows))
+                for name in self._book.tasks:
+                    self._book.drop_finished(name, [event.partition])
+            case Fenced():
+                self._book.fenced(event)
+                if self._recovery is not None:
+                    self._recovery.fenced(event.task, event.token)
+            case _:
+                self._meet(event, request)
+
+    def _meet(
+        self,
+        event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
+        request: int,
+    ) -> None:
+        """Somebody came or went."""
+        match event:
+            case RegisterUnit():
+                self._room.cancel(event.unit)
+                reply = self._registry.register(event)
+                self._losses.forget(row for record in event.records for row in record.rows)
+                self._book.out.append(Answer(request, reply))
+                if self._recovery is not None:
+                    self._recovery.registered(event.unit)
+            case Join():
+                self._join(event, request)
+            case OwnerGone():
+                self._leave(event.owner)
+            case OwnerWrites():
+                self._reasons.writes(event.owner, event.columns)
+            case UnitGone():
+                unit = self._book.rows.units.get(event.unit)
+                self._room.cancel(event.unit)
+                if unit is not None:
+                    self._book.set_online(unit, online=False)
+            case UnitLost():
+                unit = self._book.rows.units.get(event.unit)
+                if unit is not None and not unit.online:
+                    self._book.lose(unit)
+            case RecoveryDeadline():
+                self._rebuild()
+        if self._recovery is not None and self._recovery.collected:
+            self._rebuild()
+
+    # Puts
+
+    def _create(self, event: RowsCreated, request: int) -> None:
+        for unit in self._book.left_by(event):
+            self._book.lose(unit)
+        num_new = self._book.check_new(event)
+        if num_new and not event.commits:
+            self._room.check(event)
+            if self._room.waiting or not self._fits(event):
+                self._room.waiting[request] = event
+                return
+        self._take(event, request)
+
+    def _take(self, event: RowsCreated, request: int) -> None:
+        accepted = self._book.create(event)
+        self._losses.forget(event.rows)
+        self._book.out.append(Answer(request, accepted))
+
+    def _fits(self, event: RowsCreated) -> bool:
+        return self._room.fits(event, num_rows=len(self._book.rows), num_bytes=self._book.rows.num_bytes)
+
+    def _admit_puts(self) -> None:
+        waiting = self._room.waiting
+        while waiting and self._fits(waiting[first := next(iter(waiting))]):
+            event = waiting.pop(first)
+            try:
+                self._book.check_new(event)
+            except PeerRefused as error:  # somebody else put these rows meanwhile
+                self._book.out.append(Answer(first, error))
+            else:
+                self._take(event, first)
+
+    def _remove(self, event: RowsRemoved) -> None:
+        self._room.cancel(event.unit, set(event.rows))
+        table = self._book.rows.rows
+        here = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
+        if event.reason is RemovalReason.QUARANTINED:
+            self._book.quarantines.remove(here)
+            return
+        for number in here:
+            self._book.remove(number)
+        if event.reason is RemovalReason.CLEARED:
+            self._book.clear_if_empty(event.partition)
+
+    def _open(self, event: OpenPartition) -> None:
+        if self._fetches.stopped:
+            return  # else ranks of one gang could disagree on whether the partition is over
+        self._book.rows.partition(event.partition).declared = event.num_rows
+        self._book.recount(event.partition)
+        for task in self._book.tasks.values():
+            task.sized(event.partition)
+
+    # Consumers
+
+    def _settle(self, event: GiveBack | AckLost, *, promised: bool = False) -> None:
+        if isinstance(event, AckLost):
+            ack_lost(self._book, event, promised=promised)
+            return
+        task = self._book.tasks.get(event.task)
+        if task is None:
+            raise PeerRefused(f"{event.task} is served by another controller")
+        if event.token in task.leases.by_token:
+            self._book.give_back(task, event.token, event.rows)
+
+    def _join(self, event: Join, request: int) -> None:
+        void: list[int] = []
+        if self._recovery is not None and self._recovery.collecting:
+            self._recovery.joined(event.owner, event.holds)
+        else:
+            for held in event.holds:
+                task = self._book.tasks.get(held.task)
+                if task is None:
+                    continue
+                if held.token in task.leases.by_token:
+                    task.leases.read(held.token, event.owner)
+                elif held.rows and not all(task.leases.settled(held.token, row) for row in held.rows):
+                    void.append(held.token)
+        self._book.out.append(Answer(request, Joined(void)))
+
+    def _leave(self, owner: str) -> None:
+        self._fetches.leave(owner)
+        self._reasons.leave(owner)
+        if self._recovery is not None and self._recovery.collecting:
+            self._recovery.gone(owner)
+        for task in self._book.tasks.values():
+            if not task.spec.keeps_leases:
+                for lease in task.leases.leave(owner):
+                    self._book.give_back(task, lease.token)
+
+    # Waiting
+
+    def _expire(self, request: int) -> None:
+        put = self._room.waiting.pop(request, None)
+        if put is not None:
+            rows = self._book.rows
+            why = self._reasons.blocking()
+            refusal = self._room.refusal(put, num_rows=len(rows), num_bytes=rows.num_bytes, because=why)
+            self._refuse(request, refusal)
+        elif self._losses.watchers.pop(request, None) is not None:
+            self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
+        else:
+            self._fetches.expire(request)
+
+    def _refuse(self, request: int, error: AsyncFlowError) -> None:
+        self._book.out.append(Answer(request, error))
+
+    def _report_losses(self) -> None:
+        if not self._book.lost_now:
+            return
+        new = self._losses.report(self._book.needed())
+        if new:
+            self._book.out.append(Lost(tuple(new)))
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for request, watch in list(self._losses.watchers.items()):
+            reply = self._losses.unseen(watch.after, self._book.rows.rows)
+            if reply is not None:
+                del self._losses.watchers[request]
+                self._book.out.append(Answer(request, reply))
+
+    def _rebuild(self) -> None:
+        recovery = self._recovery
+        if recovery is None or not recovery.collecting:
+            return
+        recovery.rebuild()
+        for event in recovery.deferred():
+            with contextlib.suppress(PeerRefused, Superseded):  # it was void, as whoever told it finds out by itself
+                self._settle(event, promised=True)
+
+    def _recover(self) -> None:
+        recovery = self._recovery
+        if recovery is None:
+            return
+        self._reasons.recovering = recovery.waiting_for
+        if recovery.over:
+            self._recovery = None
+            self._reasons.recovering = ""
+            self._fetches.open()

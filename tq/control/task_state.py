@@ -1,0 +1,337 @@
+"""One task's view of the rows: which may be handed out, which are in whose hands. Pure.
+
+waiting --inputs written, row at hand--> ready --granted--> leased --outputs written--> done
+                                           ^                   |
+                                           '--fence confirmed--'   (owner died or gave back)
+
+`refresh` is the only judge of whether a row is ready; everything that could change its verdict ends by calling it.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tq.control.leases import Fencing, Leases
+from tq.control.live_rows import LiveRow, LiveRows
+from tq.control.partition_queue import PartitionQueue
+from tq.control.rounds import Round, Rounds, Share
+from tq.policies import Fifo, Parcel, Policy, Want
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a controller must know of a task.
+
+    Attributes:
+        name: unique.
+        inputs: columns that must be written before a row is ready.
+        outputs: columns that the task writes.
+        whole_groups: a group is handed out only when all its rows are ready, and never split.
+        gated: rows depend on the consumer's weight version (the staleness rule).
+        barrier: rows of a partition are handed out only when all of them are ready (`sync`).
+        keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
+        max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
+        policy: which ready rows make a lease, and how a round is shared.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    outputs: frozenset[str] = frozenset()
+    whole_groups: bool = False
+    gated: bool = False
+    barrier: bool = False
+    keeps_leases: bool = False
+    max_deliveries: int = 0
+    policy: Policy = field(default_factory=Fifo)
+
+
+class TaskPartition:
+    """One partition of one task."""
+
+    def __init__(self, queue: PartitionQueue) -> None:
+        self.queue = queue
+        self.rounds = Rounds()
+        self.num_held = 0
+        self.num_done = 0
+        self.listed = False
+        """Whether `TaskState` looks here for ready rows."""
+
+
+class TaskState:
+    """Readiness, leases and rounds of one task."""
+
+    def __init__(self, spec: TaskSpec, rows: LiveRows) -> None:
+        """Args:
+        spec: the task.
+        rows: the table, shared by all tasks.
+        """
+        self.spec = spec
+        self.bit = rows.bits[spec.name]
+        self.inputs = rows.mask(spec.inputs)
+        self.outputs = rows.mask(spec.outputs)
+        self.leases = Leases()
+        self.partitions: dict[int, TaskPartition] = {}
+        self.changed: set[int] = set()
+        """Partitions whose parked rounds may be answerable since the last look."""
+        self.num_left = 0
+        self.num_acked = 0
+        self.num_deliveries = 0
+        self.num_given_back = 0
+        self._rows = rows
+        self._with_ready: list[int] = []
+        self._finished: set[int] = set()
+        self._cleared: set[int] = set()
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether some partition may have rows to take."""
+        return bool(self._with_ready)
+
+    # Rows
+
+    def refresh(self, number: int, row: LiveRow) -> None:
+        """Offer a row when it may be handed out, withdraw it when not."""
+        wanted = (
+            row.left & self.bit != 0
+            and not self.inputs & ~row.written
+            and row.available
+            and number not in self.leases.holders
+            and number not in self.leases.fencing
+            and number not in self.leases.stale
+        )
+        if wanted == bool(row.queued & self.bit):
+            return
+        part = self.partition(row.partition)
+        if wanted:
+            part.queue.offer(number, row)
+            self._list(row.partition, part)
+        else:
+            part.queue.withdraw(number, row)
+        self.changed.add(row.partition)
+
+    def created(self, number: int, row: LiveRow) -> None:
+        """A row came to be; the task may be done with it already."""
+        self._cleared.discard(row.partition)
+        part = self.partition(row.partition)
+        part.queue.expect(row)
+        if row.left & self.bit:
+            self.num_left += 1
+            self.refresh(number, row)
+        else:
+            self._settle(part, row)
+
+    def done(self, number: int, row: LiveRow) -> None:
+        """The task is done with a row, whoever had it; its bit in `left` was just cleared."""
+        part = self.partition(row.partition)
+        if row.queued & self.bit:
+            part.queue.withdraw(number, row)
+        part.num_held -= self.leases.release(number)
+        self.leases.forget(number)
+        self.num_left -= 1
+        self.num_acked += 1
+        self._settle(part, row)
+
+    def reopened(self, number: int, row: LiveRow) -> None:
+        """What the task wrote was lost: it is not done with this row any more; its bit in `left` was just set."""
+        part = self._resurrected(row.partition)
+        part.num_done -= 1
+        part.queue.expect_again(row)
+        self.num_left += 1
+        self.refresh(number, row)
+
+    def removed(self, number: int, row: LiveRow) -> None:
+        """A row leaves the table before all tasks are done with it."""
+        part = self._resurrected(row.partition)
+        if row.queued & self.bit:
+            part.queue.withdraw(number, row)
+        token = self.leases.holders.get(number)
+        if token is not None:
+            part.num_held -= len(self.leases.void(token, [number]))
+        self.leases.forget(number)
+        if row.left & self.bit:
+            self.num_left -= 1
+        else:
+            part.num_done -= 1
+        self.changed.add(row.partition)
+
+    def finished_before(self, partition: int, num_rows: int) -> None:
+        """Rows of a partition were done before this controller started."""
+        self.partition(partition).num_done += num_rows
+        self.changed.add(partition)
+
+    # Partitions
+
+    def partition(self, number: int) -> TaskPartition:
+        """Return the partition, made when new."""
+        part = self.partitions.get(number)
+        if part is None:
+            queue = PartitionQueue(self._rows, self.bit, whole_groups=self.spec.whole_groups)
+            part = self.partitions[number] = TaskPartition(queue)
+        return part
+
+    def sized(self, number: int) -> None:
+        """How many rows the partition will have became known, or changed."""
+        self._cleared.discard(number)
+        if number in self._finished:
+            return
+        self._list(number, self.partition(number))
+        self.changed.add(number)
+        self.drop_finished(number)
+
+    def drop_finished(self, number: int) -> None:
+        """Forget a partition whose rows are all done."""
+        part = self.partitions.get(number)
+        size = self._size(number)
+        if part is not None and size is not None and part.num_done >= size:
+            del self.partitions[number]
+            self._finished.add(number)
+            self.changed.add(number)
+
+    def clear(self, number: int) -> None:
+        """Forget a partition that has no rows any more; whoever asks for its rounds hears that it is over."""
+        self.partitions.pop(number, None)
+        self._finished.discard(number)
+        self._cleared.add(number)
+        self.changed.add(number)
+
+    def over(self, number: int) -> bool:
+        """Whether all rows of the partition are done, or it was cleared."""
+        return number in self._finished or number in self._cleared
+
+    def exhausted(self, number: int) -> bool:
+        """Whether all rows of the partition were handed out."""
+        if self.over(number):
+            return True
+        part, size = self.partitions.get(number), self._size(number)
+        return part is not None and size is not None and part.num_done + part.num_held >= size
+
+    # Leases
+
+    def take(self, want: Want, *, newest_allowed: int | None) -> tuple[int, tuple[int, ...]] | None:
+        """Take ready rows of the oldest partition that has any.
+
+        Args:
+            want: how many.
+            newest_allowed: partitions beyond this are held back (the staleness gate); None: no gate.
+
+        Returns:
+            (partition, rows), or None when nothing may be handed out.
+        """
+        while self._with_ready:
+            number = self._with_ready[0]
+            part = self.partitions.get(number)
+            if part is None or not self._may_take(number, part):
+                heapq.heappop(self._with_ready)
+                if part is not None:
+                    part.listed = False
+                continue
+            if newest_allowed is not None and number > newest_allowed:
+                return None
+            parcels = part.queue.pick(self.spec.policy, want)
+            return number, tuple(row for parcel in parcels for row in parcel.rows)
+        return None
+
+    def lease(self, token: int, partition: int, rows: Iterable[int], reader: str) -> None:
+        """Rows that were taken are in a consumer's hands."""
+        rows = tuple(rows)
+        self.leases.give(token, partition, rows, reader)
+        self.partition(partition).num_held += len(rows)
+        self.num_deliveries += 1
+
+    def void(self, token: int, rows: Iterable[int] | None = None) -> list[int]:
+        """Take rows (default: all) out of a lease; returns them. They are not ready before the caller says so."""
+        partition = self.leases.by_token[token].partition
+        taken = self.leases.void(token, rows)
+        self.partition(partition).num_held -= len(taken)
+        return taken
+
+    def fence(self, token: int, partition: int, rows: Sequence[int], *, counts: bool) -> None:
+        """Rows of void leases wait for a fence."""
+        self.leases.stale.difference_update(rows)
+        self.leases.fence(token, Fencing(partition, tuple(rows), counts))
+
+    # Rounds
+
+    def round(self, partition: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
+        """Return a round, formed when it can be full or the partition's rest is ready.
+
+        Args:
+            partition: whose.
+            index: of the round; at most one more than there are.
+            want: of all ranks together.
+            token: makes a lease token.
+        """
+        part = self.partition(partition)
+        if index < len(part.rounds.formed):
+            return part.rounds.formed[index]
+        assert index == len(part.rounds.formed), "the caller checks that no round is skipped"
+        rest = self._rest_ready(partition, part)
+        full = part.queue.num_rows >= want.num_rows or 0 < want.token_budget <= part.queue.num_tokens
+        if not part.queue.num_rows or not (rest or (full and not self.spec.barrier)):
+            return None
+        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), want.num_ranks)
+        formed = part.rounds.form(shares, token, last=rest and not part.queue.num_rows)
+        for share in formed.shares:
+            if share is not None and share.rows:
+                self._hold(share, partition, part)
+        return formed
+
+    def deal_again(self, partition: int, index: int, num_rows: int, token: Callable[[], int]) -> None:
+        """Give ranks that an earlier incarnation gave nothing their shares of a round, from what is left."""
+        part = self.partition(partition)
+        known = part.rounds.formed[index]
+        missing = [rank for rank, share in enumerate(known.shares) if share is None]
+        if known.last and not self._rest_ready(partition, part) and not self.exhausted(partition):
+            return
+        if not known.last and not part.queue.num_rows and not self.exhausted(partition):
+            return
+        size = known.round_rows or num_rows
+        for position, rank in enumerate(missing):
+            left = len(missing) - position
+            if known.last:
+                size = -(-part.queue.num_rows // left)
+            parcels: list[Parcel] = []
+            if part.queue.num_rows and size:
+                parcels = part.queue.pick(Fifo(), Want(part.queue.num_rows if known.last and left == 1 else size))
+            share = Share(token(), tuple(row for parcel in parcels for row in parcel.rows))
+            known.shares[rank] = share
+            known.round_rows = max(known.round_rows, len(share.rows))
+            self._hold(share, partition, part)
+
+    # Private
+
+    def _resurrected(self, number: int) -> TaskPartition:
+        """Return the partition; one that was over is not, since a row of it is not done any more."""
+        if number in self._finished:
+            self._finished.discard(number)
+            self.partition(number).num_done += self._size(number) or 0
+        return self.partition(number)
+
+    def _settle(self, part: TaskPartition, row: LiveRow) -> None:
+        part.queue.settle(row)
+        part.num_done += 1
+        self._list(row.partition, part)
+        self.changed.add(row.partition)
+
+    def _hold(self, share: Share, partition: int, part: TaskPartition) -> None:
+        if share.rows:
+            self.leases.give(share.token, partition, share.rows)
+            part.num_held += len(share.rows)
+            self.num_deliveries += 1
+
+    def _size(self, number: int) -> int | None:
+        info = self._rows.partitions.get(number)
+        return None if info is None else info.num_rows
+
+    def _rest_ready(self, number: int, part: TaskPartition) -> bool:
+        """Whether every row of the partition that was not handed out is ready."""
+        size = self._size(number)
+        return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
+
+    def _may_take(self, number: int, part: TaskPartition) -> bool:
+        return part.queue.num_rows > 0 and (not self.spec.barrier or self._rest_ready(number, part))
+
+    def _list(self, number: int, part: TaskPartition) -> None:
+        if not part.listed and self._may_take(number, part):
+            part.listed = True
+            heapq.heappush(self._with_ready, number)

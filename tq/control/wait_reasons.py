@@ -1,0 +1,135 @@
+"""What a fetch waits for, in words for a person, and whether anybody is there who could bring it. Pure."""
+
+from dataclasses import dataclass
+
+from tq.control.live_rows import LiveRow
+from tq.control.row_book import RowBook
+from tq.control.task_state import TaskState
+from tq.messages import FetchRound, FetchRows
+
+NEW_ROWS = "rows"
+"""Among the columns that a consumer writes: it puts new rows."""
+_LOOKED_AT = 4096
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why nothing came."""
+
+    text: str
+    producers_alive: bool = True
+
+
+class WaitReasons:
+    """Looks for what is missing, and knows who writes what."""
+
+    def __init__(self, book: RowBook) -> None:
+        self.recovering = ""
+        """What a restarted controller waits for; "": it serves."""
+        self._book = book
+        self._writers: dict[str, frozenset[str]] = {}
+
+    def writes(self, owner: str, columns: tuple[str, ...]) -> None:
+        """A consumer that is there puts such columns."""
+        self._writers[owner] = frozenset(columns)
+
+    def leave(self, owner: str) -> None:
+        """A consumer is gone."""
+        self._writers.pop(owner, None)
+
+    def of(self, task: TaskState, fetch: FetchRows | FetchRound, *, gate: int | None) -> Reason:
+        """Return why a fetch got nothing.
+
+        Args:
+            task: whose rows.
+            fetch: that waited.
+            gate: newest partition that the consumer's weights allow; None: no gate.
+        """
+        if self.recovering:
+            return Reason(f"the controller was restarted and waits for {self.recovering}")
+        number = fetch.partition if isinstance(fetch, FetchRound) else self._oldest(task)
+        if number is None:
+            return Reason("no row waits for this task; none was put", self._alive({NEW_ROWS}))
+        if task.spec.gated and gate is not None and number > gate:
+            return Reason(f"partition {number} waits for newer weights than version {_version(fetch)}")
+        return self._in_partition(task, number)
+
+    def blocking(self) -> str:
+        """Return which task keeps the oldest partition alive: what a put waits for that finds no room."""
+        rows = self._book.rows
+        for number in sorted(rows.partitions):
+            first = next(rows.numbers(number), None)
+            if first is None:
+                continue
+            for name in rows.tasks(rows.rows[first].left):
+                task = self._book.tasks.get(name)
+                if task is None:
+                    return f"partition {number} waits for task {name}"
+                part = task.partition(number)
+                state = f"{part.num_held} rows leased" if part.num_held else f"{part.queue.num_rows} rows ready"
+                return f"partition {number} waits for task {name}: {state}"
+        return "nothing is alive"
+
+    def _oldest(self, task: TaskState) -> int | None:
+        for number in sorted(self._book.rows.partitions):
+            if not task.over(number) and self._outstanding(task, number)[1] > 0:
+                return number
+        return None
+
+    def _outstanding(self, task: TaskState, number: int) -> tuple[int, int]:
+        """Return (rows that the partition has or will have, those of them that nobody has in hand)."""
+        info = self._book.rows.partitions[number]
+        part = task.partition(number)
+        size = info.num_rows if info.num_rows is not None else info.num_live + info.num_finished
+        return size, size - part.num_done - part.num_held
+
+    def _in_partition(self, task: TaskState, number: int) -> Reason:
+        info = self._book.rows.partitions.get(number)
+        if info is None:
+            return Reason(f"partition {number} was not opened, and has no rows", self._alive({NEW_ROWS}))
+        size, waiting = self._outstanding(task, number)
+        absent = size - info.num_live - info.num_finished
+        rows = [self._book.rows.rows[row] for row in self._waiting(task, number)]
+        causes = []
+        missing = 0
+        for row in rows:
+            missing |= task.inputs & ~row.written
+        sources = set(self._book.rows.columns(missing))
+        if missing:
+            count = sum(1 for row in rows if task.inputs & ~row.written)
+            causes.append(f"{count} of {size} rows wait for {_columns(sorted(sources))}")
+        if absent > 0:
+            causes.append(f"{absent} of {size} rows were not put yet")
+            sources.add(NEW_ROWS)
+        causes += self._away(rows)
+        if not causes and waiting > 0:
+            causes.append(f"{waiting} of {size} rows are ready, which is not enough, or return from a lease that ended")
+        if info.num_rows is None:
+            causes.append("the partition was not opened, so its end is not known")
+        return Reason(f"partition {number}: " + ("; ".join(causes) or "all rows are leased"), self._alive(sources))
+
+    def _waiting(self, task: TaskState, number: int) -> list[int]:
+        numbers = []
+        for looked, row in enumerate(self._book.rows.numbers(number)):
+            if looked >= _LOOKED_AT:
+                break
+            if self._book.rows.rows[row].left & task.bit and row not in task.leases.holders:
+                numbers.append(row)
+        return numbers
+
+    def _away(self, rows: list[LiveRow]) -> list[str]:
+        lost = sum(1 for row in rows if row.unit.lost)
+        away = sorted({row.unit.name for row in rows if not row.unit.online and not row.unit.lost})
+        causes = [f"{lost} rows were lost with their unit and not put again"] if lost else []
+        return causes + ([f"{' '.join(away)} is away with rows"] if away else [])
+
+    def _alive(self, sources: set[str]) -> bool:
+        return all(any(source in writes for writes in self._writers.values()) for source in sources)
+
+
+def _columns(names: list[str]) -> str:
+    return f"column {names[0]}" if len(names) == 1 else f"columns {' '.join(names)}"
+
+
+def _version(fetch: FetchRows | FetchRound) -> int:
+    return fetch.version if isinstance(fetch, FetchRows) else 0

@@ -1,0 +1,137 @@
+"""Everything that the queue's processes say to each other. Typed, size-limited msgpack; never pickle.
+
+    client -> unit          PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
+    unit -> controllers     RegisterUnit RowsCreated OutputsWritten RowsRemoved (every unit tells every controller)
+    client -> controller    Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
+    controller -> unit      FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
+
+Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
+"""
+
+from tq.messages.base import Done, Message
+from tq.messages.clients_to_controllers import (
+    AckLost,
+    FetchRound,
+    FetchRows,
+    GetQueueStats,
+    GiveBack,
+    Heartbeat,
+    Held,
+    Join,
+    OpenPartition,
+    PublishVersion,
+    Stop,
+    WatchLost,
+)
+from tq.messages.controller_replies import (
+    Alive,
+    Granted,
+    Joined,
+    LostRows,
+    NoRows,
+    NoRowsReason,
+    QueueStats,
+    RowsAccepted,
+    TaskStats,
+    UnitAccepted,
+)
+from tq.messages.of_units import (
+    UNIT_REPLIES,
+    UNIT_REQUESTS,
+    ClearPartition,
+    Columns,
+    CommitPartitions,
+    CutSnapshot,
+    FenceRows,
+    FenceTask,
+    GetColumns,
+    GetUnitStats,
+    HoldPuts,
+    PutOutputs,
+    PutRows,
+    QuarantineRows,
+    SnapshotWritten,
+    Stored,
+    UnitStats,
+    WriteSnapshot,
+)
+from tq.messages.units_to_controllers import (
+    OutputsWritten,
+    RegisterUnit,
+    RemovalReason,
+    RowRecords,
+    RowsCreated,
+    RowsRemoved,
+)
+
+CONTROLLER_REQUESTS = (
+    RegisterUnit
+    | RowsCreated
+    | OutputsWritten
+    | RowsRemoved
+    | Join
+    | Heartbeat
+    | OpenPartition
+    | FetchRows
+    | FetchRound
+    | GiveBack
+    | AckLost
+    | WatchLost
+    | PublishVersion
+    | Stop
+    | GetQueueStats
+)
+CONTROLLER_REPLIES = Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | QueueStats
+
+__all__ = [
+    "CONTROLLER_REPLIES",
+    "CONTROLLER_REQUESTS",
+    "UNIT_REPLIES",
+    "UNIT_REQUESTS",
+    "AckLost",
+    "Alive",
+    "ClearPartition",
+    "Columns",
+    "CommitPartitions",
+    "CutSnapshot",
+    "Done",
+    "FenceRows",
+    "FenceTask",
+    "FetchRound",
+    "FetchRows",
+    "GetColumns",
+    "GetQueueStats",
+    "GetUnitStats",
+    "GiveBack",
+    "Granted",
+    "Heartbeat",
+    "Held",
+    "HoldPuts",
+    "Join",
+    "Joined",
+    "LostRows",
+    "Message",
+    "NoRows",
+    "NoRowsReason",
+    "OpenPartition",
+    "OutputsWritten",
+    "PublishVersion",
+    "PutOutputs",
+    "PutRows",
+    "QuarantineRows",
+    "QueueStats",
+    "RegisterUnit",
+    "RemovalReason",
+    "RowRecords",
+    "RowsAccepted",
+    "RowsCreated",
+    "RowsRemoved",
+    "SnapshotWritten",
+    "Stop",
+    "Stored",
+    "TaskStats",
+    "UnitAccepted",
+    "UnitStats",
+    "WatchLost",
+    "WriteSnapshot",
+]

@@ -1,0 +1,136 @@
+"""What clients ask a controller."""
+
+import msgspec
+
+from tq.messages.base import Message
+
+# Requests to a controller, from clients
+
+
+class Held(msgspec.Struct):
+    """A lease that a consumer holds: what a restarted controller must know of it."""
+
+    task: str
+    token: int
+    partition: int
+    rows: list[int]
+    round_index: int = -1
+    rank: int = 0
+    num_ranks: int = 1
+    round_rows: int = 0
+    last: bool = False
+
+
+class Join(Message):
+    """First message of a client on a channel. -> `Joined`.
+
+    Attributes:
+        owner: the consumer with its incarnation; the same over all channels of one client object.
+        holds: its leases of tasks that this controller serves.
+    """
+
+    owner: str
+    holds: list[Held]
+
+
+class Heartbeat(Message):
+    """Renews all leases of `owner`. -> `Alive`."""
+
+    owner: str
+    writes: list[str] = []
+    """Columns that this client has put so far: whoever waits for them knows that somebody is there."""
+
+
+class OpenPartition(Message):
+    """Declare how many rows a partition will have."""
+
+    partition: int
+    num_rows: int
+
+
+class FetchRows(Message):
+    """Lease ready rows of `task`; parks until some are ready.
+
+    Attributes:
+        task: whose inputs must be complete.
+        owner: the consumer.
+        num_rows: at most (but at least one parcel).
+        version: newest weights that this consumer holds; only matters to version-gated tasks.
+        timeout_s: after this, answered by `NoRows(deadline)`.
+        token_budget: at most so many tokens (but at least one parcel); 0: no budget.
+        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
+            their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
+    """
+
+    task: str
+    owner: str
+    num_rows: int
+    version: int
+    timeout_s: float
+    token_budget: int = 0
+    replica: str = ""
+    sequence: int = 0
+
+
+class FetchRound(Message):
+    """Lease one rank's share of round `round_index` of a partition: every rank of the gang asks for every round.
+
+    The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
+
+    Attributes:
+        num_rows: rows per rank in a full round.
+        rank, num_ranks: of the data-parallel gang.
+        token_budget: tokens per rank in a full round; 0: no budget.
+    """
+
+    task: str
+    owner: str
+    partition: int
+    round_index: int
+    num_rows: int
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    token_budget: int = 0
+
+
+class GiveBack(Message):
+    """The consumer returns rows of a lease that it will not finish. -> `Done`."""
+
+    task: str
+    owner: str
+    token: int
+    rows: list[int]
+
+
+class AckLost(Message):
+    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as superseded."""
+
+    task: str
+    owner: str
+    token: int
+    rows: list[int]
+
+
+class WatchLost(Message):
+    """Park until rows were lost with a unit that this watcher has not seen yet. -> `LostRows` or `NoRows`.
+
+    `after` is the last `LostRows.sequence` seen, 0 at first.
+    """
+
+    after: int
+    timeout_s: float
+
+
+class PublishVersion(Message):
+    """From the actor: weights of `step` exist; wakes version-gated requests and admits what that allows."""
+
+    step: int
+
+
+class Stop(Message):
+    """Answer all parked and later fetches with `NoRows(stop)`."""
+
+
+class GetQueueStats(Message):
+    """Answered by `QueueStats`."""

@@ -1,0 +1,160 @@
+"""What a controller answers units and clients."""
+
+from enum import StrEnum
+
+from tq.messages.base import Message
+
+# Replies of a controller
+
+
+class UnitAccepted(Message):
+    """The inventory is in. `tasks` are all tasks of the queue; `drop` lives elsewhere now, forget it.
+
+    `commits` says which of the inventory's rows some task is known to be done with (task -> rows).
+    """
+
+    tasks: list[str]
+    drop: list[int]
+    commits: dict[str, list[int]] = {}
+
+
+class RowsAccepted(Message):
+    """The rows are known; `commits` (task -> positions) says which tasks were done with them before they were lost."""
+
+    commits: dict[str, list[int]] = {}
+
+
+class Joined(Message):
+    """Welcome. `void` are tokens among those held that are not this owner's any more."""
+
+    void: list[int]
+
+
+class Alive(Message):
+    """Answer to a heartbeat.
+
+    Attributes:
+        known: False when this controller has given the owner up (its leases are void) or never met it: join again.
+        units: name -> bytes held, of the units that are up: where to put.
+        newest_version: newest published weights.
+    """
+
+    known: bool
+    units: dict[str, int]
+    newest_version: int
+
+
+class Granted(Message):
+    """A lease.
+
+    Attributes:
+        token: names it.
+        partition: the step of its rows.
+        rows, groups, units: parallel; `units` says where each row is.
+        tokens: per row, its length in tokens.
+        round_rows: most rows that any rank has in this round (rounds only), so that ranks make equally many
+            micro-batches.
+        last: no rows of this partition will follow (rounds only).
+    """
+
+    token: int
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    units: list[str]
+    tokens: list[int] = []
+    round_rows: int = 0
+    last: bool = False
+
+
+class NoRowsReason(StrEnum):
+    """Why a fetch ended without rows."""
+
+    DEADLINE = "deadline"
+    NEWER_VERSION = "newer_version"
+    PARTITION_DONE = "partition_done"
+    STOP = "stop"
+
+
+class NoRows(Message):
+    """No lease.
+
+    Attributes:
+        reason: why.
+        newest_version: newest that was published.
+        waiting_for: for a deadline, what is missing, in words for a person.
+        producers_alive: for a deadline, whether somebody who writes what is missing is connected.
+    """
+
+    reason: NoRowsReason
+    newest_version: int
+    waiting_for: str = ""
+    producers_alive: bool = True
+
+
+class LostRows(Message):
+    """Rows that went with their unit and that some task still needs: put them again (`put_rows`, same indices)."""
+
+    sequence: int
+    partitions: list[int]
+    rows: list[int]
+    groups: list[int]
+
+
+class TaskStats(Message):
+    """Counts of one task's rows.
+
+    Attributes:
+        task: name.
+        controller: which serves it.
+        waiting, ready, leased, done: rows by state (done: of partitions still held).
+        parked_requests: fetches that wait.
+        oldest_request_s: how long the oldest of them waits (0: none).
+        rows_per_s: done per second, over the last ten seconds or so.
+        acked: rows done since the controller's start.
+        deliveries: leases given so far.
+        given_back: rows that came back from consumers that died or gave up.
+    """
+
+    task: str
+    waiting: int
+    ready: int
+    leased: int
+    done: int
+    parked_requests: int
+    controller: str = ""
+    oldest_request_s: float = 0.0
+    rows_per_s: float = 0.0
+    acked: int = 0
+    deliveries: int = 0
+    given_back: int = 0
+
+
+class QueueStats(Message):
+    """What one controller knows.
+
+    Attributes:
+        tasks: those that it serves.
+        live_rows, live_bytes: rows that some task is not done with.
+        row_limit, byte_limit: where puts start to wait; 0: none.
+        waiting_puts: puts that wait for room.
+        newest_version: published.
+        admitted_groups: high-water mark of admission (0 without admission).
+        lost_rows: went with a unit, not put again yet.
+        quarantined_groups: taken out after too many deliveries.
+        units: name -> bytes held; only those that are up.
+        owners: consumers with a fresh heartbeat.
+    """
+
+    tasks: list[TaskStats]
+    live_rows: int
+    newest_version: int
+    admitted_groups: int
+    live_bytes: int = 0
+    row_limit: int = 0
+    byte_limit: int = 0
+    waiting_puts: int = 0
+    lost_rows: int = 0
+    quarantined_groups: int = 0
+    units: dict[str, int] = {}
+    owners: list[str] = []

@@ -1,0 +1,181 @@
+"""Requests to a storage unit, and its replies."""
+
+from tq.messages.base import Done, Message
+from tq.wire import ColumnHeader
+
+# Requests to a storage unit
+
+
+class PutRows(Message):
+    """New rows with their first columns (a source's put; it needs no lease). Answered by `Stored`.
+
+    Attributes:
+        partition: the step that the rows belong to.
+        rows, groups: parallel.
+        group_size: rows of each group, in this put and others; 0: the groups are complete in this put.
+        columns: description of the payload.
+        timeout_s: how long the put may wait for room (backpressure).
+        commits: task -> positions in `rows` that it is done with already (a restored snapshot).
+    """
+
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    columns: list[ColumnHeader]
+    group_size: int = 0
+    timeout_s: float = 60.0
+    commits: dict[str, list[int]] = {}
+
+
+class PutOutputs(Message):
+    """All output columns of some rows of a lease, as one atom; `columns` may be empty (a plain ack). -> `Stored`.
+
+    `owner` and `token` are the lease's. The same put twice is a no-op.
+    """
+
+    task: str
+    owner: str
+    token: int
+    rows: list[int]
+    columns: list[ColumnHeader]
+
+
+class GetColumns(Message):
+    """Read columns of rows; answered by `Columns` in the order of `rows`."""
+
+    rows: list[int]
+    columns: list[str]
+
+
+class FenceRows(Message):
+    """From a controller: leases of these rows with a token below `token` are void from now on."""
+
+    task: str
+    token: int
+    rows: list[int]
+
+
+class FenceTask(Message):
+    """From a restarted controller: all leases of `task` with a token below `token` are void, except those `alive`."""
+
+    task: str
+    token: int
+    alive: list[int]
+
+
+class QuarantineRows(Message):
+    """From a controller: `task` failed too often on this group; take its rows out of the queue."""
+
+    task: str
+    group: int
+    rows: list[int]
+
+
+class ClearPartition(Message):
+    """Remove all rows of a partition, whoever works on them."""
+
+    partition: int
+
+
+class CommitPartitions(Message):
+    """A durable checkpoint covers partitions up to and including `newest`: their trained rows may go."""
+
+    newest: int
+
+
+class HoldPuts(Message):
+    """Let puts wait, so that all units can be cut at one moment; ends by itself after `timeout_s`."""
+
+    hold: str
+    timeout_s: float
+
+
+class CutSnapshot(Message):
+    """Under a hold: note what is here now; the hold ends.
+
+    Attributes:
+        hold: of `HoldPuts`.
+        after_partition: rows of this partition and earlier ones are left out.
+        forget_acks_of: tasks whose acks are stored as not given.
+    """
+
+    hold: str
+    after_partition: int
+    forget_acks_of: list[str]
+
+
+class WriteSnapshot(Message):
+    """Write what was cut into `directory` (exists, shared by all units); answered by `SnapshotWritten`."""
+
+    hold: str
+    directory: str
+
+
+class GetUnitStats(Message):
+    """Answered by `UnitStats`."""
+
+
+# Replies of a storage unit
+
+
+class Stored(Message):
+    """The put is in and known to every controller; `num_bytes` is what the unit holds now."""
+
+    num_bytes: int
+
+
+class Columns(Message):
+    """The columns asked for; values in the payload."""
+
+    columns: list[ColumnHeader]
+
+
+class SnapshotWritten(Message):
+    """Files of one unit, relative to the snapshot's directory."""
+
+    files: list[str]
+    num_rows: int
+    num_bytes: int
+
+
+class UnitStats(Message):
+    """What a unit holds and did.
+
+    Attributes:
+        num_rows, num_bytes: all rows here; bytes really held, also by rows that are half gone.
+        retained_rows, retained_bytes: of those, rows that only wait for a checkpoint.
+        spilled_bytes: of the retained ones, on disk.
+        puts, gets, bytes_in, bytes_out: since the start.
+        shared_channels, wire_channels: clients whose payloads come through shared memory, and over the wire.
+        backend: where values are kept.
+    """
+
+    num_rows: int
+    num_bytes: int
+    retained_rows: int = 0
+    retained_bytes: int = 0
+    spilled_bytes: int = 0
+    puts: int = 0
+    gets: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    shared_channels: int = 0
+    wire_channels: int = 0
+    backend: str = "memory"
+
+
+UNIT_REQUESTS = (
+    PutRows
+    | PutOutputs
+    | GetColumns
+    | FenceRows
+    | FenceTask
+    | QuarantineRows
+    | ClearPartition
+    | CommitPartitions
+    | HoldPuts
+    | CutSnapshot
+    | WriteSnapshot
+    | GetUnitStats
+)
+UNIT_REPLIES = Done | Stored | Columns | SnapshotWritten | UnitStats

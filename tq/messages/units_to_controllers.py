@@ -1,0 +1,111 @@
+"""What storage units tell every controller."""
+
+from enum import StrEnum
+
+import msgspec
+
+from tq.messages.base import Message
+
+# Requests to a controller, from units
+
+
+class RowRecords(msgspec.Struct):
+    """Rows of an inventory that have the same partition, columns and finished tasks.
+
+    Attributes:
+        partition: of all of them.
+        rows, groups, group_sizes, tokens, num_bytes: parallel.
+        columns: written in all of them.
+        done: tasks that committed.
+        deliveries: task -> how often each row was given back, parallel to `rows`; absent: never.
+    """
+
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    group_sizes: list[int]
+    tokens: list[int]
+    num_bytes: list[int]
+    columns: list[str]
+    done: list[str]
+    deliveries: dict[str, list[int]] = {}
+
+
+class RegisterUnit(Message):
+    """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
+
+    Attributes:
+        unit: its name.
+        incarnation: another one than before means that it started empty.
+        records: its live rows.
+        finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
+    """
+
+    unit: str
+    incarnation: str
+    records: list[RowRecords]
+    finished: dict[int, list[int]]
+
+
+class RowsCreated(Message):
+    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`.
+
+    Attributes:
+        unit: where.
+        partition, rows, groups, group_size: see `PutRows`.
+        columns: written.
+        tokens: per row, its length in tokens so far.
+        num_bytes: of all of them together.
+        timeout_s: how long this may park.
+        commits: see `PutRows`.
+    """
+
+    unit: str
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    columns: list[str]
+    tokens: list[int]
+    num_bytes: int
+    group_size: int = 0
+    timeout_s: float = 60.0
+    commits: dict[str, list[int]] = {}
+
+
+class OutputsWritten(Message):
+    """A task's outputs for these rows were committed under `token`; the task is done with them.
+
+    Attributes:
+        unit: where.
+        task, token, rows: the commit's.
+        columns: written now.
+        tokens: per row, by how many tokens it grew.
+        num_bytes: by how many bytes all of them grew.
+    """
+
+    unit: str
+    task: str
+    token: int
+    rows: list[int]
+    columns: list[str]
+    tokens: list[int]
+    num_bytes: int
+
+
+class RemovalReason(StrEnum):
+    """Why rows left the queue before every task was done with them."""
+
+    CLEARED = "cleared"
+    REFUSED = "refused"
+    QUARANTINED = "quarantined"
+
+
+class RowsRemoved(Message):
+    """Rows left a unit; `task` is the one that failed on them (quarantine)."""
+
+    unit: str
+    partition: int
+    rows: list[int]
+    reason: RemovalReason
+    task: str = ""
+    group: int = -1

@@ -1,0 +1,93 @@
+"""Channels of one process: one to each service, made on first use, made again when one broke.
+
+Used by `QueueServices` and by a controller's `UnitOrders`. Never decides what is sent.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.connection import Connection, Reply
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+
+
+class ServiceChannels:
+    """Connections by service name. Thread-safe; two threads never open the same one twice."""
+
+    def __init__(
+        self, credentials: Credentials, name: str, limits: Limits, greet: Callable[[str, Connection], None]
+    ) -> None:
+        """Args:
+        credentials: store and secret.
+        name: of this process.
+        limits: largest reply accepted.
+        greet: called with (service, connection) before a new connection is used by anybody.
+        """
+        self._credentials = credentials
+        self._name = name
+        self._limits = limits
+        self._greet = greet
+        self._lock = threading.Lock()
+        self._links: dict[str, Connection] = {}
+        self._connecting: dict[str, threading.Lock] = {}
+        self.closed = False
+        """Whether `close` was called."""
+
+    def get(self, service: str, replies: Any) -> Connection:
+        """Return the connection to `service`, opening it if need be.
+
+        Args:
+            service: whom to call.
+            replies: msgspec type of its answers.
+
+        Raises:
+            TransportError: the service does not answer, or these links are closed.
+        """
+        with self._lock:
+            one_at_a_time = self._connecting.setdefault(service, threading.Lock())
+        with one_at_a_time:
+            with self._lock:
+                connection = self._links.get(service)
+                self._refuse_closed()
+            if connection is not None and not connection.closed:
+                return connection
+            connection = Connection(self._credentials, service, self._name, replies, limits=self._limits)
+            try:
+                self._greet(service, connection)
+                with self._lock:
+                    self._refuse_closed()
+                    self._links[service] = connection
+            except TransportError:
+                connection.close()
+                raise
+        return connection
+
+    def close(self) -> None:
+        """Say goodbye everywhere. Idempotent."""
+        with self._lock:
+            self.closed = True
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.close()
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise TransportError(f"{self._name}: the queue client is closed")
+
+
+def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: float) -> Reply:
+    """Wait for an answer.
+
+    Raises:
+        TransportError: none within `timeout_s`, or the service is gone.
+        PeerRefused, Superseded: the service answered no.
+    """
+    try:
+        return future.result(timeout_s)
+    except FutureTimeout as error:
+        raise TransportError(f"{service} did not answer {what} within {timeout_s:g} s") from error

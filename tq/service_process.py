@@ -1,0 +1,63 @@
+"""Entry of one service process of a queue that runs alone: `python -m tq.service_process ADDRESS_FILE SERVICE`.
+
+Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
+"""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from asyncflow.errors import AsyncFlowError, RoleFailed
+from asyncflow.lifeline import die_with_parent
+from tq.address import QueueAddress
+from tq.control.controller import ControllerService
+from tq.unit.storage import StorageUnit
+
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 0.2
+
+
+def serve(address_file: Path, service: str, stop: threading.Event) -> None:
+    """Run a controller or a storage unit until `stop` is set.
+
+    Raises:
+        AsyncFlowError: the queue's store or backend does not answer, or the address file is gone.
+    """
+    address = QueueAddress.load(address_file)
+    controllers = address.config.controllers
+    credentials = address.credentials()
+    if service not in controllers:
+        unit = StorageUnit(credentials, service, address.config, controllers=controllers)
+        stop.wait()
+        unit.close()
+        return
+    controller = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
+    while not stop.wait(_CHECK_S):
+        if controller.failed.is_set():
+            raise RoleFailed(f"{service}: {controller.failure}") from controller.failure
+    controller.close()
+
+
+def main() -> int:
+    """Obey SIGTERM and SIGINT."""
+    die_with_parent()
+    torch.set_num_threads(1)  # copies of a message are short; OpenMP's threads would spin on the clients' cores
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
+    try:
+        serve(Path(sys.argv[1]), sys.argv[2], stop)
+    except AsyncFlowError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The data plane: storage units, which hold the rows' values."""

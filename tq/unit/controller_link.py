@@ -1,0 +1,316 @@
+"""One unit's link to one controller: registers whenever the channel is new, then tells what changed, in that order.
+
+    down --connected--> registering --UnitAccepted--> up --channel broke--> down --...      (for ever, until `close`)
+                        inventory, then every later change
+
+The inventory is taken under the unit's lock, in the same moment in which the channel becomes the one to use, so nothing
+is missed and nothing is told before it. What was not confirmed when a channel broke is in the next inventory.
+Two threads: one connects and waits for the end of a channel, one sends. Neither is ever waited for by a handler.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from asyncflow.errors import AsyncFlowError, PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.transport.connection import Connection, Reply
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from tq.messages import CONTROLLER_REPLIES, Message, OutputsWritten, RegisterUnit, RowsCreated, UnitAccepted
+from tq.timers import Timer, Timers
+
+logger = logging.getLogger(__name__)
+
+Settled = list[tuple["Future[Any]", Any]]
+"""Futures to complete once the lock is released, with a reply or an error."""
+
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 2.0
+_HANDSHAKE_S = 4.0
+"""A thread that is inside the store's client cannot be woken, and `close` waits for it."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Host(Protocol):
+    """The unit behind a link; it is called with its lock held."""
+
+    def inventory(self) -> RegisterUnit:
+        """Return what the unit holds now."""
+
+    def accepted(self, reply: UnitAccepted) -> Settled:
+        """A controller took the inventory."""
+
+    def registered(self) -> bool:
+        """Whether any controller has taken an inventory."""
+
+
+@dataclass(eq=False)
+class Notice:
+    """A notification that is not confirmed yet; `covered`: it is in an inventory that was sent after it."""
+
+    message: Message
+    future: "Future[Any]"
+    timer: Timer | None = None
+    covered: bool = False
+
+
+class ControllerLink:
+    """Owned by a `StorageUnit`."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        controller: str,
+        unit: str,
+        *,
+        host: Host,
+        lock: threading.Lock,
+        timers: Timers,
+        limits: Limits,
+        timeout_s: float,
+    ) -> None:
+        """Start connecting.
+
+        Args:
+            credentials: store and secret.
+            controller: whom to tell.
+            unit: who tells.
+            host: the unit.
+            lock: the unit's; guards this link too.
+            timers: of the unit.
+            limits: of the channel.
+            timeout_s: deadline of a registration.
+        """
+        self.controller = controller
+        self.registered = False
+        """Whether the controller has ever taken an inventory: only then do puts wait for it."""
+        self._credentials = replace(credentials, timeout_s=min(_HANDSHAKE_S, credentials.timeout_s))
+        self._unit = unit
+        self._host = host
+        self._lock = lock
+        self._work = threading.Condition(lock)
+        self._sending = threading.Lock()
+        self._timers = timers
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._notices: dict[Notice, None] = {}
+        self._outbox: deque[Notice] = deque()
+        self._connection: Connection | None = None
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._keep_connected, name=f"link-{controller}", daemon=True),
+            threading.Thread(target=self._send, name=f"tell-{controller}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counts(self) -> bool:
+        """Whether a change must be told: the controller has an inventory, or is just getting one; lock held."""
+        return self.registered or self._connection is not None
+
+    def notify(self, message: Message, timeout_s: float) -> "Future[Any]":
+        """Tell the controller; the unit's lock is held, so this follows the state change that it tells of.
+
+        Returns:
+            A future of its answer, or of None when an inventory that covers the message was taken instead. It fails
+            with the controller's refusal, or with a TransportError after `timeout_s`.
+        """
+        notice = Notice(message, Future())
+        if self._stopping.is_set():
+            notice.future.set_exception(TransportError(f"{self._unit} is closing"))
+            return notice.future
+        notice.timer = self._timers.after(timeout_s, partial(self._expire, notice, timeout_s))
+        self._notices[notice] = None
+        self._outbox.append(notice)
+        return notice.future
+
+    def flush(self, *, here: bool) -> None:
+        """Send what was notified, in order; the unit's lock is not held.
+
+        Args:
+            here: in this thread, which saves waking another one. Not from a thread that receives answers: a controller
+                that reads slowly would block it.
+        """
+        if not here:
+            with self._lock:
+                self._work.notify()
+            return
+        while self._waiting() and self._sending.acquire(blocking=False):  # else the holder looks again
+            try:
+                while self._send_next():
+                    pass
+            finally:
+                self._sending.release()
+
+    def written_in_flight(self, task: str, rows: Sequence[int] | None) -> "list[Future[Any]]":
+        """Return the commits of a task (for some rows, or all) that the controller does not know yet; lock held."""
+        wanted = None if rows is None else set(rows)
+        return [
+            notice.future
+            for notice in self._notices
+            if isinstance(notice.message, OutputsWritten)
+            and not notice.covered
+            and notice.message.task == task
+            and (wanted is None or not wanted.isdisjoint(notice.message.rows))
+        ]
+
+    def forget(self) -> Settled:
+        """Nobody waits for a controller that was never up: let all notifications pass; lock held."""
+        if self.registered or self._connection is not None:
+            return []
+        self._outbox.clear()
+        return [settled for notice in list(self._notices) for settled in self._pop(notice, None)]
+
+    def close(self) -> None:
+        """Stop; idempotent. What is not confirmed fails."""
+        with self._lock:
+            self._stopping.set()
+            connection = self._connection
+            self._work.notify_all()
+            error = TransportError(f"{self._unit} is closing")
+            settled = [one for notice in list(self._notices) for one in self._pop(notice, error)]
+        complete(settled)
+        if connection is not None:
+            connection.close()
+        for thread in self._threads:
+            thread.join(timeout=_CLOSE_TIMEOUT_S)
+
+    def _keep_connected(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        told = False
+        while not self._stopping.is_set():
+            try:
+                connection = Connection(
+                    self._credentials, self.controller, self._unit, CONTROLLER_REPLIES, limits=self._limits
+                )
+            except TransportError as error:
+                if not told:
+                    logger.info("%s: waits for %s (%s)", self._unit, self.controller, error)
+                told, up = True, False
+            else:
+                up = self._register(connection)
+                if up:
+                    logger.info("%s: registered with %s", self._unit, self.controller)
+                    connection.wait_closed()
+                    told = False
+                self._put_down(connection)
+            backoff_s = _FIRST_BACKOFF_S if up else min(2 * backoff_s, _LAST_BACKOFF_S)
+            self._stopping.wait(backoff_s)
+
+    def _put_down(self, connection: Connection) -> None:
+        with self._lock:
+            self._connection = None
+            settled = self.forget() if self._host.registered() else []
+        complete(settled)
+        connection.close()
+
+    def _register(self, connection: Connection) -> bool:
+        """Make the channel the one to use; returns whether the controller took the inventory."""
+        accepted: Future[Any] = Future()
+        with self._lock:
+            if self._stopping.is_set():
+                return False
+            for notice in self._notices:
+                notice.covered = True
+            self._outbox.clear()
+            self._outbox.append(Notice(self._host.inventory(), accepted))
+            self._connection = connection
+            self._work.notify()
+        try:
+            self._accepted(accepted.result(self._timeout_s))
+        except TimeoutError:
+            logger.warning("%s: %s did not take the inventory in %g s", self._unit, self.controller, self._timeout_s)
+            return False
+        except AsyncFlowError as error:
+            logger.warning("%s: %s did not take the inventory: %s", self._unit, self.controller, error)
+            return False
+        return True
+
+    def _accepted(self, reply: UnitAccepted) -> None:
+        lost = set(reply.drop)
+        with self._lock:
+            self.registered = True
+            settled = self._host.accepted(reply)
+            for notice in [notice for notice in self._notices if notice.covered]:
+                refusal = None
+                if isinstance(notice.message, RowsCreated) and not lost.isdisjoint(notice.message.rows):
+                    refusal = RowsExist(f"{self.controller}: rows {sorted(lost)[:8]} exist elsewhere")
+                settled += self._pop(notice, refusal)
+        complete(settled)
+
+    def _waiting(self) -> bool:
+        with self._lock:
+            return self._connection is not None and bool(self._outbox)
+
+    def _send(self) -> None:
+        while not self._stopping.is_set():
+            with self._lock:
+                while not self._stopping.is_set() and not (self._connection is not None and self._outbox):
+                    self._work.wait()
+            with self._sending:
+                self._send_next()
+
+    def _send_next(self) -> bool:
+        """Send one notice, if there is one; whoever calls holds `_sending`."""
+        with self._lock:
+            if self._stopping.is_set() or self._connection is None or not self._outbox:
+                return False
+            connection, notice = self._connection, self._outbox.popleft()
+        try:
+            answer = connection.submit(notice.message, timeout_s=self._timeout_s)
+        except TransportError as error:
+            self._answered(notice, error)
+        else:
+            answer.add_done_callback(partial(self._heard, notice))
+        return True
+
+    def _heard(self, notice: Notice, answer: "Future[Reply]") -> None:
+        self._answered(notice, answer.exception() or answer.result()[0])
+
+    def _answered(self, notice: Notice, answer: Any) -> None:
+        if isinstance(notice.message, RegisterUnit):
+            complete([(notice.future, answer)])
+            return
+        if isinstance(answer, Exception) and not is_refusal(answer):
+            # The channel broke; the next inventory covers this.
+            logger.debug("%s", answer)
+            return
+        with self._lock:
+            settled = self._pop(notice, answer)
+        complete(settled)
+
+    def _expire(self, notice: Notice, timeout_s: float) -> None:
+        with self._lock:
+            what = type(notice.message).__name__
+            state = "did not confirm" if self.registered else "has never been up to hear"
+            error = TransportError(f"{self._unit}: {self.controller} {state} {what} within {timeout_s:g} s")
+            settled = self._pop(notice, error)
+        complete(settled)
+
+    def _pop(self, notice: Notice, answer: Any) -> Settled:
+        if notice not in self._notices:  # settled before
+            return []
+        del self._notices[notice]
+        if notice.timer is not None:
+            notice.timer.cancel()
+        return [(notice.future, answer)]
+
+
+def complete(settled: Settled) -> None:
+    """Complete futures; without the lock, since their callbacks send replies."""
+    for future, answer in settled:
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether a controller said no; a plain TransportError means that it said nothing."""
+    return isinstance(error, PeerRefused | Superseded)

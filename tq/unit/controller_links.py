@@ -1,0 +1,101 @@
+"""All links of one unit: a change is told to every controller that counts.
+
+A controller that was never up does not count, unless none is registered at all: then a change waits for the first.
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from tq.messages import Message, RegisterUnit, UnitAccepted
+from tq.timers import Timers
+from tq.unit.controller_link import ControllerLink, Settled
+
+Told = dict[str, "Future[Any]"]
+"""Controller -> a future of its answer; see `ControllerLink.notify`."""
+
+
+class Holdings(Protocol):
+    """What the links tell of; called with the unit's lock held."""
+
+    def inventory(self) -> RegisterUnit:
+        """Return what the unit holds now."""
+
+    def accepted(self, reply: UnitAccepted) -> None:
+        """A controller took the inventory and knows this beside it."""
+
+
+class ControllerLinks:
+    """Owned by a `StorageUnit`."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        unit: str,
+        controllers: Sequence[str],
+        *,
+        holdings: Holdings,
+        lock: threading.Lock,
+        timers: Timers,
+        limits: Limits,
+        timeout_s: float,
+    ) -> None:
+        """Start one link to each controller; arguments as for `ControllerLink`."""
+        self._holdings = holdings
+        self._lock = lock
+        self._links: dict[str, ControllerLink] = {}
+        with lock:  # a link that is quick finds the others in place
+            for controller in controllers:
+                self._links[controller] = ControllerLink(
+                    credentials,
+                    controller,
+                    unit,
+                    host=self,
+                    lock=lock,
+                    timers=timers,
+                    limits=limits,
+                    timeout_s=timeout_s,
+                )
+
+    def tell(self, message: Message, timeout_s: float, *, but: Sequence[str] = ()) -> Told:
+        """Tell every controller that counts, except `but`; the unit's lock is held since the change was made."""
+        everybody = not self.registered()
+        return {
+            controller: link.notify(message, timeout_s)
+            for controller, link in self._links.items()
+            if (everybody or link.counts) and controller not in but
+        }
+
+    def flush(self, *, here: bool = True) -> None:
+        """Send what was told; see `ControllerLink.flush`."""
+        for link in self._links.values():
+            link.flush(here=here)
+
+    def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
+        """Return commits that `asker` does not know yet, or, if it is no controller, any of them; lock held."""
+        links = [self._links[asker]] if asker in self._links else list(self._links.values())
+        return [future for link in links for future in link.written_in_flight(task, rows)]
+
+    def close(self) -> None:
+        """Stop all links; idempotent."""
+        closing = [threading.Thread(target=link.close, daemon=True) for link in self._links.values()]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def inventory(self) -> RegisterUnit:
+        """See `controller_link.Host`."""
+        return self._holdings.inventory()
+
+    def accepted(self, reply: UnitAccepted) -> Settled:
+        """See `controller_link.Host`."""
+        self._holdings.accepted(reply)
+        return [settled for link in self._links.values() for settled in link.forget()]
+
+    def registered(self) -> bool:
+        """See `controller_link.Host`."""
+        return any(link.registered for link in self._links.values())

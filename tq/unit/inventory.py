@@ -1,0 +1,34 @@
+"""What a unit tells a controller that meets it (again): its rows, their columns, who is done with them. Pure."""
+
+from tq.messages import RegisterUnit, RowRecords
+from tq.unit.state import UnitState
+
+_Key = tuple[int, frozenset[str], frozenset[str]]
+
+
+def take_inventory(unit: str, incarnation: str, state: UnitState) -> RegisterUnit:
+    """Return all rows of `state`, also those that controllers have not confirmed yet."""
+    finished = {partition: list(rows) for partition, rows in state.finished().items()}
+    records: dict[_Key, RowRecords] = {}
+    for number, row in state.rows():
+        if row.retained:
+            finished.setdefault(row.partition, []).append(number)
+            continue
+        key = (row.partition, frozenset(row.places), frozenset(row.commits))
+        record = records.get(key)
+        if record is None:
+            record = RowRecords(row.partition, [], [], [], [], [], sorted(row.places), sorted(row.commits))
+            records[key] = record
+        for task, times in row.returns.items():
+            counts = record.deliveries.setdefault(task, [])
+            counts += [0] * (len(record.rows) - len(counts))
+            counts.append(times)
+        record.rows.append(number)
+        record.groups.append(row.group)
+        record.group_sizes.append(row.group_size)
+        record.tokens.append(row.tokens)
+        record.num_bytes.append(row.num_bytes)
+    for record in records.values():
+        for counts in record.deliveries.values():
+            counts += [0] * (len(record.rows) - len(counts))
+    return RegisterUnit(unit, incarnation, list(records.values()), finished)

@@ -1,0 +1,247 @@
+"""Puts to a storage unit: new rows and outputs. From the message to the reply, without waiting for a controller.
+
+block (I/O) --> [lock] hold? state change, notices --> ... --> every controller confirmed --> Stored
+                                                       '-----> one did not --> new rows go again; outputs stay
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.transport.server import Call
+from tq.futures import Outcome, when_all
+from tq.messages import (
+    OutputsWritten,
+    PutOutputs,
+    PutRows,
+    RemovalReason,
+    RowsAccepted,
+    RowsCreated,
+    RowsRemoved,
+    Stored,
+)
+from tq.unit.block import Block, BlockStore
+from tq.unit.controller_link import is_refusal
+from tq.unit.controller_links import ControllerLinks, Told
+from tq.unit.holds import Holds
+from tq.unit.records import Repeated
+from tq.unit.state import UnitState
+
+_PARKED_EXTRA_S = 5.0
+"""A controller that parks a put until its deadline has so much longer to say so."""
+_CONFIRM_FRACTION = 0.8
+"""Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
+
+
+class UnitPuts:
+    """Owned by a `StorageUnit`."""
+
+    def __init__(
+        self,
+        name: str,
+        state: UnitState,
+        blocks: BlockStore,
+        links: ControllerLinks,
+        holds: Holds,
+        *,
+        lock: threading.Lock,
+        poke: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        """Args:
+        name: of the unit.
+        state, blocks, links, holds: the unit's.
+        lock: guards them.
+        poke: called without the lock when rows may have gone.
+        timeout_s: deadline of one request.
+        """
+        self._name = name
+        self._state = state
+        self._blocks = blocks
+        self._links = links
+        self._holds = holds
+        self._lock = lock
+        self._poke = poke
+        self._timeout_s = _CONFIRM_FRACTION * timeout_s
+        self._creating: dict[int, Future[Stored]] = {}
+
+    def put_rows(self, message: PutRows, call: Call) -> None:
+        """Create rows; replies `Stored`, or refuses, and then nothing has changed.
+
+        Raises:
+            AsyncFlowError: refused at once.
+        """
+        block = self._blocks.add(message.rows, message.columns, call.payload)
+        self._carry_out(partial(self._create, message, block, call), block)
+
+    def put_outputs(self, message: PutOutputs, call: Call) -> None:
+        """Commit outputs; replies `Stored`, or refuses. When a controller fails, the commit is kept: put it again.
+
+        Raises:
+            AsyncFlowError: refused at once.
+        """
+        block = self._blocks.add(message.rows, message.columns, call.payload)
+        self._carry_out(partial(self._commit, message, block, call), block)
+
+    def resume(self, put: Callable[[], None], block: Block | None, call: Call) -> None:
+        """Carry out a put that waited for the end of a hold."""
+        try:
+            self._carry_out(put, block)
+        except AsyncFlowError as error:
+            call.refuse(error)
+
+    def _carry_out(self, put: Callable[[], None], block: Block | None) -> None:
+        try:
+            put()
+        except AsyncFlowError:
+            self._discard(block)
+            raise
+
+    def _create(self, message: PutRows, block: Block | None, call: Call) -> None:
+        with self._lock:
+            if self._holds.park(partial(self.resume, partial(self._create, message, block, call), block, call)):
+                return
+            repeated = self._state.create(
+                message.rows,
+                block,
+                partition=message.partition,
+                groups=message.groups,
+                group_size=message.group_size,
+                commits=message.commits,
+            )
+            if repeated is None:
+                told = self._links.tell(self._created(message, block), message.timeout_s + _PARKED_EXTRA_S)
+                stored: Future[Stored] = Future()
+                self._creating[message.rows[0]] = stored
+        if repeated is not None:
+            self._check_same(repeated, block)
+            with self._lock:
+                stored = self._creating.get(message.rows[0]) or self._done()
+        stored.add_done_callback(partial(_answer, call))
+        if repeated is None:
+            when_all(list(told.values()), partial(self._conclude, message, told, stored))
+            self._links.flush()
+
+    def _conclude(self, message: PutRows, told: Told, stored: "Future[Stored]", outcome: Outcome) -> None:
+        """All controllers know the new rows, or one will not have them."""
+        with self._lock:
+            self._creating.pop(message.rows[0], None)
+            if isinstance(outcome, list):
+                for reply in outcome:
+                    if isinstance(reply, RowsAccepted):
+                        known = {task: [message.rows[k] for k in at] for task, at in reply.commits.items()}
+                        self._state.learn_commits(known)
+                self._state.confirm(message.rows)
+            else:
+                refused = [name for name, one in told.items() if one.done() and is_refusal(one.exception())]
+                for partition, rows in self._state.remove(message.rows).items():
+                    removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
+                    self._links.tell(removal, self._timeout_s, but=refused)
+            num_bytes = self._state.books.num_bytes
+        if not isinstance(outcome, list):
+            self._links.flush(here=False)
+        self._poke()
+        if isinstance(outcome, list):
+            stored.set_result(Stored(num_bytes))
+        else:
+            stored.set_exception(outcome)
+
+    def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
+        with self._lock:
+            if self._holds.park(partial(self.resume, partial(self._commit, message, block, call), block, call)):
+                return
+            repeated = self._state.commit(message.task, message.token, message.rows, block)
+            if repeated is None:
+                told = self._links.tell(self._written(message, block), self._timeout_s)
+        if repeated is not None:
+            self._check_same(repeated, block)
+            with self._lock:
+                told = self._links.tell(self._written(message, block), self._timeout_s)
+        self._poke()
+        when_all(list(told.values()), partial(self._confirm, call))
+        self._links.flush()
+
+    def _confirm(self, call: Call, outcome: Outcome) -> None:
+        if isinstance(outcome, list):
+            call.reply(Stored(self._state.books.num_bytes))
+        else:
+            _refuse(call, outcome)
+
+    def _check_same(self, repeated: Repeated, block: Block | None) -> None:
+        """Compare a put with the earlier one and let go of the new block.
+
+        Raises:
+            PeerRefused: they differ.
+            TransportError: the earlier one cannot be read.
+        """
+        try:
+            if block is not None and not _same(self._blocks, repeated, block):
+                raise repeated.refusal
+        finally:
+            with self._lock:
+                self._state.books.unpin(repeated.blocks)
+            self._poke()
+        self._discard(block)
+
+    def _discard(self, block: Block | None) -> None:
+        if block is not None:
+            self._blocks.delete([block])
+
+    def _done(self) -> "Future[Stored]":
+        stored: Future[Stored] = Future()
+        stored.set_result(Stored(self._state.books.num_bytes))
+        return stored
+
+    def _created(self, message: PutRows, block: Block | None) -> RowsCreated:
+        return RowsCreated(
+            self._name,
+            message.partition,
+            message.rows,
+            message.groups,
+            [] if block is None else sorted(block.names),
+            [0] * len(message.rows) if block is None else block.tokens,
+            0 if block is None else block.value_bytes,
+            message.group_size,
+            message.timeout_s,
+            message.commits,
+        )
+
+    def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
+        return OutputsWritten(
+            self._name,
+            message.task,
+            message.token,
+            message.rows,
+            [] if block is None else sorted(block.names),
+            [0] * len(message.rows) if block is None else block.tokens,
+            0 if block is None else block.value_bytes,
+        )
+
+
+def _same(blocks: BlockStore, repeated: Repeated, block: Block) -> bool:
+    new = blocks.open(block)
+    for earlier in repeated.blocks:
+        if earlier.names != block.names:
+            return False
+        old = blocks.open(earlier)
+        there = [(theirs, mine) for one, theirs, mine in repeated.pairs if one is earlier]
+        before, now = [theirs for theirs, _ in there], [mine for _, mine in there]
+        if not all(old[name].equals(before, new[name], now) for name in block.names):
+            return False
+    return True
+
+
+def _answer(call: Call, stored: "Future[Any]") -> None:
+    error = stored.exception()
+    if error is None:
+        call.reply(stored.result())
+    else:
+        _refuse(call, error)
+
+
+def _refuse(call: Call, error: BaseException) -> None:
+    assert isinstance(error, AsyncFlowError), f"{error!r} is no refusal"
+    call.refuse(error)

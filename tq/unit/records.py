@@ -1,0 +1,106 @@
+"""What a storage unit knows of one row, of a commit, of a partition. Plain data; `UnitState` keeps it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncflow.errors import PeerRefused
+from tq.unit.block import Block
+
+Place = tuple[Block, int]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One put of outputs; shared by all its rows.
+
+    Attributes:
+        task, token: whose, under which lease; `KNOWN_ELSEWHERE` where only the fact is known.
+        names: columns that it wrote.
+    """
+
+    task: str
+    token: int
+    names: frozenset[str]
+
+
+KNOWN_ELSEWHERE = -1
+"""Token of a commit that a controller or a snapshot told of."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row that is here.
+
+    Attributes:
+        partition, group, group_size: see `messages.PutRows`.
+        tokens, num_bytes: over all its columns.
+        places: column -> where its value is.
+        commits: task -> its commit.
+        fences: task -> lowest token that is not void.
+        returns: task -> how often a lease on it was given back.
+        pending: the controllers have not confirmed yet that it exists.
+        retained: every task is done with it; it waits for a checkpoint.
+    """
+
+    partition: int
+    group: int
+    group_size: int
+    tokens: int = 0
+    num_bytes: int = 0
+    places: dict[str, Place] = field(default_factory=dict)
+    commits: dict[str, Commit] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=dict)
+    returns: dict[str, int] = field(default_factory=dict)
+    pending: bool = True
+    retained: bool = False
+
+
+@dataclass
+class Partition:
+    """Rows of one partition.
+
+    Attributes:
+        rows: that are here.
+        finished: that were here, and went when every task was done with them.
+    """
+
+    rows: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """A row as it was at a cut."""
+
+    number: int
+    partition: int
+    group: int
+    group_size: int
+    places: Mapping[str, Place]
+    commits: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a unit held at one moment; its blocks are pinned until `BlockBooks.unpin`."""
+
+    rows: list[CutRow]
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A put whose rows are all here already: the same one again, or another one that must be refused.
+
+    Attributes:
+        pairs: (earlier block, position there, position in the put); the blocks are pinned until `BlockBooks.unpin`.
+        refusal: of a put that differs.
+    """
+
+    pairs: list[tuple[Block, int, int]]
+    refusal: PeerRefused
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The earlier blocks."""
+        return list({block: None for block, _, _ in self.pairs})

@@ -1,0 +1,182 @@
+"""Files of a snapshot, and how a unit writes its own: a few hundred MB of memory however much there is to write.
+
+A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows
+differ in shape, `k/shapes/COLUMN` (int32 [N, R]). Its metadata holds the rest as JSON (`ChunkRecord`). The name
+ends with the file's checksum, so that the reader's manifest needs no second pass over the data.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.payload import Payload, Piece
+from tq.unit.block import Block, BlockStore
+from tq.unit.records import CutRow
+from tq.wire import ColumnHeader
+
+CHUNK_BYTES = 2**26
+FILE_BYTES = 2**28
+METADATA_KEY = "chunks"
+_READ_BYTES = 2**24
+_CHUNK_ROWS = 2**14
+
+_Key = tuple[int, int, tuple[str, ...]]
+
+
+class ChunkRecord(msgspec.Struct):
+    """Rows that were alike: put again with one `PutRows`.
+
+    Attributes:
+        partition, group_size: of all of them.
+        rows, groups: parallel.
+        columns: of the tensors.
+        commits: task -> positions in `rows`.
+    """
+
+    partition: int
+    group_size: int
+    rows: list[int]
+    groups: list[int]
+    columns: list[ColumnHeader]
+    commits: dict[str, list[int]]
+
+
+class SnapshotWriter:
+    """Writes one unit's part of one snapshot."""
+
+    def __init__(self, directory: Path, unit: str, blocks: BlockStore, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Args:
+        directory: exists; shared by all units.
+        unit: names the files.
+        blocks: where values are.
+        chunk_bytes: of one chunk, unless a single row is larger.
+        """
+        self._directory = directory
+        self._unit = unit
+        self._blocks = blocks
+        self._chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
+
+    def write(self, rows: Sequence[CutRow], stop: threading.Event) -> tuple[list[str], int]:
+        """Write rows whose blocks are pinned. Returns (file names, bytes).
+
+        Raises:
+            TransportError: a block could not be read, or `stop` was set.
+            OSError: the disk is full, or such.
+        """
+        names: list[str] = []
+        total = 0
+        tensors: dict[str, Tensor] = {}
+        records: list[ChunkRecord] = []
+        for chunk in _chunks(rows, self._chunk_bytes):
+            if stop.is_set():
+                raise TransportError(f"{self._unit}: closed while it wrote a snapshot")
+            record, chunk_tensors = self._chunk(chunk, len(records))
+            size = sum(tensor.nbytes for tensor in (*tensors.values(), *chunk_tensors.values()))
+            if records and size > FILE_BYTES:
+                total += self._save(tensors, records, names)
+                tensors, records = {}, []
+                record, chunk_tensors = self._chunk(chunk, 0)
+            tensors.update(chunk_tensors)
+            records.append(record)
+        if records:
+            total += self._save(tensors, records, names)
+        return names, total
+
+    def _chunk(self, chunk: "Sequence[CutRow]", number: int) -> tuple[ChunkRecord, dict[str, Tensor]]:
+        parts: dict[str, list[tuple[Block, list[int]]]] = {name: [] for name in sorted(chunk[0].places)}
+        for row in chunk:
+            for name, places in parts.items():
+                block, position = row.places[name]
+                if not places or places[-1][0] is not block:
+                    places.append((block, []))
+                places[-1][1].append(position)
+        headers, pieces = self._blocks.describe(parts, wide=False)
+        tensors: dict[str, Tensor] = {}
+        for header, column in zip(headers, pieces, strict=True):
+            tensors[f"{number}/values/{header.name}"] = _joined(column[0])
+            if len(column) > 1:
+                tensors[f"{number}/shapes/{header.name}"] = _joined(column[1])
+        commits: dict[str, list[int]] = {}
+        for k, row in enumerate(chunk):
+            for task in row.commits:
+                commits.setdefault(task, []).append(k)
+        first = chunk[0]
+        numbers, groups = [row.number for row in chunk], [row.group for row in chunk]
+        return ChunkRecord(first.partition, first.group_size, numbers, groups, headers, commits), tensors
+
+    def _save(self, tensors: dict[str, Tensor], records: list[ChunkRecord], names: list[str]) -> int:
+        """Write a file and append its name, which tells its checksum; returns its size."""
+        path = self._directory / f"{self._unit}-{len(names):04d}.part"
+        save_file(tensors, path, {METADATA_KEY: msgspec.json.encode(records).decode()})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        num_bytes = path.stat().st_size
+        name = f"{self._unit}-{len(names):04d}-{checksum(path)}.safetensors"
+        path.rename(self._directory / name)
+        names.append(name)
+        return num_bytes
+
+
+def checksum(path: Path) -> str:
+    """Return the xxh3-64 of a file as 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return str(digest.hexdigest())
+
+
+def chunk_payload(record: ChunkRecord, tensors: dict[str, Tensor], number: int) -> Tensor:
+    """Return a chunk's columns as the payload that its headers describe."""
+    pieces = []
+    for header in record.columns:
+        values = tensors[f"{number}/values/{header.name}"]
+        pieces.append(Piece((values,), values.dtype))
+        shapes = tensors.get(f"{number}/shapes/{header.name}")
+        if shapes is not None:
+            pieces.append(Piece((shapes,), torch.int32))
+    payload = Payload(pieces)
+    out = torch.empty(payload.num_bytes, dtype=torch.uint8)
+    payload.write(out)
+    return out
+
+
+def _chunks(rows: Sequence[CutRow], chunk_bytes: int) -> "Iterator[Sequence[CutRow]]":
+    """Split rows into lists of rows that are alike and take up `chunk_bytes` at most (but at least one row)."""
+    alike: dict[tuple[object, ...], list[CutRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.partition, row.number)):
+        alike.setdefault((row.partition, row.group_size, _signature(row)), []).append(row)
+    for same in alike.values():
+        chunk: list[CutRow] = []
+        size = 0
+        for row in same:
+            num_bytes = sum(block.row_bytes[position] for block, position in set(row.places.values()))
+            if chunk and (size + num_bytes > chunk_bytes or len(chunk) >= _CHUNK_ROWS):
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(row)
+            size += num_bytes
+        yield chunk
+
+
+def _signature(row: CutRow) -> tuple[object, ...]:
+    """Return what rows of one chunk have in common: the columns, and their types."""
+    types = []
+    for name, (block, _) in sorted(row.places.items()):
+        header = next(header for header in block.headers if header.name == name)
+        types.append((name, header.kind, header.dtype, header.rank))
+    return tuple(types)
+
+
+def _joined(piece: Piece) -> Tensor:
+    out = torch.empty(piece.num_bytes, dtype=torch.uint8)
+    piece.write(out)
+    return out.view(piece.dtype)

@@ -1,0 +1,360 @@
+"""Rows of one storage unit: where their values are, who committed what. No sockets, no I/O; the caller holds the lock.
+
+    absent --create--> here --every task committed--> freed        (a tombstone stays with the partition)
+                        |            '--retain: kept until `commit_partitions` covers it
+                        '--remove--> absent                        (cleared, quarantined, dropped, refused)
+
+A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
+was (`fence_task`), or when somebody else committed. Blocks are counted in full until their last row goes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from tq.unit.block import Block, Part
+from tq.unit.block_books import BlockBooks
+from tq.unit.records import KNOWN_ELSEWHERE, Commit, Cut, CutRow, Partition, Repeated, Row
+
+_PARTITIONS_REMEMBERED = 64
+
+
+class UnitState:
+    """What a unit holds."""
+
+    def __init__(self, *, retain: bool = False) -> None:
+        """Args:
+        retain: keep rows that every task is done with until `commit_partitions`.
+        """
+        self.books = BlockBooks()
+        self.retained_rows = 0
+        self._retain = retain
+        self._tasks: frozenset[str] = frozenset()
+        self._rows: dict[int, Row] = {}
+        self._finished: dict[int, tuple[Commit, ...]] = {}
+        self._partitions: dict[int, Partition] = {}
+        self._committed = -1
+        self._floors: dict[str, tuple[int, frozenset[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def create(
+        self,
+        rows: Sequence[int],
+        block: Block | None,
+        *,
+        partition: int,
+        groups: Sequence[int],
+        group_size: int = 0,
+        commits: Mapping[str, Sequence[int]] | None = None,
+    ) -> Repeated | None:
+        """Add rows with their first columns, pending until `confirm`.
+
+        Args:
+            rows, groups: parallel.
+            block: the columns; None: there are none.
+            partition, group_size: see `messages.PutRows`.
+            commits: task -> positions in `rows` that it is done with.
+
+        Returns:
+            None, or, if all rows are here already, what the caller must compare.
+
+        Raises:
+            RowsExist: some of the rows exist already; nothing was added.
+            PeerRefused: the put is malformed; nothing was added.
+        """
+        _check_distinct(rows)
+        if not rows:
+            raise PeerRefused("a put of new rows names none")
+        if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
+            raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
+        self._check_tasks(commits or {})
+        there = [row for row in rows if row in self._rows or row in self._finished]
+        if there:
+            return self._created_before(rows, there, block, partition)
+        sizes = Counter(groups)
+        home = self._partition(partition)
+        for number, group in zip(rows, groups, strict=True):
+            self._rows[number] = Row(partition, group, group_size or sizes[group])
+            home.rows.add(number)
+        self._attach(rows, block)
+        self.learn_commits({task: [rows[k] for k in known] for task, known in (commits or {}).items()})
+        return None
+
+    def confirm(self, rows: Sequence[int]) -> None:
+        """The controllers know these rows now; those that every task is done with go."""
+        for number in rows:
+            if number in self._rows:
+                self._rows[number].pending = False
+        self._sweep(rows)
+
+    def commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> Repeated | None:
+        """Store all output columns of a task for some rows of a lease, as one atom.
+
+        Returns:
+            None; or, if every row was committed under this token before, what the caller must compare.
+
+        Raises:
+            Superseded: the lease of a row was given to somebody else, or the row is gone; nothing was stored.
+            PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
+                token; nothing was stored.
+        """
+        _check_distinct(rows)
+        self._check_tasks([task])
+        names = frozenset[str]() if block is None else block.names
+        before = [commit for number in rows if (commit := self._checked(number, task, token)) is not None]
+        if before and len(before) == len(rows):
+            refusal = PeerRefused(f"row {rows[0]}: {task} put something else under this lease before")
+            if any(commit.names != names for commit in before):
+                raise refusal
+            return self._repeated(rows, block, refusal)
+        for number in rows:
+            clash = [] if number not in self._rows else sorted(self._rows[number].places.keys() & names)
+            if clash or number not in self._rows or task in self._rows[number].commits:
+                raise PeerRefused(f"row {number}: {task} put {' '.join(clash) or 'its outputs'} already")
+        commit = Commit(task, token, names)
+        for number in rows:
+            self._rows[number].commits[task] = commit
+        self._attach(rows, block)
+        self._sweep(rows)
+        return None
+
+    def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> None:
+        """Somebody else knows that tasks are done with rows."""
+        for task, rows in commits.items():
+            commit = Commit(task, KNOWN_ELSEWHERE, frozenset())
+            for number in rows:
+                if number in self._rows:
+                    self._rows[number].commits.setdefault(task, commit)
+            self._sweep(rows)
+
+    def set_tasks(self, tasks: Iterable[str]) -> None:
+        """Learn all tasks of the queue; rows that they are done with go."""
+        if self._tasks != (tasks := frozenset(tasks)):
+            self._tasks = tasks
+            self._sweep(list(self._rows))
+
+    def fence(self, task: str, token: int, rows: Sequence[int]) -> None:
+        """Refuse commits of `rows` under tokens below `token` from now on; rows that are gone are passed over."""
+        for number in rows:
+            row = self._rows.get(number)
+            if row is not None and token > row.fences.get(task, 0):
+                row.fences[task] = token
+                if task not in row.commits:
+                    row.returns[task] = row.returns.get(task, 0) + 1
+
+    def fence_task(self, task: str, token: int, alive: Iterable[int]) -> None:
+        """Refuse all commits of a task under tokens below `token` that are not `alive`."""
+        if token >= self._floors.get(task, (0, frozenset()))[0]:
+            self._floors[task] = (token, frozenset(alive))
+
+    def locate(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Part]]:
+        """Return where columns of rows are, in order; neighbours in a block are one range. Pin the blocks to read them.
+
+        Raises:
+            Superseded: a row is not here (any more).
+            PeerRefused: a column is not written, or no row was named.
+        """
+        if not rows:
+            raise PeerRefused("a read names no rows")
+        stored = []
+        for number in rows:
+            row = self._rows.get(number)
+            if row is None:
+                raise Superseded(f"row {number} is not here; it was freed, lost with its unit, or never put")
+            stored.append(row)
+        return {name: _parts(rows, stored, name) for name in names}
+
+    def remove(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        """Forget rows, without a tombstone; unknown ones are passed over. Returns partition -> rows that were here."""
+        removed: dict[int, list[int]] = {}
+        for number in rows:
+            row = self._rows.get(number)
+            if row is not None:
+                removed.setdefault(row.partition, []).append(number)
+                self._detach(number, row)
+        return removed
+
+    def clear(self, partition: int) -> list[int]:
+        """Forget all rows of a partition and its tombstones. Returns the rows that were here."""
+        known = self._partitions.get(partition)
+        if known is None:
+            return []
+        removed = sorted(known.rows)
+        self.remove(removed)
+        self._forget_finished(partition)
+        return removed
+
+    def commit_partitions(self, newest: int) -> None:
+        """A checkpoint covers partitions up to `newest`: their retained rows go, and their tombstones."""
+        self._committed = max(self._committed, newest)
+        for number in [partition for partition in self._partitions if partition <= newest]:
+            known = self._partitions[number]
+            self.remove([row for row in known.rows if self._rows[row].retained])
+            if number in self._partitions:
+                self._forget_finished(number)
+
+    def cut(self, *, after_partition: int, forget_acks_of: Iterable[str]) -> Cut:
+        """Note confirmed rows of later partitions as they are now.
+
+        What tasks of `forget_acks_of` put is left out, as if they had never had the row. The blocks are pinned.
+        """
+        forget = frozenset(forget_acks_of)
+        cut = []
+        for number, row in self._rows.items():
+            if row.partition <= after_partition or row.pending:
+                continue
+            gone = {name for task, commit in row.commits.items() if task in forget for name in commit.names}
+            places = {name: place for name, place in row.places.items() if name not in gone}
+            commits = tuple(sorted(row.commits.keys() - forget))
+            cut.append(CutRow(number, row.partition, row.group, row.group_size, places, commits))
+        blocks = list({block: None for row in cut for block, _ in row.places.values()})
+        self.books.pin(blocks)
+        return Cut(cut, blocks)
+
+    def survivors(self, block: Block) -> list[int]:
+        """Return the positions in a block that rows still need."""
+        name = next(iter(block.names))
+        return [
+            position
+            for position, number in enumerate(block.rows)
+            if number in self._rows and self._rows[number].places.get(name) == (block, position)
+        ]
+
+    def move(self, old: Block, new: Block, positions: Sequence[int]) -> None:
+        """What survives of `old`, which is pinned, is in `new` now, at `positions` of `old`."""
+        self.books.moved(old, new, positions, self._rows)
+
+    def rows(self) -> Iterable[tuple[int, Row]]:
+        """Return all rows that are here."""
+        return self._rows.items()
+
+    def finished(self) -> dict[int, list[int]]:
+        """Return partition -> rows that went because every task was done with them."""
+        return {number: sorted(known.finished) for number, known in self._partitions.items() if known.finished}
+
+    def _created_before(
+        self, rows: Sequence[int], there: Sequence[int], block: Block | None, partition: int
+    ) -> Repeated:
+        refusal = f"row {there[0]} exists already; row indices are never reused in a run"
+        names = frozenset[str]() if block is None else block.names
+        for number in rows:
+            row = self._rows.get(number)
+            if row is None or row.partition != partition or not names <= row.places.keys():
+                raise RowsExist(refusal)
+        return self._repeated(rows, block, RowsExist(refusal))
+
+    def _repeated(self, rows: Sequence[int], block: Block | None, refusal: PeerRefused) -> Repeated:
+        pairs = []
+        if block is not None:
+            name = next(iter(block.names))
+            for k, number in enumerate(rows):
+                if number in self._rows:  # freed ones have nothing left to compare
+                    pairs.append((*self._rows[number].places[name], k))
+        repeated = Repeated(pairs, refusal)
+        self.books.pin(repeated.blocks)
+        return repeated
+
+    def _checked(self, number: int, task: str, token: int) -> Commit | None:
+        """Return an earlier commit under this very token; None: none so far."""
+        row = self._rows.get(number)
+        if row is not None:
+            commit = row.commits.get(task)
+        else:
+            commit = next((one for one in self._finished.get(number, ()) if one.task == task), None)
+        if commit is not None and commit.token == token:
+            return commit
+        if row is None:
+            raise Superseded(f"row {number} is not here any more, so the lease {token} of {task} is void")
+        floor, alive = self._floors.get(task, (0, frozenset()))
+        if commit is not None or token < row.fences.get(task, 0) or (token < floor and token not in alive):
+            raise Superseded(f"row {number}: the lease {token} of {task} was given to somebody else")
+        return None
+
+    def _check_tasks(self, tasks: Iterable[str]) -> None:
+        for task in tasks:
+            if self._tasks and task not in self._tasks:
+                raise PeerRefused(f"no task is named {task!r}; known: {' '.join(sorted(self._tasks))}")
+
+    def _attach(self, rows: Sequence[int], block: Block | None) -> None:
+        if block is None:
+            return
+        for position, number in enumerate(rows):
+            row = self._rows[number]
+            place = (block, position)
+            for name in block.names:
+                row.places[name] = place
+            row.tokens += block.tokens[position]
+            row.num_bytes += block.row_bytes[position]
+        self.books.add(block)
+
+    def _sweep(self, rows: Iterable[int]) -> None:
+        """Let go of rows that every task is done with."""
+        if not self._tasks:
+            return
+        for number in rows:
+            row = self._rows.get(number)
+            if row is None or row.pending or row.retained or not self._tasks <= row.commits.keys():
+                continue
+            if self._retain and row.partition > self._committed:
+                row.retained = True
+                self.retained_rows += 1
+                self.books.retain(set(row.places.values()))
+            else:
+                self._partition(row.partition).finished.add(number)
+                self._finished[number] = tuple(row.commits.values())
+                self._detach(number, row)
+
+    def _detach(self, number: int, row: Row) -> None:
+        del self._rows[number]
+        self.retained_rows -= row.retained
+        self.books.release(set(row.places.values()), retained=row.retained)
+        known = self._partitions[row.partition]
+        known.rows.discard(number)
+        if not known.rows and not known.finished:
+            del self._partitions[row.partition]
+
+    def _partition(self, number: int) -> Partition:
+        known = self._partitions.get(number)
+        if known is None:
+            known = self._partitions[number] = Partition()
+            for old in sorted(self._partitions)[:-_PARTITIONS_REMEMBERED]:
+                if old != number:
+                    self._forget_finished(old)
+        return known
+
+    def _forget_finished(self, number: int) -> None:
+        known = self._partitions.get(number)
+        if known is None:
+            return
+        for row in known.finished:
+            del self._finished[row]
+        known.finished.clear()
+        if not known.rows:
+            del self._partitions[number]
+
+
+def _check_distinct(rows: Sequence[int]) -> None:
+    if len(set(rows)) != len(rows):
+        raise PeerRefused(f"a put names a row twice: {list(rows)}")
+
+
+def _parts(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
+    parts: list[tuple[Block, list[int]]] = []
+    last: Block | None = None
+    for number, row in zip(numbers, rows, strict=True):
+        place = row.places.get(name)
+        if place is None:
+            raise PeerRefused(f"row {number}: column {name!r} is not written")
+        block, position = place
+        if block is not last:
+            parts.append((block, []))
+            last = block
+        parts[-1][1].append(position)
+    return [(block, _as_range(positions)) for block, positions in parts]
+
+
+def _as_range(positions: list[int]) -> Sequence[int]:
+    neighbours = range(positions[0], positions[0] + len(positions))
+    return neighbours if positions == list(neighbours) else positions

@@ -1,0 +1,287 @@
+"""A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
+
+Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). Never decides who gets what,
+and no handler waits for a controller.
+
+    StorageUnit   dispatches; reads, fences, removals
+    UnitState     rows and commits (pure)            BlockStore, backends   values
+    UnitPuts      puts                               ControllerLinks              controllers
+    UnitUpkeep    deletes, compacts, spills          UnitSnapshots          hold, cut, write
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.server import Call, ChannelServer, Session
+from tq.backends.backend import Backend
+from tq.backends.files import FileBackend
+from tq.backends.load import agree_on_run_id, key_prefix, load_backend
+from tq.config import QueueConfig
+from tq.futures import Outcome, when_all, when_settled
+from tq.messages import (
+    UNIT_REQUESTS,
+    ClearPartition,
+    Columns,
+    CommitPartitions,
+    CutSnapshot,
+    Done,
+    FenceRows,
+    FenceTask,
+    GetColumns,
+    GetUnitStats,
+    HoldPuts,
+    PutOutputs,
+    PutRows,
+    QuarantineRows,
+    RegisterUnit,
+    RemovalReason,
+    RowsRemoved,
+    UnitAccepted,
+    UnitStats,
+    WriteSnapshot,
+)
+from tq.timers import Timers
+from tq.unit.block import BlockStore
+from tq.unit.controller_link import is_refusal
+from tq.unit.controller_links import ControllerLinks
+from tq.unit.holds import Holds
+from tq.unit.inventory import take_inventory
+from tq.unit.puts import UnitPuts
+from tq.unit.snapshots import UnitSnapshots
+from tq.unit.state import UnitState
+from tq.unit.traffic import UnitTraffic
+from tq.unit.upkeep import UnitUpkeep
+
+logger = logging.getLogger(__name__)
+
+
+class StorageUnit:
+    """Serves rows under its name until `close`."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        name: str,
+        config: QueueConfig,
+        *,
+        controllers: Sequence[str],
+        backend: Backend | None = None,
+    ) -> None:
+        """Accept clients, and look for the controllers; does not wait for them.
+
+        Args:
+            credentials: store and secret.
+            name: service name.
+            config: of the queue.
+            controllers: service names of all controllers.
+            backend: where values are kept; None: what `config.backend` says. Closed with the unit.
+
+        Raises:
+            ConfigError: the backend's client library is missing.
+            TransportError: the job store or the backend does not answer.
+        """
+        self.name = name
+        self._closed = False
+        self._timeout_s = config.request_timeout_s
+        self._most_bytes = config.max_message_bytes
+        self._incarnation = secrets.token_hex(8)
+        self._blocks = _block_store(credentials, name, self._incarnation, config, backend)
+        self._lock = lock = threading.Lock()
+        self._state = state = UnitState(retain=config.retain_until_checkpoint)
+        self._traffic = UnitTraffic()
+        self._timers = Timers(name)
+        keep_bytes = config.spill_after_bytes
+        self._upkeep = UnitUpkeep(name, state, self._blocks, lock=lock, keep_bytes=keep_bytes)
+        poke, holds = self._upkeep.poke, Holds()
+        limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
+        self._links = ControllerLinks(
+            credentials,
+            name,
+            controllers,
+            holdings=self,
+            lock=lock,
+            timers=self._timers,
+            limits=limits,
+            timeout_s=self._timeout_s,
+        )
+        self._puts = UnitPuts(
+            name, state, self._blocks, self._links, holds, lock=lock, poke=poke, timeout_s=self._timeout_s
+        )
+        chunk_bytes = config.max_message_bytes // 2
+        self._snapshots = UnitSnapshots(
+            name, state, self._blocks, holds, self._timers, lock=lock, poke=poke, chunk_bytes=chunk_bytes
+        )
+        self._server = ChannelServer(
+            credentials, name, UNIT_REQUESTS, self, limits=limits, max_clients=config.max_clients
+        )
+
+    def close(self) -> None:
+        """Stop serving; rows are gone. Idempotent; takes some seconds at most, whoever does not answer."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        self._server.close()
+        self._links.close()
+        self._snapshots.close()
+        self._timers.close()
+        self._upkeep.close()
+        self._blocks.close()
+
+    def disconnected(self, session: Session) -> None:
+        """Rows belong to nobody's channel; only cuts do."""
+        self._traffic.left(session.number)
+        self._snapshots.abandon(session.number)
+
+    def inventory(self) -> RegisterUnit:
+        """Return what is here; called by the links with the lock held."""
+        return take_inventory(self.name, self._incarnation, self._state)
+
+    def accepted(self, reply: UnitAccepted) -> None:
+        """A controller knows the inventory; called by the links with the lock held."""
+        self._state.remove(reply.drop)
+        self._state.set_tasks(reply.tasks)
+        self._state.learn_commits(reply.commits)
+        self._upkeep.wake()
+
+    def handle(self, call: Call) -> None:
+        """Carry out one request of `UNIT_REQUESTS`."""
+        message: UNIT_REQUESTS = call.message
+        self._traffic.met(call.session.number, shared=call.shared)
+        match message:
+            case PutRows():
+                self._traffic.put(call.payload.numel())
+                self._puts.put_rows(message, call)
+            case PutOutputs():
+                self._traffic.put(call.payload.numel())
+                self._puts.put_outputs(message, call)
+            case GetColumns():
+                self._get(message, call)
+            case FenceRows() | FenceTask():
+                self._fence(message, call)
+            case QuarantineRows():
+                self._quarantine(message)
+                call.reply(Done())
+            case ClearPartition():
+                self._clear(message, call)
+            case CommitPartitions():
+                with self._lock:
+                    self._state.commit_partitions(message.newest)
+                self._upkeep.poke()
+                call.reply(Done())
+            case HoldPuts():
+                self._snapshots.hold(message, call)
+            case CutSnapshot():
+                self._snapshots.cut(message, call)
+            case WriteSnapshot():
+                self._snapshots.write(message, call)
+            case GetUnitStats():
+                call.reply(self._stats())
+            case _:
+                assert_never(message)
+
+    def _get(self, message: GetColumns, call: Call) -> None:
+        books = self._state.books
+        with self._lock:
+            parts = self._state.locate(message.rows, message.columns)
+            blocks = list({block: None for places in parts.values() for block, _ in places})
+            books.pin(blocks)
+        try:
+            headers, pieces = self._blocks.describe(parts, wide=call.shared)
+            payload = Payload([piece for column in pieces for piece in column])
+            if payload.num_bytes > self._most_bytes:  # the reader would drop the channel
+                raise PeerRefused(
+                    f"{payload.num_bytes} bytes are more than max_message_bytes: read fewer rows at a time"
+                )
+            call.reply(Columns(headers), payload)
+        finally:
+            with self._lock:
+                books.unpin(blocks)
+            self._upkeep.poke()
+        self._traffic.got(payload.num_bytes)
+
+    def _fence(self, message: FenceRows | FenceTask, call: Call) -> None:
+        """Fence, and confirm only when the controller knows all that was committed: no row is handed out again."""
+        asker = call.session.client
+        with self._lock:
+            rows = None
+            if isinstance(message, FenceRows):
+                rows = message.rows
+                self._state.fence(message.task, message.token, rows)
+            else:
+                self._state.fence_task(message.task, message.token, message.alive)
+            unknown = self._links.written_in_flight(message.task, rows, asker)
+        when_settled(unknown, partial(self._fenced, call))
+
+    def _fenced(self, call: Call, errors: list[BaseException]) -> None:
+        unheard = [error for error in errors if not is_refusal(error)]  # a refusal shows that it was heard
+        if unheard:
+            call.refuse(TransportError(f"{self.name}: a put before the fence is not confirmed: {unheard[0]}"))
+        else:
+            call.reply(Done())
+
+    def _quarantine(self, message: QuarantineRows) -> None:
+        with self._lock:
+            for partition, rows in self._state.remove(message.rows).items():
+                reason = RemovalReason.QUARANTINED
+                removal = RowsRemoved(self.name, partition, rows, reason, message.task, message.group)
+                self._links.tell(removal, self._timeout_s)
+        self._links.flush()
+        self._upkeep.poke()
+
+    def _clear(self, message: ClearPartition, call: Call) -> None:
+        with self._lock:
+            rows = self._state.clear(message.partition)
+            removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
+            told = self._links.tell(removal, self._timeout_s) if rows else {}
+        self._upkeep.poke()
+        when_all(list(told.values()), partial(self._cleared, call))
+        self._links.flush()
+
+    @staticmethod
+    def _cleared(call: Call, outcome: Outcome) -> None:
+        if isinstance(outcome, list):
+            call.reply(Done())
+        else:
+            call.refuse(outcome if isinstance(outcome, TransportError) else TransportError(str(outcome)))
+
+    def _stats(self) -> UnitStats:
+        shared, wire = self._traffic.channels()
+        with self._lock:
+            books = self._state.books
+            return UnitStats(
+                len(self._state),
+                books.num_bytes,
+                self._state.retained_rows,
+                books.retained_bytes,
+                books.spilled_bytes,
+                self._traffic.puts,
+                self._traffic.gets,
+                self._traffic.bytes_in,
+                self._traffic.bytes_out,
+                shared,
+                wire,
+                self._blocks.backend.name,
+            )
+
+
+def _block_store(
+    credentials: Credentials, name: str, incarnation: str, config: QueueConfig, backend: Backend | None
+) -> BlockStore:
+    with credentials.borrowed_store() as store:
+        run_id = agree_on_run_id(store, secrets.token_hex(4))
+    return BlockStore(
+        backend or load_backend(config.backend, name, run_id),
+        FileBackend(Path(config.spill_directory) / f"{run_id}-{name}") if config.spill_directory else None,
+        prefix=f"{key_prefix(run_id, name)}:{incarnation}",
+        token_columns=config.token_columns,
+    )
