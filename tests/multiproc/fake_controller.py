@@ -26,6 +26,7 @@ from tq.messages import (
     PutRows,
     RegisterUnit,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     UnitAccepted,
     UnitStats,
@@ -64,7 +65,7 @@ class FakeController:
         elif kind in self.refusals:
             raise self.refusals[kind]
         else:
-            replies = {RegisterUnit: self.accept, RowsCreated: RowsAccepted()}
+            replies = {RegisterUnit: self.accept, RowsCreated: RowsAccepted(), RowsConfirmed: RowsAccepted()}
             call.reply(replies.get(kind, Done()))
 
     def disconnected(self, session: Session) -> None:

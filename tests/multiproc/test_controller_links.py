@@ -24,6 +24,7 @@ from tq.messages import (
     RegisterUnit,
     RemovalReason,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stored,
@@ -82,8 +83,8 @@ def test_fence_of_one_controller_does_not_wait_for_another(bench: Bench) -> None
     controllers[1].parking.add(OutputsWritten)
     put = client.put("ref", 3, [0], {"ref": numbers(1)})
     parked = controllers[1].parks()
-    controllers[0].hears(RowsCreated)
-    controllers[0].hears(OutputsWritten)
+    for message in (RowsCreated, RowsConfirmed, OutputsWritten):
+        controllers[0].hears(message)
     assert isinstance(bench.client("controller-0").ask(FenceRows("ref", 5, [0])), Done)
     parked.reply(Done())
     done(put)
@@ -208,6 +209,55 @@ def test_commits_from_before_rows_were_lost_are_learnt(bench: Bench) -> None:
     assert stats(client).num_rows == 1
     done(client.put("ref", 1, [5]))
     assert stats(client).num_rows == 0
+
+
+def test_rows_are_confirmed_when_every_controller_agreed_and_with_what_each_of_them_knows(bench: Bench) -> None:
+    controllers = [bench.controller(f"controller-{k}") for k in range(2)]
+    bench.unit(controllers=2)
+    for controller in controllers:
+        controller.hears(RegisterUnit)
+        controller.parking.add(RowsCreated)
+    controllers[1].parking.add(RowsConfirmed)
+    client = bench.client()
+    put = client.create([5, 6], {"x": numbers(5, 6)})
+    announced = [controller.parks() for controller in controllers]
+    assert all(call.message.held for call in announced)
+    announced[0].reply(RowsAccepted({"train": [1]}))
+    announced[1].reply(RowsAccepted({"ref": [0, 1]}))
+    confirmed = controllers[1].parks()
+    assert confirmed.message == RowsConfirmed("storage-0", [5, 6], {"ref": [0, 1], "train": [1]})
+    assert not put.done(), "a controller that does not know yet could not report the rows as lost"
+    confirmed.reply(RowsAccepted({"train": [0]}))
+    done(put)
+    assert stats(client).num_rows == 0
+
+
+def test_rows_that_not_all_agreed_to_are_held_in_the_inventory_of_a_late_controller(bench: Bench) -> None:
+    controller = bench.controller()
+    bench.unit(controllers=2)
+    controller.hears(RegisterUnit)
+    controller.parking.add(RowsCreated)
+    put = bench.client().create([5], {"x": numbers(5)})
+    announced = controller.parks()
+    late = bench.controller("controller-1")
+    assert [record.pending for record in late.hears(RegisterUnit).records] == [True]
+    announced.reply(RowsAccepted({"ref": [0]}))
+    done(put)
+    assert late.hears(RowsConfirmed) == RowsConfirmed("storage-0", [5], {"ref": [0]})
+
+
+def test_commits_that_one_controller_knows_are_told_to_the_others(bench: Bench) -> None:
+    controllers = [bench.controller(f"controller-{k}") for k in range(2)]
+    bench.unit(controllers=2)
+    for controller in controllers:
+        controller.hears(RegisterUnit)
+    client = bench.client()
+    done(client.create([5, 6], {"x": numbers(5, 6)}))
+    controllers[1].close()
+    bench.controller("controller-1", accept=UnitAccepted(["ref", "train"], [], {"ref": [6]}))
+    for message in (RowsCreated, RowsConfirmed):
+        controllers[0].hears(message)
+    assert controllers[0].hears(RowsConfirmed) == RowsConfirmed("storage-0", [6], {"ref": [0]})
 
 
 def test_close_fails_what_waits_and_is_idempotent(bench: Bench) -> None:

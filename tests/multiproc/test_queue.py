@@ -196,6 +196,7 @@ def test_dead_unit_is_an_error_at_whoever_needs_it(queue: Any, connect: Any) -> 
     granted = client.fetch("double", num_rows=4)
     client.get(granted, ["x"])
     services["storage-1"].signal(signal.SIGKILL)
+    services["storage-1"].end_by_signal()
     began = time.monotonic()
     with pytest.raises(TransportError):
         client.put("double", granted, granted.rows, {"doubled": client.get(granted, ["x"])["x"]})

@@ -9,7 +9,6 @@ A controller that restarts is waited for. A unit that is gone is an error, since
 to another one, and acks need no row.
 """
 
-import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -351,34 +350,37 @@ class QueueClient:
                 raise error from None
 
     def _ack_lost(self, lost: AckLost) -> None:
-        """Ack at the controller that gave the lease; the others must not ask for these rows again."""
+        """Ack at the controller that gave the lease; when it agrees, the others must not ask for these rows again."""
         directory = self._services.directory
         first = directory.controller_of(lost.task)
-        self._services.call(first, lost)
-        for service in directory.controllers:
-            if service != first:
-                with contextlib.suppress(PeerRefused):  # not lost there yet: the unit's inventory will tell
-                    self._services.call(service, lost)
+        for service in sorted(directory.controllers, key=lambda name: name != first):
+            self._services.call(service, lost)
 
     def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
         """Try units, the emptiest first, until one has taken the rows."""
         services = self._services
-        passed_over: set[str] = set()
+        unsure: set[str] = set()
+        """Units that may have taken the rows though their answer did not come."""
+        ask_again: set[str] = set()
 
         def attempt() -> None:
             if not services.units():
                 services.beats.beat(services.directory.lead)
-            unit = self._loads.emptiest(services.units(), passed_over)
+            units = services.units()
+            unit = self._loads.emptiest({name: units[name] for name in ask_again & units.keys()} or units, unsure)
+            ask_again.clear()
             try:
                 put(unit)
-            except RowsExist:
-                if not passed_over:
+            except RowsExist as error:
+                if not unsure:
                     raise
-                # An earlier attempt got through though its answer did not.
+                if unit not in unsure:  # an earlier attempt got through, or died and a controller does not know it yet
+                    ask_again.update(unsure)
+                    raise TransportError(str(error)) from error
             except (PeerRefused, Superseded):
                 raise
             except TransportError:
-                passed_over.add(unit)
+                unsure.add(unit)
                 raise
 
         services.patiently(attempt, timeout_s)

@@ -43,6 +43,7 @@ from tq.control.state import (
     Recovering,
     RecoveryDeadline,
     RowsFinished,
+    RowsLost,
     UnitGone,
     UnitLost,
 )
@@ -65,6 +66,7 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
@@ -127,6 +129,7 @@ class ControllerService:
         self._done_before: dict[str, tuple[float, int]] = {}
         self._started = time.monotonic()
         self._mark_lock = threading.Lock()
+        self._saving_losses = threading.Lock()
         self._closed = False
         recovering = None
         self._awaited: set[str] = set()
@@ -150,6 +153,9 @@ class ControllerService:
             self._state.handle(OpenPartition(partition, num_rows))
         for partition, rows in self._mark.finished.items():
             self._state.handle(RowsFinished(partition, tuple(rows)))
+        if lost := self._durable.load_lost():
+            self._state.handle(RowsLost(tuple(lost)))
+            self._state.lost_rows()  # durable already
         if self._mark.stopped:
             self._state.handle(Stop())
         self._orders = UnitOrders(credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply)
@@ -210,7 +216,9 @@ class ControllerService:
         message = call.message
         match message:
             case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
-                self._ask(message, call, timeout_s=message.timeout_s)
+                self._ask(message, call, message.timeout_s)
+            case RowsConfirmed():
+                self._ask(message, call)
             case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost():
                 self._apply(message)
                 call.reply(Done())
@@ -233,7 +241,12 @@ class ControllerService:
             case GetQueueStats():
                 call.reply(self._stats())
 
-    def _ask(self, event: FetchRows | FetchRound | WatchLost | RowsCreated, call: Call, *, timeout_s: float) -> None:
+    def _ask(
+        self,
+        event: FetchRows | FetchRound | WatchLost | RowsCreated | RowsConfirmed,
+        call: Call,
+        timeout_s: float = 0.0,
+    ) -> None:
         with self._lock:
             task = ""
             if isinstance(event, FetchRows | FetchRound):
@@ -309,8 +322,9 @@ class ControllerService:
             case Quarantined():
                 self._shrink(instruction)
 
-    @staticmethod
-    def _send(answers: "list[tuple[Call, Answer]]") -> None:
+    def _send(self, answers: "list[tuple[Call, Answer]]") -> None:
+        if self._state.losses_changed:
+            self._remember_losses()
         for call, answer in answers:
             if isinstance(answer.reply, AsyncFlowError):
                 call.refuse(answer.reply)
@@ -403,6 +417,13 @@ class ControllerService:
                 known = self._mark.finished.get(partition, [])
                 self._mark.finished[partition] = sorted({*known, *rows})
             self._durable.save(self._mark)
+
+    def _remember_losses(self) -> None:
+        """Before anybody hears of a loss, or of an ack of lost rows."""
+        with self._saving_losses:
+            with self._lock:
+                lost = self._state.lost_rows()
+            self._durable.save_lost(lost)
 
     def _shrink(self, quarantined: Quarantined) -> None:
         """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""

@@ -2,6 +2,7 @@
 
     tq/NAME/incarnation     how often it was started
     tq/NAME/mark            newest version, sizes of partitions, admission's mark
+    tq/NAME/lost            rows that went with their unit, and who was done with them
     tq/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/NAME/unit/UNIT       a unit that registered
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.admission import AdmissionMark
+from tq.messages import RowRecords
 
 _KEPT_PARTITIONS = 256
 
@@ -62,6 +64,17 @@ class DurableMark:
             del mark.partitions[partition]
         mark.finished = {partition: rows for partition, rows in mark.finished.items() if partition in mark.partitions}
         self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
+
+    def load_lost(self) -> list[RowRecords]:
+        """Return the lost rows that were saved last."""
+        key = f"{self._base}/lost"
+        return (
+            msgspec.msgpack.decode(self._call("get", key), type=list[RowRecords]) if self._call("check", [key]) else []
+        )
+
+    def save_lost(self, records: list[RowRecords]) -> None:
+        """Write the rows that are lost now; returns when the store has them."""
+        self._call("set", f"{self._base}/lost", msgspec.msgpack.encode(records))
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""

@@ -17,7 +17,9 @@ from tq.messages import (
     OutputsWritten,
     PublishVersion,
     RegisterUnit,
+    RowRecords,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
@@ -81,6 +83,13 @@ class RowsFinished:
 
     partition: int
     rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowsLost:
+    """An earlier incarnation knew that these rows went with their unit (`ControlState.lost_rows`)."""
+
+    records: tuple[RowRecords, ...]
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,7 @@ class Quarantined:
 Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined
 Event = (
     RowsCreated
+    | RowsConfirmed
     | OutputsWritten
     | RowsRemoved
     | RegisterUnit
@@ -171,4 +181,5 @@ Event = (
     | UnitLost
     | RecoveryDeadline
     | RowsFinished
+    | RowsLost
 )

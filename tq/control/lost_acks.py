@@ -9,6 +9,8 @@ from tq.messages import AckLost
 def ack_lost(book: RowBook, event: AckLost, *, promised: bool = False) -> None:
     """Count an ack. Where the rows were put again since, their units are told by a `Commit`.
 
+    The controller that serves the task judges; the others are told afterwards, and may not know of the loss yet.
+
     Args:
         book: rows and tasks.
         event: the ack.
@@ -21,8 +23,9 @@ def ack_lost(book: RowBook, event: AckLost, *, promised: bool = False) -> None:
     open_rows = _under_lease(book, event)
     table = book.rows.rows
     for number in open_rows:
-        if not (table[number].unit.lost or promised or number in book.moved):
+        if event.task in book.tasks and not (table[number].unit.lost or promised or number in book.moved):
             raise PeerRefused(f"row {number} is not lost: {table[number].unit.name} has it; ack it there")
+    book.may_come_again(open_rows)
     where = book.rows.by_unit(open_rows)
     book.settle(event.task, open_rows)
     if where and event.task in book.tasks:

@@ -47,7 +47,6 @@ class Recovery:
         self._fences: dict[str, int] = {}
         self._collecting = True
         self._later: list[AckLost | GiveBack] = []
-        self._nowhere = UnitInfo("", online=False, lost=True)
 
     @property
     def collected(self) -> bool:
@@ -174,8 +173,5 @@ class Recovery:
             if number in table.rows or table.is_finished(number, one.partition):
                 continue
             left = table.every_task & ~self._book.upstream(task)
-            row = LiveRow(self._nowhere, one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
-            if self._nowhere not in table.dead_units:
-                table.dead_units.append(self._nowhere)
-            self._book.add(number, row)
-            self._book.lost_now.append(number)
+            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
+            self._book.add_lost(number, row)

@@ -5,15 +5,14 @@ change causes are collected in `out`; `ControlState` hands them to its shell.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from asyncflow.errors import PeerRefused, RowsExist
+from asyncflow.errors import PeerRefused
 from tq.control.events import Fence, Fenced, Instruction
 from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
 from tq.control.quarantines import Quarantines
 from tq.control.task_state import TaskSpec, TaskState
-from tq.messages import OutputsWritten, RowsAccepted, RowsCreated
+from tq.messages import OutputsWritten
 
 
 class RowBook:
@@ -36,9 +35,12 @@ class RowBook:
         self.wanted: set[int] = set()
         """Of those, rows that a reader waits for though they are in its lease."""
         self.quarantines = Quarantines(self, refill=refill)
-        self._reported_lost: set[int] = set()
+        self.losses_changed = False
+        """Since somebody made them durable: which rows are lost, or who is done with them."""
+        self._put_again: set[int] = set()
         self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
+        self._nowhere = UnitInfo("", online=False, lost=True)
         self.moved: set[int] = set()
         """Rows that were lost and put again while a trainer had them in hand."""
         self._tokens = itertools.count(first_token)
@@ -71,78 +73,18 @@ class RowBook:
 
     # Coming
 
-    def check_new(self, event: RowsCreated) -> int:
-        """Return how many rows of an announcement are new, and were not lost either.
+    def add_lost(self, number: int, row: LiveRow) -> None:
+        """A row is known, but no unit has it; the units may prove otherwise."""
+        row.unit = self._nowhere
+        if self._nowhere not in self.rows.dead_units:
+            self.rows.dead_units.append(self._nowhere)
+        self.add(number, row)
+        self.lost_now.append(number)
+        self.losses_changed = True
 
-        Raises:
-            PeerRefused: it is malformed.
-            RowsExist: a row is at another unit.
-        """
-        count = len(event.rows)
-        if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
-            raise PeerRefused(
-                f"{count} rows with {len(event.groups)} groups and {len(event.tokens)} lengths: one each, named once"
-            )
-        for task, positions in event.commits.items():
-            self.bit(task)
-            if any(not 0 <= k < count for k in positions):
-                raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
-        num_new = 0
-        for number in event.rows:
-            row = self.rows.rows.get(number)
-            if row is None:
-                num_new += not self.rows.is_finished(number, event.partition)
-            elif row.unit.name != event.unit and not row.unit.lost:
-                raise RowsExist(
-                    f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
-                )
-        return num_new
-
-    def left_by(self, event: RowsCreated) -> list[UnitInfo]:
-        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
-
-        The put may have reached this controller and not another one, which then could never report the rows as lost.
-        """
-        known = [row.unit for number in event.rows if (row := self.rows.rows.get(number)) is not None]
-        return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
-
-    def create(self, event: RowsCreated) -> RowsAccepted:
-        """Take new rows, and lost ones that were put again; `check_new` found nothing wrong."""
-        unit = self.unit(event.unit)
-        written = self.rows.mask(event.columns)
-        sizes = Counter(event.groups)
-        done = [0] * len(event.rows)
-        for task, positions in event.commits.items():
-            for k in positions:
-                done[k] |= self.bit(task)
-        accepted: dict[str, list[int]] = {}
-        size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
-        fresh = []
-        for k, number in enumerate(event.rows):
-            group = event.groups[k]
-            known = self.rows.rows.get(number)
-            row = LiveRow(
-                unit, event.partition, group, event.group_size or sizes[group], written,
-                self.rows.every_task & ~done[k], event.tokens[k], size + (k < rest),
-            )  # fmt: skip
-            if self.rows.is_finished(number, event.partition):
-                kept = self.rows.every_task
-            elif known is None:
-                kept = 0
-                fresh.append(number)
-                self.add(number, row)
-            elif known.unit.lost:
-                kept = self.revive(number, known, row)
-            else:
-                continue  # it was in an inventory already
-            for name in self.rows.tasks(kept):
-                accepted.setdefault(name, []).append(k)
-        self.quarantines.keep_out(fresh)
-        if event.commits:
-            for task in self.tasks:
-                self.drop_finished(task, [event.partition])
-        self.recount(event.partition)
-        return RowsAccepted(accepted)
+    def may_come_again(self, numbers: Iterable[int]) -> None:
+        """Somebody may put these rows again, so they are remembered when all tasks are done with them."""
+        self._put_again.update(number for number in numbers if number in self.rows.rows)
 
     def add(self, number: int, row: LiveRow) -> None:
         """A row that was not known is somewhere."""
@@ -164,10 +106,7 @@ class RowBook:
             put: what there is now.
             values_kept: it came back with everything that was written.
         """
-        done = self.rows.every_task & ~row.left
-        for k, outputs in enumerate(self._outputs):
-            if not values_kept and done >> k & 1 and outputs & ~put.written:
-                done &= ~(1 << k)
+        done = self.rows.every_task & ~row.left if values_kept else self.still_done(row, put)
         reopened = self.rows.every_task & ~row.left & ~done
         newly = row.left & ~put.left
         row.left |= reopened
@@ -185,6 +124,14 @@ class RowBook:
             self._done(name, number, row)
         if number in self.rows.rows:
             self._resume_leases(number, row)
+        return done
+
+    def still_done(self, row: LiveRow, put: LiveRow) -> int:
+        """Return the tasks (bits) that are done with a lost row that was put again: not those whose outputs went."""
+        done = self.rows.every_task & ~row.left
+        for k, outputs in enumerate(self._outputs):
+            if outputs & ~put.written:
+                done &= ~(1 << k)
         return done
 
     def _resume_leases(self, number: int, row: LiveRow) -> None:
@@ -280,6 +227,7 @@ class RowBook:
     def remove(self, number: int) -> None:
         """A row leaves before all tasks are done with it."""
         row = self.rows.rows[number]
+        self.losses_changed |= row.unit.lost
         for task in self.tasks.values():
             task.removed(number, row)
         self.rows.remove(number)
@@ -308,6 +256,7 @@ class RowBook:
             self.refresh(number)
         self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
         self.lost_now += [number for number in numbers if number in self.rows.rows]
+        self.losses_changed |= bool(numbers)
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit that is up, made when new."""
@@ -334,7 +283,7 @@ class RowBook:
             if row is None or not row.unit.lost:
                 continue
             if number in wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
-                self._reported_lost.add(number)
+                self._put_again.add(number)
                 yield number
 
     def recount(self, partition: int) -> None:
@@ -376,6 +325,7 @@ class RowBook:
 
     def _done(self, name: str, number: int, row: LiveRow) -> None:
         row.left &= ~self.rows.bits[name]
+        self.losses_changed |= row.unit.lost
         task = self.tasks.get(name)
         if task is not None:
             task.done(number, row)
@@ -386,7 +336,7 @@ class RowBook:
         row = self.rows.remove(number)
         info = self.rows.partition(row.partition)
         info.num_finished += 1
-        if info.declared is not None or row.unit.lost or number in self._reported_lost:
+        if info.declared is not None or row.unit.lost or number in self._put_again:
             info.finished.add(number)
-        self._reported_lost.discard(number)
+        self._put_again.discard(number)
         self.moved.discard(number)

@@ -13,7 +13,8 @@ Events are the messages of `tq.messages` (those that carry a question come with 
 import contextlib
 from collections.abc import Collection, Sequence
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
+from asyncflow.errors import PeerRefused, Superseded
+from tq.control.arrivals import Arrivals
 from tq.control.events import (
     Answer,
     Commit,
@@ -30,10 +31,12 @@ from tq.control.events import (
     Quarantined,
     RecoveryDeadline,
     RowsFinished,
+    RowsLost,
     UnitGone,
     UnitLost,
 )
 from tq.control.fetches import Fetches
+from tq.control.live_rows import UnitInfo
 from tq.control.losses import Losses
 from tq.control.lost_acks import ack_lost
 from tq.control.recovery import Recovering, Recovery
@@ -58,6 +61,8 @@ from tq.messages import (
     QueueStats,
     RegisterUnit,
     RemovalReason,
+    RowRecords,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
@@ -83,6 +88,7 @@ __all__ = [
     "Recovering",
     "RecoveryDeadline",
     "RowsFinished",
+    "RowsLost",
     "UnitGone",
     "UnitLost",
 ]
@@ -119,7 +125,8 @@ class ControlState:
         self._fetches = Fetches(self._book, self._reasons, max_staleness=max_staleness, version=version)
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._losses = Losses(first_token)
-        self._registry = UnitRegistry(self._book, [spec.name for spec in tasks])
+        self._arrivals = Arrivals(self._book)
+        self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -176,6 +183,20 @@ class ControlState:
         partitions = self._book.rows.partitions
         return {n: sorted(info.finished) for n, info in partitions.items() if info.num_rows != info.num_finished}
 
+    @property
+    def losses_changed(self) -> bool:
+        """Whether `lost_rows` would return something else than last time."""
+        return self._book.losses_changed
+
+    def lost_rows(self) -> list[RowRecords]:
+        """Return what went with a unit, and who was done with it.
+
+        No unit remembers them: the shell makes this durable, so that a later incarnation (`RowsLost`) asks for them and
+        nobody works on them twice.
+        """
+        self._book.losses_changed = False
+        return self._registry.lost_records()
+
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
         stats = count_rows(self._book, self._fetches, self._room)
@@ -186,6 +207,10 @@ class ControlState:
         match event:
             case RowsCreated():
                 self._create(event, request)
+            case RowsConfirmed():
+                confirmed = self._arrivals.confirm(event)
+                self._losses.forget(event.rows)
+                self._book.out.append(Answer(request, confirmed))
             case OutputsWritten():
                 self._book.write(event)
             case RowsRemoved():
@@ -214,6 +239,8 @@ class ControlState:
                 self._registry.count_finished(event.partition, set(event.rows))
                 for name in self._book.tasks:
                     self._book.drop_finished(name, [event.partition])
+            case RowsLost():
+                self._registry.take_lost(event.records)
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
@@ -246,10 +273,12 @@ class ControlState:
                 self._room.cancel(event.unit)
                 if unit is not None:
                     self._book.set_online(unit, online=False)
+                # What it finished of rows that were lost before must not come back should it not return.
+                self._book.losses_changed |= bool(self._book.rows.dead_units)
             case UnitLost():
                 unit = self._book.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
-                    self._book.lose(unit)
+                    self._lose(unit)
             case RecoveryDeadline():
                 self._rebuild()
         if self._recovery is not None and self._recovery.collected:
@@ -258,9 +287,9 @@ class ControlState:
     # Puts
 
     def _create(self, event: RowsCreated, request: int) -> None:
-        for unit in self._book.left_by(event):
-            self._book.lose(unit)
-        num_new = self._book.check_new(event)
+        for unit in self._arrivals.left_by(event):
+            self._lose(unit)
+        num_new = self._arrivals.check(event)
         if num_new and not event.commits:
             self._room.check(event)
             if self._room.waiting or not self._fits(event):
@@ -269,19 +298,29 @@ class ControlState:
         self._take(event, request)
 
     def _take(self, event: RowsCreated, request: int) -> None:
-        accepted = self._book.create(event)
-        self._losses.forget(event.rows)
+        accepted = self._arrivals.create(event)
+        if not event.held:
+            self._losses.forget(event.rows)
         self._book.out.append(Answer(request, accepted))
 
     def _fits(self, event: RowsCreated) -> bool:
-        return self._room.fits(event, num_rows=len(self._book.rows), num_bytes=self._book.rows.num_bytes)
+        return self._room.fits(event, **self._used())
+
+    def _used(self) -> dict[str, int]:
+        """Return what counts toward the limits: rows that are coming, too."""
+        rows, coming = self._book.rows, self._arrivals
+        return {"num_rows": len(rows) + len(coming), "num_bytes": rows.num_bytes + coming.num_bytes}
+
+    def _lose(self, unit: UnitInfo) -> None:
+        self._arrivals.forget(unit.name)
+        self._book.lose(unit)
 
     def _admit_puts(self) -> None:
         waiting = self._room.waiting
         while waiting and self._fits(waiting[first := next(iter(waiting))]):
             event = waiting.pop(first)
             try:
-                self._book.check_new(event)
+                self._arrivals.check(event)
             except PeerRefused as error:  # somebody else put these rows meanwhile
                 self._book.out.append(Answer(first, error))
             else:
@@ -289,6 +328,7 @@ class ControlState:
 
     def _remove(self, event: RowsRemoved) -> None:
         self._room.cancel(event.unit, set(event.rows))
+        self._arrivals.forget(event.unit, set(event.rows))
         table = self._book.rows.rows
         here = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
         if event.reason is RemovalReason.QUARANTINED:
@@ -349,20 +389,15 @@ class ControlState:
     def _expire(self, request: int) -> None:
         put = self._room.waiting.pop(request, None)
         if put is not None:
-            rows = self._book.rows
-            why = self._reasons.blocking()
-            refusal = self._room.refusal(put, num_rows=len(rows), num_bytes=rows.num_bytes, because=why)
-            self._refuse(request, refusal)
+            refusal = self._room.refusal(put, **self._used(), because=self._reasons.blocking())
+            self._book.out.append(Answer(request, refusal))
         elif self._losses.watchers.pop(request, None) is not None:
             self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
         else:
             self._fetches.expire(request)
 
-    def _refuse(self, request: int, error: AsyncFlowError) -> None:
-        self._book.out.append(Answer(request, error))
-
     def _report_losses(self) -> None:
-        if not self._book.lost_now:
+        if not self._book.lost_now or (self._recovery is not None and self._recovery.collecting):
             return
         new = self._losses.report(self._book.needed())
         if new:

@@ -5,34 +5,38 @@ same life as before    its rows are available again; changes that were told in v
 another life           it started empty: what is not in the inventory is lost
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from tq.control.arrivals import Arrivals
 from tq.control.events import Commit
 from tq.control.live_rows import LiveRow, UnitInfo
 from tq.control.row_book import RowBook
-from tq.messages import RegisterUnit, UnitAccepted
+from tq.messages import RegisterUnit, RowRecords, UnitAccepted
 
 
 class UnitRegistry:
     """Merges inventories into the book."""
 
-    def __init__(self, book: RowBook, tasks: list[str]) -> None:
+    def __init__(self, book: RowBook, arrivals: Arrivals, tasks: list[str]) -> None:
         """Args:
         book: rows and tasks.
+        arrivals: takes rows in.
         tasks: all tasks of the queue.
         """
         self._book = book
+        self._arrivals = arrivals
         self._tasks = tasks
         self._lives: set[tuple[str, str]] = set()
 
     def register(self, event: RegisterUnit) -> UnitAccepted:
         """Take an inventory."""
+        self._arrivals.forget(event.unit)
         unit, old = self._unit(event)
         reply = UnitAccepted(self._tasks, [])
         listed = set()
-        for number, row, returns in self._records(event, unit):
+        for record, number, row, returns in self._records(event, unit):
             listed.add(number)
-            kept = self._merge(number, row, reply)
+            kept = self._merge(number, row, reply, pending=record.pending)
             for task in self._book.rows.tasks(kept & row.left):
                 reply.commits.setdefault(task, []).append(number)
             for name, times in returns.items():
@@ -47,6 +51,34 @@ class UnitRegistry:
                 self._book.drop_finished(task, [partition])
             self._book.recount(partition)
         return reply
+
+    def lost_records(self) -> list[RowRecords]:
+        """Return the rows that went with their unit."""
+        table = self._book.rows
+        records: dict[tuple[int, int, int], RowRecords] = {}
+        if not table.num_lost:
+            return []
+        for number, row in table.rows.items():
+            if not row.unit.lost:
+                continue
+            key = (row.partition, row.written, row.left)
+            if key not in records:
+                done = table.tasks(table.every_task & ~row.left)
+                records[key] = RowRecords(row.partition, [], [], [], [], [], table.columns(row.written), done)
+            record = records[key]
+            record.rows.append(number)
+            record.groups.append(row.group)
+            record.group_sizes.append(row.group_size)
+            record.tokens.append(row.tokens)
+            record.num_bytes.append(row.num_bytes)
+        return list(records.values())
+
+    def take_lost(self, records: Iterable[RowRecords]) -> None:
+        """An earlier incarnation knew that these rows went with their unit."""
+        for record in records:
+            for number, row in self._rows(record, UnitInfo("")):
+                if number not in self._book.rows.rows and not self._book.rows.is_finished(number, row.partition):
+                    self._book.add_lost(number, row)
 
     def count_finished(self, partition: int, rows: set[int]) -> None:
         """Rows were done before this controller met their unit, or before it started."""
@@ -80,33 +112,34 @@ class UnitRegistry:
         unit = units[event.unit] = UnitInfo(event.unit, event.incarnation, online=False)
         return unit, next((dead for dead in self._book.rows.dead_units if _same(dead, unit)), None)
 
-    def _records(self, event: RegisterUnit, unit: UnitInfo) -> Iterator[tuple[int, LiveRow, dict[str, int]]]:
-        table = self._book.rows
+    def _records(
+        self, event: RegisterUnit, unit: UnitInfo
+    ) -> Iterator[tuple[RowRecords, int, LiveRow, dict[str, int]]]:
         for record in event.records:
-            written = table.mask(record.columns)
-            done = sum(table.bits.get(task, 0) for task in set(record.done))
-            for k, number in enumerate(record.rows):
-                row = LiveRow(
-                    unit, record.partition, record.groups[k], record.group_sizes[k], written,
-                    table.every_task & ~done, record.tokens[k], record.num_bytes[k],
-                )  # fmt: skip
-                yield number, row, {task: times[k] for task, times in record.deliveries.items()}
+            for k, (number, row) in enumerate(self._rows(record, unit)):
+                yield record, number, row, {task: times[k] for task, times in record.deliveries.items()}
 
-    def _merge(self, number: int, row: LiveRow, reply: UnitAccepted) -> int:
+    def _rows(self, record: RowRecords, unit: UnitInfo) -> Iterator[tuple[int, LiveRow]]:
+        table = self._book.rows
+        written = table.mask(record.columns)
+        done = sum(table.bits.get(task, 0) for task in set(record.done))
+        for k, number in enumerate(record.rows):
+            yield number, LiveRow(
+                unit, record.partition, record.groups[k], record.group_sizes[k], written,
+                table.every_task & ~done, record.tokens[k], record.num_bytes[k],
+            )  # fmt: skip
+
+    def _merge(self, number: int, row: LiveRow, reply: UnitAccepted, *, pending: bool) -> int:
         """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
         book = self._book
         known = book.rows.rows.get(number)
-        if known is None and book.rows.is_finished(number, row.partition):
-            return book.rows.every_task
-        if known is None:
-            book.add(number, row)
-            return 0
-        if known.unit.lost:
-            same_life = _same(known.unit, row.unit)
-            return book.revive(number, known, row, values_kept=same_life)
-        if known.unit is not row.unit:
+        if known is not None and not known.unit.lost and known.unit is not row.unit:
             reply.drop.append(number)
             return 0
+        if known is None or known.unit.lost:
+            if pending:
+                return self._arrivals.announce(number, row)
+            return self._arrivals.merge(number, row, values_kept=known is not None and _same(known.unit, row.unit))
         done = book.rows.every_task & ~known.left
         book.grow(known, row.written, row.tokens - known.tokens, row.num_bytes - known.num_bytes)
         for name in book.rows.tasks(known.left & ~row.left):

@@ -1,9 +1,9 @@
 """Everything that the queue's processes say to each other. Typed, size-limited msgpack; never pickle.
 
-    client -> unit          PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
-    unit -> controllers     RegisterUnit RowsCreated OutputsWritten RowsRemoved (every unit tells every controller)
-    client -> controller    Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
-    controller -> unit      FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
+    client -> unit              PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
+    unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
+    client -> controller        Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
+    controller -> unit          FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
 
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
 """
@@ -60,6 +60,7 @@ from tq.messages.units_to_controllers import (
     RegisterUnit,
     RemovalReason,
     RowRecords,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
 )
@@ -67,6 +68,7 @@ from tq.messages.units_to_controllers import (
 CONTROLLER_REQUESTS = (
     RegisterUnit
     | RowsCreated
+    | RowsConfirmed
     | OutputsWritten
     | RowsRemoved
     | Join
@@ -124,6 +126,7 @@ __all__ = [
     "RemovalReason",
     "RowRecords",
     "RowsAccepted",
+    "RowsConfirmed",
     "RowsCreated",
     "RowsRemoved",
     "SnapshotWritten",

@@ -17,6 +17,7 @@ class RowRecords(msgspec.Struct):
         rows, groups, group_sizes, tokens, num_bytes: parallel.
         columns: written in all of them.
         done: tasks that committed.
+        pending: not every controller has agreed to them yet: `RowsConfirmed` follows, or `RowsRemoved`.
         deliveries: task -> how often each row was given back, parallel to `rows`; absent: never.
     """
 
@@ -29,6 +30,7 @@ class RowRecords(msgspec.Struct):
     columns: list[str]
     done: list[str]
     deliveries: dict[str, list[int]] = {}
+    pending: bool = False
 
 
 class RegisterUnit(Message):
@@ -58,6 +60,7 @@ class RowsCreated(Message):
         num_bytes: of all of them together.
         timeout_s: how long this may park.
         commits: see `PutRows`.
+        held: there are other controllers: hand nothing out before `RowsConfirmed`.
     """
 
     unit: str
@@ -69,6 +72,20 @@ class RowsCreated(Message):
     num_bytes: int
     group_size: int = 0
     timeout_s: float = 60.0
+    commits: dict[str, list[int]] = {}
+    held: bool = False
+
+
+class RowsConfirmed(Message):
+    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since.
+
+    Attributes:
+        unit, rows: as announced.
+        commits: task -> positions in `rows` that it is done with, as some controller knew.
+    """
+
+    unit: str
+    rows: list[int]
     commits: dict[str, list[int]] = {}
 
 

@@ -73,6 +73,7 @@ class ControllerLink:
         timers: Timers,
         limits: Limits,
         timeout_s: float,
+        counts_always: bool,
     ) -> None:
         """Start connecting.
 
@@ -85,6 +86,7 @@ class ControllerLink:
             timers: of the unit.
             limits: of the channel.
             timeout_s: deadline of a registration.
+            counts_always: changes wait for this controller even if it was never up.
         """
         self.controller = controller
         self.registered = False
@@ -101,6 +103,7 @@ class ControllerLink:
         self._notices: dict[Notice, None] = {}
         self._outbox: deque[Notice] = deque()
         self._connection: Connection | None = None
+        self._counts_always = counts_always
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._keep_connected, name=f"link-{controller}", daemon=True),
@@ -112,7 +115,7 @@ class ControllerLink:
     @property
     def counts(self) -> bool:
         """Whether a change must be told: the controller has an inventory, or is just getting one; lock held."""
-        return self.registered or self._connection is not None
+        return self._counts_always or self.registered or self._connection is not None
 
     def notify(self, message: Message, timeout_s: float) -> "Future[Any]":
         """Tell the controller; the unit's lock is held, so this follows the state change that it tells of.
@@ -139,7 +142,7 @@ class ControllerLink:
         """
         if not here:
             with self._lock:
-                self._work.notify()
+                self.wake()
             return
         while self._waiting() and self._sending.acquire(blocking=False):  # else the holder looks again
             try:
@@ -147,6 +150,10 @@ class ControllerLink:
                     pass
             finally:
                 self._sending.release()
+
+    def wake(self) -> None:
+        """Have what was notified sent by the thread for it; lock held."""
+        self._work.notify()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None) -> "list[Future[Any]]":
         """Return the commits of a task (for some rows, or all) that the controller does not know yet; lock held."""
@@ -162,7 +169,7 @@ class ControllerLink:
 
     def forget(self) -> Settled:
         """Nobody waits for a controller that was never up: let all notifications pass; lock held."""
-        if self.registered or self._connection is not None:
+        if self.counts:
             return []
         self._outbox.clear()
         return [settled for notice in list(self._notices) for settled in self._pop(notice, None)]

@@ -1,6 +1,7 @@
 """All links of one unit: a change is told to every controller that counts.
 
-A controller that was never up does not count, unless none is registered at all: then a change waits for the first.
+The lead counts always: it knows what was lost. Another one that was never up does not, unless none is registered at
+all: then a change waits for the first.
 """
 
 import threading
@@ -58,7 +59,13 @@ class ControllerLinks:
                     timers=timers,
                     limits=limits,
                     timeout_s=timeout_s,
+                    counts_always=controller == controllers[0],
                 )
+
+    @property
+    def several(self) -> bool:
+        """Whether controllers must agree on new rows."""
+        return len(self._links) > 1
 
     def tell(self, message: Message, timeout_s: float, *, but: Sequence[str] = ()) -> Told:
         """Tell every controller that counts, except `but`; the unit's lock is held since the change was made."""
@@ -73,6 +80,11 @@ class ControllerLinks:
         """Send what was told; see `ControllerLink.flush`."""
         for link in self._links.values():
             link.flush(here=here)
+
+    def wake(self) -> None:
+        """Have sent what was told; for those who hold the lock."""
+        for link in self._links.values():
+            link.wake()
 
     def written_in_flight(self, task: str, rows: Sequence[int] | None, asker: str) -> "list[Future[Any]]":
         """Return commits that `asker` does not know yet, or, if it is no controller, any of them; lock held."""

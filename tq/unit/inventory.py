@@ -3,21 +3,28 @@
 from tq.messages import RegisterUnit, RowRecords
 from tq.unit.state import UnitState
 
-_Key = tuple[int, frozenset[str], frozenset[str]]
+_Key = tuple[int, frozenset[str], frozenset[str], bool]
 
 
-def take_inventory(unit: str, incarnation: str, state: UnitState) -> RegisterUnit:
-    """Return all rows of `state`, also those that controllers have not confirmed yet."""
+def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool) -> RegisterUnit:
+    """Return all rows of `state`, also those that controllers have not agreed to yet.
+
+    Args:
+        unit, incarnation: of the unit.
+        state: what it holds.
+        held: such rows are not to be handed out before `RowsConfirmed`.
+    """
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
     records: dict[_Key, RowRecords] = {}
     for number, row in state.rows():
         if row.retained:
             finished.setdefault(row.partition, []).append(number)
             continue
-        key = (row.partition, frozenset(row.places), frozenset(row.commits))
+        key = (row.partition, frozenset(row.places), frozenset(row.commits), held and row.pending)
         record = records.get(key)
         if record is None:
-            record = RowRecords(row.partition, [], [], [], [], [], sorted(row.places), sorted(row.commits))
+            columns, done = sorted(row.places), sorted(row.commits)
+            record = RowRecords(row.partition, [], [], [], [], [], columns, done, pending=key[-1])
             records[key] = record
         for task, times in row.returns.items():
             counts = record.deliveries.setdefault(task, [])

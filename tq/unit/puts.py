@@ -1,7 +1,9 @@
 """Puts to a storage unit: new rows and outputs. From the message to the reply, without waiting for a controller.
 
-block (I/O) --> [lock] hold? state change, notices --> ... --> every controller confirmed --> Stored
+block (I/O) --> [lock] hold? state change, notices --> ... --> every controller agreed --> Stored
                                                        '-----> one did not --> new rows go again; outputs stay
+
+Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.arrivals`).
 """
 
 import threading
@@ -19,6 +21,7 @@ from tq.messages import (
     PutRows,
     RemovalReason,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stored,
@@ -126,28 +129,51 @@ class UnitPuts:
             self._links.flush()
 
     def _conclude(self, message: PutRows, told: Told, stored: "Future[Stored]", outcome: Outcome) -> None:
-        """All controllers know the new rows, or one will not have them."""
+        """All controllers agreed to the new rows, or one will not have them."""
+        if not isinstance(outcome, list):
+            self._take_back(message, told, stored, outcome)
+            return
+        with self._lock:
+            self._learn(message, outcome)
+            confirmed: Told = {}
+            if self._links.several:
+                commits = self._state.commits_of(message.rows)
+                confirmed = self._links.tell(RowsConfirmed(self._name, message.rows, commits), self._timeout_s)
+            self._state.confirm(message.rows)
+        when_all(list(confirmed.values()), partial(self._stored, message, stored))
+        if confirmed:
+            self._links.flush(here=False)
+
+    def _stored(self, message: PutRows, stored: "Future[Stored]", outcome: Outcome) -> None:
+        """All controllers may hand out the new rows."""
         with self._lock:
             self._creating.pop(message.rows[0], None)
             if isinstance(outcome, list):
-                for reply in outcome:
-                    if isinstance(reply, RowsAccepted):
-                        known = {task: [message.rows[k] for k in at] for task, at in reply.commits.items()}
-                        self._state.learn_commits(known)
-                self._state.confirm(message.rows)
-            else:
-                refused = [name for name, one in told.items() if one.done() and is_refusal(one.exception())]
-                for partition, rows in self._state.remove(message.rows).items():
-                    removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
-                    self._links.tell(removal, self._timeout_s, but=refused)
+                self._learn(message, outcome)
             num_bytes = self._state.books.num_bytes
-        if not isinstance(outcome, list):
-            self._links.flush(here=False)
         self._poke()
         if isinstance(outcome, list):
             stored.set_result(Stored(num_bytes))
         else:
             stored.set_exception(outcome)
+
+    def _learn(self, message: PutRows, replies: list[Any]) -> None:
+        """Controllers may know that tasks were done with rows before these were lost; the lock is held."""
+        for reply in replies:
+            if isinstance(reply, RowsAccepted):
+                rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
+                self._state.learn_commits(rows)
+
+    def _take_back(self, message: PutRows, told: Told, stored: "Future[Stored]", error: BaseException) -> None:
+        with self._lock:
+            self._creating.pop(message.rows[0], None)
+            refused = [name for name, one in told.items() if one.done() and is_refusal(one.exception())]
+            for partition, rows in self._state.remove(message.rows).items():
+                removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
+                self._links.tell(removal, self._timeout_s, but=refused)
+        self._links.flush(here=False)
+        self._poke()
+        stored.set_exception(error)
 
     def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
         with self._lock:
@@ -207,6 +233,7 @@ class UnitPuts:
             message.group_size,
             message.timeout_s,
             message.commits,
+            held=self._links.several,
         )
 
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:

@@ -120,14 +120,27 @@ class UnitState:
         self._sweep(rows)
         return None
 
-    def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> None:
-        """Somebody else knows that tasks are done with rows."""
+    def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """Somebody else knows that tasks are done with rows. Returns what is new, of rows that are confirmed."""
+        new: dict[str, list[int]] = {}
         for task, rows in commits.items():
             commit = Commit(task, KNOWN_ELSEWHERE, frozenset())
             for number in rows:
-                if number in self._rows:
-                    self._rows[number].commits.setdefault(task, commit)
+                row = self._rows.get(number)
+                if row is not None and task not in row.commits:
+                    row.commits[task] = commit
+                    if not row.pending:
+                        new.setdefault(task, []).append(number)
             self._sweep(rows)
+        return new
+
+    def commits_of(self, rows: Sequence[int]) -> dict[str, list[int]]:
+        """Return task -> positions in `rows` that it is done with."""
+        done: dict[str, list[int]] = {}
+        for k, number in enumerate(rows):
+            for task in self._rows[number].commits if number in self._rows else ():
+                done.setdefault(task, []).append(k)
+        return done
 
     def set_tasks(self, tasks: Iterable[str]) -> None:
         """Learn all tasks of the queue; rows that they are done with go."""

@@ -44,6 +44,7 @@ from tq.messages import (
     QuarantineRows,
     RegisterUnit,
     RemovalReason,
+    RowsConfirmed,
     RowsRemoved,
     UnitAccepted,
     UnitStats,
@@ -91,6 +92,7 @@ class StorageUnit:
         """
         self.name = name
         self._closed = False
+        self._several_controllers = len(controllers) > 1
         self._timeout_s = config.request_timeout_s
         self._most_bytes = config.max_message_bytes
         self._incarnation = secrets.token_hex(8)
@@ -144,13 +146,19 @@ class StorageUnit:
 
     def inventory(self) -> RegisterUnit:
         """Return what is here; called by the links with the lock held."""
-        return take_inventory(self.name, self._incarnation, self._state)
+        return take_inventory(self.name, self._incarnation, self._state, held=self._several_controllers)
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
         self._state.remove(reply.drop)
         self._state.set_tasks(reply.tasks)
-        self._state.learn_commits(reply.commits)
+        new = self._state.learn_commits(reply.commits)
+        if new:
+            rows = sorted({number for numbers in new.values() for number in numbers})
+            place = {number: k for k, number in enumerate(rows)}
+            commits = {task: [place[number] for number in numbers] for task, numbers in new.items()}
+            self._links.tell(RowsConfirmed(self.name, rows, commits), self._timeout_s)
+            self._links.wake()
         self._upkeep.wake()
 
     def handle(self, call: Call) -> None:

@@ -61,7 +61,7 @@ class World:
         return unpack(headers, _written([piece for column in pieces for piece in column]))
 
     def records(self) -> list[RowRecords]:
-        return take_inventory("u", "i", self.state).records
+        return take_inventory("u", "i", self.state, held=False).records
 
     @property
     def num_bytes(self) -> int:
@@ -304,7 +304,7 @@ def test_retained_rows_stay_readable_until_a_checkpoint_covers_them() -> None:
         unit.create([partition], {"prompts": numbers(partition)}, partition=partition)
         unit.commit("train", 1, [partition])
     assert (len(unit.state), unit.state.retained_rows, unit.state.books.retained_bytes) == (2, 2, 8)
-    inventory = take_inventory("u", "i", unit.state)
+    inventory = take_inventory("u", "i", unit.state, held=False)
     assert (inventory.records, inventory.finished) == ([], {1: [1], 2: [2]})
     assert unit.read([1], "prompts")["prompts"].values.tolist() == [1]
     assert unit.commit("train", 1, [1]) is not None
@@ -339,7 +339,7 @@ def test_inventory_tells_what_the_unit_holds() -> None:
     columns = {"prompts": tokens(3, 5), "x": numbers(0, 0)}
     unit.state.create([0, 1], unit.block([0, 1], columns), partition=4, groups=[7, 7])
     unit.commit("ref", 2, [1], {"ref": numbers(1)})
-    assert take_inventory("storage-0", "abc", unit.state).records == [
+    assert take_inventory("storage-0", "abc", unit.state, held=False).records == [
         RowRecords(4, [0], [7], [2], [3], [3 + 4], ["prompts", "x"], []),
         RowRecords(4, [1], [7], [2], [5], [5 + 4 + 4], ["prompts", "ref", "x"], ["ref"]),
     ]

@@ -1,0 +1,174 @@
+"""How rows come into the table: new ones, lost ones that are put again, those of an inventory. Pure.
+
+    RowsCreated ---------------------------> in the table
+    RowsCreated(held) --> announced --RowsConfirmed--> in the table
+                              '--the put failed, or the unit went--> forgotten
+
+Where there are several controllers, each hands out rows of other tasks, and each may know of another task that was done
+with a lost row before. So a put is held: every controller says what it knows, and only when all have agreed, and heard
+what the others know, is a row handed out.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from asyncflow.errors import PeerRefused, RowsExist
+from tq.control.live_rows import LiveRow, UnitInfo
+from tq.control.row_book import RowBook
+from tq.messages import RowsAccepted, RowsConfirmed, RowsCreated
+
+Marks = dict[str, list[int]]
+"""Task -> rows, or positions of rows, that it is done with."""
+
+
+class Arrivals:
+    """Takes rows into a book."""
+
+    def __init__(self, book: RowBook) -> None:
+        """Args:
+        book: rows and tasks.
+        """
+        self.num_bytes = 0
+        """Of announced rows."""
+        self._book = book
+        self._announced: dict[int, LiveRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._announced)
+
+    def check(self, event: RowsCreated) -> int:
+        """Return how many rows of an announcement are new, and were not lost either.
+
+        Raises:
+            PeerRefused: it is malformed.
+            RowsExist: a row is at another unit, or announced by it.
+        """
+        count = len(event.rows)
+        if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
+            raise PeerRefused(
+                f"{count} rows with {len(event.groups)} groups and {len(event.tokens)} lengths: one each, named once"
+            )
+        for task, positions in event.commits.items():
+            self._book.bit(task)
+            if any(not 0 <= k < count for k in positions):
+                raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
+        num_new = 0
+        for number in event.rows:
+            row = self._known(number)
+            if row is None:
+                num_new += not self._book.rows.is_finished(number, event.partition)
+            elif row.unit.name != event.unit and not row.unit.lost:
+                raise RowsExist(
+                    f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
+                )
+        return num_new
+
+    def left_by(self, event: RowsCreated) -> list[UnitInfo]:
+        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
+
+        The put may have reached this controller and not another one, which then could never report the rows as lost.
+        """
+        known = [row.unit for number in event.rows if (row := self._known(number)) is not None]
+        return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
+
+    def create(self, event: RowsCreated) -> RowsAccepted:
+        """Take new rows, and lost ones that were put again; `check` found nothing wrong."""
+        accepted: Marks = {}
+        rows = list(self._rows(event))
+        for k, (number, row) in enumerate(rows):
+            kept = self.announce(number, row) if event.held else self.merge(number, row)
+            for name in self._book.rows.tasks(kept):
+                accepted.setdefault(name, []).append(k)
+        if not event.held:
+            self._settled([event.partition], event.rows)
+        return RowsAccepted(accepted)
+
+    def announce(self, number: int, row: LiveRow) -> int:
+        """A row is somewhere, but not confirmed; returns the tasks that are known to be done with it (bits)."""
+        self._drop(number)
+        known = self._book.rows.rows.get(number)
+        if known is not None and not known.unit.lost:
+            return self._book.rows.every_task & ~known.left  # told twice
+        self._announced[number] = row
+        self.num_bytes += row.num_bytes
+        if known is not None:
+            return self._book.still_done(known, row)
+        return self._book.rows.every_task if self._book.rows.is_finished(number, row.partition) else 0
+
+    def confirm(self, event: RowsConfirmed) -> RowsAccepted:
+        """Every controller has agreed to these rows. What was learnt since is told."""
+        accepted: Marks = {}
+        done: Counter[int] = Counter()
+        for task, positions in event.commits.items():
+            for k in positions:
+                done[k] |= self._book.bit(task)
+        partitions = set()
+        for k, number in enumerate(event.rows):
+            row = self._announced.get(number)
+            if row is not None and row.unit.name == event.unit:
+                self._drop(number)
+                row.left &= ~done[k]
+                partitions.add(row.partition)
+                for name in self._book.rows.tasks(self.merge(number, row) & row.left):
+                    accepted.setdefault(name, []).append(k)
+            for name in self._book.rows.tasks(done[k]):
+                self._book.settle(name, [number])
+        self._settled(partitions, event.rows)
+        return RowsAccepted(accepted)
+
+    def forget(self, unit: str, rows: "set[int] | None" = None) -> None:
+        """What a unit announced (with rows: of those) will not be confirmed."""
+        for number in [number for number, row in self._announced.items() if row.unit.name == unit]:
+            if rows is None or number in rows:
+                self._drop(number)
+
+    def merge(self, number: int, row: LiveRow, *, values_kept: bool = False) -> int:
+        """A row is at a unit; returns the tasks that are known to be done with it (bits).
+
+        Args:
+            number: of the row.
+            row: what there is.
+            values_kept: a lost row came back with everything that was written.
+        """
+        book, table = self._book, self._book.rows
+        known = table.rows.get(number)
+        if table.is_finished(number, row.partition):
+            return table.every_task
+        if known is None:
+            book.add(number, row)
+            return 0
+        if known.unit.lost:
+            return book.revive(number, known, row, values_kept=values_kept)
+        return 0  # it was in an inventory already
+
+    def _known(self, number: int) -> LiveRow | None:
+        return self._announced.get(number) or self._book.rows.rows.get(number)
+
+    def _drop(self, number: int) -> None:
+        row = self._announced.pop(number, None)
+        if row is not None:
+            self.num_bytes -= row.num_bytes
+
+    def _rows(self, event: RowsCreated) -> Iterator[tuple[int, LiveRow]]:
+        table = self._book.rows
+        unit, written = self._book.unit(event.unit), table.mask(event.columns)
+        sizes = Counter(event.groups)
+        left = [table.every_task] * len(event.rows)
+        for task, positions in event.commits.items():
+            for k in positions:
+                left[k] &= ~self._book.bit(task)
+        size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
+        for k, number in enumerate(event.rows):
+            group = event.groups[k]
+            yield number, LiveRow(
+                unit, event.partition, group, event.group_size or sizes[group], written,
+                left[k], event.tokens[k], size + (k < rest),
+            )  # fmt: skip
+
+    def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
+        """Rows came; some may be in quarantine, and some partitions complete."""
+        self._book.quarantines.keep_out(list(rows))
+        for partition in partitions:
+            for task in self._book.tasks:
+                self._book.drop_finished(task, [partition])
+            self._book.recount(partition)
