@@ -127,6 +127,7 @@ class ControlState:
         self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
+        self._losses_noted = False
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -195,7 +196,9 @@ class ControlState:
         nobody works on them twice.
         """
         self._book.losses_changed = False
-        return self._registry.lost_records()
+        lost = self._registry.lost_records()
+        self._losses_noted = bool(lost)
+        return lost
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
@@ -273,8 +276,8 @@ class ControlState:
                 self._room.cancel(event.unit)
                 if unit is not None:
                     self._book.set_online(unit, online=False)
-                # What it finished of rows that were lost before must not come back should it not return.
-                self._book.losses_changed |= bool(self._book.rows.dead_units)
+                # It may have been the only one to know that rows which were lost before are finished now.
+                self._book.losses_changed |= self._losses_noted
             case UnitLost():
                 unit = self._book.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
