@@ -9,12 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-
 from asyncflow.errors import AsyncFlowError, RoleFailed
 from asyncflow.lifeline import die_with_parent
 from tq.address import QueueAddress
 from tq.control.controller import ControllerService
+from tq.process_settings import serve_only
 from tq.unit.storage import StorageUnit
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def serve(address_file: Path, service: str, stop: threading.Event) -> None:
 def main() -> int:
     """Obey SIGTERM and SIGINT."""
     die_with_parent()
-    torch.set_num_threads(1)  # copies of a message are short; OpenMP's threads would spin on the clients' cores
+    serve_only()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -9,6 +9,7 @@ from asyncflow.errors import RoleFailed
 from tq.batch import Column
 from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
+from tq.process_settings import serve_only
 from tq.unit.storage import StorageUnit
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
@@ -34,6 +35,7 @@ class DatasetPrompts:
 
 def run_storage(context: WorkerContext) -> None:
     """Serve one storage unit until the run is over."""
+    serve_only()
     config = context.config.tq
     unit = StorageUnit(context.credentials(), context.gang.name, config, controllers=config.controllers)
     context.report("serving")
@@ -47,6 +49,7 @@ def run_controller(context: WorkerContext) -> None:
     Raises:
         RoleFailed: a part of the service died.
     """
+    serve_only()
     config = context.config
     prompts = None
     if context.gang.name == config.tq.controllers[0]:

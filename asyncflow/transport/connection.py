@@ -27,11 +27,18 @@ _SPARE_FRAMES = 1  # a goodbye comes unasked
 class Connection:
     """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
 
-    One thread of this process waits for replies and hands them to their callers.
+    Replies are read by whoever waits for one (`ReadingTurns`), or, with `callbacks_only`, by a thread of its own.
     """
 
     def __init__(
-        self, credentials: Credentials, service: str, client: str, replies: Any, *, limits: Limits | None = None
+        self,
+        credentials: Credentials,
+        service: str,
+        client: str,
+        replies: Any,
+        *,
+        limits: Limits | None = None,
+        callbacks_only: bool = False,
     ) -> None:
         """Prove the secret and connect.
 
@@ -41,6 +48,7 @@ class Connection:
             client: this process's name, for the other side's messages.
             replies: msgspec type (tagged union) of what the service answers, without `Refused`.
             limits: largest reply accepted, and whether memory is shared.
+            callbacks_only: nobody waits for replies in a hurry, all have callbacks: taking turns would only cost time.
 
         Raises:
             TransportError: the service does not answer within the handshake's deadline or fails its proof.
@@ -57,7 +65,8 @@ class Connection:
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}
         self._closed = threading.Event()
-        self._turns = None if self._channel.pipes is None else ReadingTurns(self._channel.pipes, self._read_one)
+        pipes = None if callbacks_only else self._channel.pipes
+        self._turns = None if pipes is None else ReadingTurns(pipes, self._read_one)
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
         self._thread.start()
 

@@ -194,7 +194,12 @@ class ControllerLink:
         while not self._stopping.is_set():
             try:
                 connection = Connection(
-                    self._credentials, self.controller, self._unit, CONTROLLER_REPLIES, limits=self._limits
+                    self._credentials,
+                    self.controller,
+                    self._unit,
+                    CONTROLLER_REPLIES,
+                    limits=self._limits,
+                    callbacks_only=True,
                 )
             except TransportError as error:
                 if not told:

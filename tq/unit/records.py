@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from asyncflow.errors import PeerRefused
 from tq.unit.block import Block
@@ -21,6 +22,14 @@ class Commit:
     task: str
     token: int
     names: frozenset[str]
+
+
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+def _none() -> Mapping[str, int]:
+    """Most rows are never fenced, so they share this."""
+    return _NONE
 
 
 KNOWN_ELSEWHERE = -1
@@ -49,8 +58,8 @@ class Row:
     num_bytes: int = 0
     places: dict[str, Place] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
-    fences: dict[str, int] = field(default_factory=dict)
-    returns: dict[str, int] = field(default_factory=dict)
+    fences: Mapping[str, int] = field(default_factory=_none)
+    returns: Mapping[str, int] = field(default_factory=_none)
     pending: bool = True
     retained: bool = False
 

@@ -153,9 +153,9 @@ class UnitState:
         for number in rows:
             row = self._rows.get(number)
             if row is not None and token > row.fences.get(task, 0):
-                row.fences[task] = token
+                row.fences = {**row.fences, task: token}
                 if task not in row.commits:
-                    row.returns[task] = row.returns.get(task, 0) + 1
+                    row.returns = {**row.returns, task: row.returns.get(task, 0) + 1}
 
     def fence_task(self, task: str, token: int, alive: Iterable[int]) -> None:
         """Refuse all commits of a task under tokens below `token` that are not `alive`."""
