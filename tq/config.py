@@ -42,6 +42,13 @@ class ScheduleConfig(Settings):
         return self.rollout_batch_size * self.n_samples_per_prompt * (self.staleness_bound + 1)
 
 
+class ReplicaFetch(StrEnum):
+    """Who of a data-parallel replica (the TP and PP ranks that train on the same rows) talks to the queue."""
+
+    BROADCAST = "broadcast"
+    EACH = "each"
+
+
 class QueueConfig(Settings):
     """TransferQueue."""
 
@@ -63,6 +70,9 @@ class QueueConfig(Settings):
     """The same in bytes; 0: no limit."""
     policy: str = "fifo"
     """How rounds of a training gang are shared among its ranks: a name of `tq.policies.POLICIES` or `module:Class`."""
+    replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
+    """Ranks that share rows. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per micro-batch. `each`:
+    every rank fetches for itself, columns of its own if it likes."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel dropped."""
     max_clients: int = Field(1024, ge=1)

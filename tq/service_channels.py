@@ -34,15 +34,20 @@ class ServiceChannels:
         self._lock = threading.Lock()
         self._links: dict[str, Connection] = {}
         self._connecting: dict[str, threading.Lock] = {}
-        self.closed = False
-        """Whether `close` was called."""
+        self._closing = threading.Event()
 
-    def get(self, service: str, replies: Any) -> Connection:
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
+    def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> Connection:
         """Return the connection to `service`, opening it if need be.
 
         Args:
             service: whom to call.
             replies: msgspec type of its answers.
+            timeout_s: for the service to answer, if that is less than the handshake's deadline.
 
         Raises:
             TransportError: the service does not answer, or these links are closed.
@@ -55,7 +60,15 @@ class ServiceChannels:
                 self._refuse_closed()
             if connection is not None and not connection.closed:
                 return connection
-            connection = Connection(self._credentials, service, self._name, replies, limits=self._limits)
+            connection = Connection(
+                self._credentials,
+                service,
+                self._name,
+                replies,
+                limits=self._limits,
+                timeout_s=timeout_s,
+                stop=self._closing,
+            )
             try:
                 self._greet(service, connection)
                 with self._lock:
@@ -67,9 +80,9 @@ class ServiceChannels:
         return connection
 
     def close(self) -> None:
-        """Say goodbye everywhere. Idempotent."""
+        """Say goodbye everywhere, and open no more: whoever waits for a service gets an error. Idempotent."""
         with self._lock:
-            self.closed = True
+            self._closing.set()
             links = list(self._links.values())
             self._links.clear()
         for link in links:

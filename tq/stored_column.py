@@ -45,26 +45,17 @@ class StoredColumn:
     def __len__(self) -> int:
         return self.num_rows
 
-    def lengths(self, positions: Sequence[int]) -> Int64s:
-        """Return values per row, int64 [P]."""
-        starts, stops = self._spans(positions)
-        return stops - starts
+    def lengths(self) -> Int64s:
+        """Return values per row, int64 [N]."""
+        if self.offsets is not None:
+            return self.offsets[1:] - self.offsets[:-1]
+        assert self.shape is not None
+        return np.full(self.num_rows, math.prod(self.shape), dtype=np.int64)
 
-    def num_bytes(self, positions: Sequence[int]) -> int:
-        """Return the size of these rows' values as they are held (narrow)."""
-        return int(self.lengths(positions).sum()) * self.values.itemsize
-
-    def row_bytes(self, positions: Sequence[int]) -> list[int]:
-        """Return `num_bytes` of each row."""
-        sizes: list[int] = (self.lengths(positions) * self.values.itemsize).tolist()
-        return sizes
-
-    def tokens(self, positions: Sequence[int]) -> list[int]:
-        """Return how many tokens each row has in this column: its length, or 0 where rows are no 1-D tensors."""
-        if self.kind is not ColumnKind.TENSOR or self.rank != 1:
-            return [0] * len(positions)
-        lengths: list[int] = self.lengths(positions).tolist()
-        return lengths
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the rows' lengths may be numbers of tokens."""
+        return self.kind is ColumnKind.TENSOR and self.rank == 1
 
     def equals(self, positions: Sequence[int], other: "StoredColumn", other_positions: Sequence[int]) -> bool:
         """Whether rows here and rows there are the same to a reader, however they were narrowed.

@@ -1,4 +1,8 @@
-"""Deadlines of one process: callbacks that run at their time unless they are cancelled before, in one thread."""
+"""Deadlines of one process: callbacks that run at their time unless they are cancelled before, in one thread.
+
+Made for deadlines that hardly ever pass: setting one wakes the thread only if no other one is due earlier, and
+cancelling one takes no lock.
+"""
 
 import heapq
 import itertools
@@ -6,53 +10,62 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
 _TIDY_ABOVE = 1024
 
 
-@dataclass(order=True)
+@dataclass(eq=False, slots=True)
 class Timer:
     """One deadline.
 
     Attributes:
-        at: on the monotonic clock (s).
-        number: breaks ties.
         callback: what to do; None: cancelled.
     """
 
-    at: float
-    number: int
-    callback: Callable[[], None] | None = field(compare=False)
+    callback: Callable[[], None] | None
 
     def cancel(self) -> None:
-        """Do nothing at that time. What the callback refers to is let go of at once. Idempotent."""
+        """Do nothing at that time, unless it is being done just now. Idempotent.
+
+        What the callback refers to is let go of at once.
+        """
         self.callback = None
 
 
 class Timers:
-    """Runs callbacks, which must not block for long and must not raise."""
+    """Runs callbacks, which must not block for long."""
 
-    def __init__(self, name: str) -> None:
-        """Start the thread; `name` appears in it."""
+    def __init__(self, name: str, *, failed: Callable[[Exception], None] | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            name: appears in the thread's.
+            failed: called when a callback raised; the others run all the same.
+        """
+        self._name = name
+        self._failed = failed
         self._changed = threading.Condition()
-        self._heap: list[Timer] = []
+        self._heap: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
+        self._tidy_at = _TIDY_ABOVE
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"timers-{name}", daemon=True)
         self._thread.start()
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Run `callback` in `delay_s` seconds."""
-        timer = Timer(time.monotonic() + delay_s, next(self._numbers), callback)
+        """Run `callback` in `delay_s` seconds; never, if these timers are closed."""
+        timer = Timer(callback)
+        at = time.monotonic() + delay_s
         with self._changed:
-            if len(self._heap) > _TIDY_ABOVE and len(self._heap) % _TIDY_ABOVE == 0:
-                self._heap = [one for one in self._heap if one.callback is not None]
-                heapq.heapify(self._heap)
-            heapq.heappush(self._heap, timer)
-            if self._heap[0] is timer:
+            if self._closed:
+                return timer
+            if len(self._heap) >= self._tidy_at:
+                self._tidy()
+            heapq.heappush(self._heap, (at, next(self._numbers), timer))
+            if self._heap[0][2] is timer:  # else the thread is up in time anyway
                 self._changed.notify()
         return timer
 
@@ -65,13 +78,32 @@ class Timers:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
+    def _tidy(self) -> None:
+        """Drop what was cancelled, and not again before as much was added as is left: constant cost for each timer."""
+        self._heap = [one for one in self._heap if one[2].callback is not None]
+        heapq.heapify(self._heap)
+        self._tidy_at = max(_TIDY_ABOVE, 2 * len(self._heap))
+
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not (self._heap and self._heap[0].at <= time.monotonic()):
-                    self._changed.wait(max(0.0, self._heap[0].at - time.monotonic()) if self._heap else None)
-                if self._closed:
-                    return
-                callback = heapq.heappop(self._heap).callback
-            if callback is not None:
+        while (callback := self._next_due()) is not None:
+            try:
                 callback()
+            except Exception as error:  # the boundary of a thread: without it no other deadline would ever pass
+                logger.exception("%s: a callback failed", self._name)
+                if self._failed is not None:
+                    self._failed(error)
+
+    def _next_due(self) -> Callable[[], None] | None:
+        """Wait for the next callback; None when closed."""
+        with self._changed:
+            while not self._closed:
+                while self._heap and self._heap[0][2].callback is None:
+                    heapq.heappop(self._heap)
+                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait_s is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                callback = heapq.heappop(self._heap)[2].callback
+                if callback is not None:  # else it was cancelled just now
+                    return callback
+        return None

@@ -24,6 +24,14 @@ from tq.spans import SMALL_BYTES, Int64s, offsets_of
 from tq.stored_column import StoredColumn
 
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32)  # narrowest first
+_NARROWER = {
+    wide: [
+        (dtype, torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in _NARROW if dtype.itemsize < wide.itemsize
+    ]
+    for wide in (torch.int64, torch.int32)
+}
+_FEW_VALUES = 1 << 16
+"""Below this two looks with numpy are faster than one with torch."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -72,7 +80,9 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
     """
     headers, pieces = [], []
     for name, column in columns.items():
-        values = column.values.detach().contiguous()
+        values = column.values
+        if values.requires_grad or not values.is_contiguous():
+            values = values.detach().contiguous()
         if values.dtype not in _NAMES or values.dtype is torch.uint16:
             dtype = str(values.dtype).removeprefix("torch.")
             raise TransportError(f"column {name}: dtype {dtype} cannot travel; use one of {' '.join(_DTYPES)}")
@@ -134,20 +144,19 @@ def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column
         TransportError: the headers do not describe this payload.
     """
     columns = {}
-    for name, stored in unpack_stored(headers, payload).items():
+    for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload):
         shapes = None
-        if stored.shape is not None:
-            lengths = torch.full((len(stored),), math.prod(stored.shape), dtype=torch.int32)
-            if stored.rank != 1:
-                shapes = torch.tensor(stored.shape, dtype=torch.int32).expand(len(stored), stored.rank)
+        if sizes_NR is None:
+            assert header.shape is not None
+            lengths = torch.full((header.num_rows,), math.prod(header.shape), dtype=torch.int32)
+            if header.rank != 1:
+                shapes = torch.tensor(header.shape, dtype=torch.int32).expand(header.num_rows, header.rank)
+        elif header.rank == 1:
+            lengths = torch.from_numpy(sizes_NR[:, 0])
         else:
-            assert stored.shapes is not None and stored.offsets is not None
-            all_shapes = torch.from_numpy(stored.shapes)
-            if stored.rank == 1:
-                lengths = all_shapes[:, 0]
-            else:
-                lengths, shapes = torch.from_numpy(np.diff(stored.offsets).astype(np.int32)), all_shapes
-        columns[name] = Column(stored.values.to(stored.dtype), lengths, stored.kind, shapes)
+            assert lengths_N is not None
+            lengths, shapes = torch.from_numpy(lengths_N.astype(np.int32)), torch.from_numpy(sizes_NR)
+        columns[header.name] = Column(values.to(dtype), lengths, header.kind, shapes)
     return columns
 
 
@@ -161,37 +170,56 @@ def unpack_stored(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str,
     Raises:
         TransportError: the headers do not describe this payload.
     """
-    if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
-        payload = payload.clone()
-    columns: dict[str, StoredColumn] = {}
-    offset = 0
-    for header in headers:
-        dtype, wire_dtype = _checked(header)
-        if header.name in columns:
-            raise TransportError(f"column {header.name}: described twice")
-        data, offset = _take(payload, offset, header.num_values * wire_dtype.itemsize)
-        values = data.view(wire_dtype)
-        shape, shapes, offsets = None, None, None
-        if header.shape is not None:
-            shape = tuple(header.shape)
-        else:
-            data, offset = _take(payload, offset, header.num_rows * header.rank * 4)
-            shapes = data.view(torch.int32).numpy().reshape(header.num_rows, header.rank)
-            offsets = offsets_of(_checked_lengths(header, shapes))
+    columns = {}
+    for header, dtype, values, sizes_NR, lengths_N in _parts(headers, payload):
+        shape = None if header.shape is None else tuple(header.shape)
+        offsets = None if lengths_N is None else offsets_of(lengths_N)
         columns[header.name] = StoredColumn(
-            values, header.num_rows, dtype, header.kind, header.rank, shape, shapes, offsets
+            values, header.num_rows, dtype, header.kind, header.rank, shape, sizes_NR, offsets
         )
-    if offset != payload.numel():
-        raise TransportError(f"payload: {payload.numel()} bytes, but its headers describe {offset}")
     return columns
 
 
+def _parts(
+    headers: Sequence[ColumnHeader], payload: Tensor
+) -> list[tuple[ColumnHeader, torch.dtype, Tensor, NDArray[np.int32] | None, Int64s | None]]:
+    """Return (header, dtype, values as they travelled, shapes [N, R], lengths [N]) of each column.
+
+    Shapes and lengths are None where the header tells the shape of all rows.
+    """
+    if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
+        payload = payload.clone()
+    data = payload.numpy()
+    found = []
+    offset = 0
+    for header in headers:
+        dtype, wire_dtype = _checked(header)
+        start, end, offset = _take(payload, offset, header.num_values * wire_dtype.itemsize)
+        values = payload[start:end].view(wire_dtype)
+        sizes, lengths = None, None
+        if header.shape is None:
+            start, end, offset = _take(payload, offset, header.num_rows * header.rank * 4)
+            sizes = data[start:end].view(np.int32).reshape(header.num_rows, header.rank)
+            lengths = _checked_lengths(header, sizes)
+        found.append((header, dtype, values, sizes, lengths))
+    if offset != payload.numel():
+        raise TransportError(f"payload: {payload.numel()} bytes, but its headers describe {offset}")
+    if len({header.name for header in headers}) != len(headers):
+        raise TransportError(f"a column is described twice: {' '.join(header.name for header in headers)}")
+    return found
+
+
 def _narrowest(values: Tensor) -> torch.dtype:
-    if values.dtype not in (torch.int64, torch.int32) or values.numel() == 0:
+    narrower = _NARROWER.get(values.dtype)
+    if narrower is None or values.numel() == 0:
         return values.dtype
-    low, high = (int(extreme) for extreme in values.aminmax())
-    for dtype in _NARROW:
-        if dtype.itemsize < values.itemsize and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+    if values.numel() < _FEW_VALUES:
+        array = values.numpy()
+        low, high = int(array.min()), int(array.max())
+    else:
+        low, high = (int(extreme) for extreme in values.aminmax())
+    for dtype, least, most in narrower:
+        if least <= low and high <= most:
             return dtype
     return values.dtype
 
@@ -252,7 +280,7 @@ def _checked(header: ColumnHeader) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _narrows(dtype: torch.dtype, wire_dtype: torch.dtype) -> bool:
-    return dtype in (torch.int64, torch.int32) and wire_dtype in _NARROW and wire_dtype.itemsize < dtype.itemsize
+    return any(wire_dtype is narrow for narrow, _, _ in _NARROWER.get(dtype, ()))
 
 
 def _checked_lengths(header: ColumnHeader, shapes_NR: NDArray[np.int32]) -> Int64s:
@@ -272,8 +300,9 @@ def _checked_lengths(header: ColumnHeader, shapes_NR: NDArray[np.int32]) -> Int6
     return whole
 
 
-def _take(payload: Tensor, offset: int, num_bytes: int) -> tuple[Tensor, int]:
-    end = offset + aligned(num_bytes)
-    if end > payload.numel():
+def _take(payload: Tensor, offset: int, num_bytes: int) -> tuple[int, int, int]:
+    """Return (start, end, where the next piece starts)."""
+    following = offset + aligned(num_bytes)
+    if following > payload.numel():
         raise TransportError(f"payload: {payload.numel()} bytes, but its headers describe more")
-    return payload[offset : offset + num_bytes], end
+    return offset, offset + num_bytes, following

@@ -62,6 +62,7 @@ _ABORT_TAG = 1
 _BULK_TAG = 2
 _POSTED = 8
 _POSTED_LEAST = 4
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _IN_FLIGHT = 2  # messages of one payload: packing one overlaps with sending the other
 
 
@@ -380,4 +381,4 @@ def _timeout(timeout_s: float | None) -> timedelta:
 
 def _tensor_of(data: bytes) -> Tensor:
     # frombuffer refuses emptiness, and warns of what cannot be written to.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING

@@ -39,6 +39,8 @@ class Connection:
         *,
         limits: Limits | None = None,
         callbacks_only: bool = False,
+        timeout_s: float | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         """Prove the secret and connect.
 
@@ -49,15 +51,19 @@ class Connection:
             replies: msgspec type (tagged union) of what the service answers, without `Refused`.
             limits: largest reply accepted, and whether memory is shared.
             callbacks_only: nobody waits for replies in a hurry, all have callbacks: taking turns would only cost time.
+            timeout_s: for the service to answer, if that is less than the handshake's deadline.
+            stop: once set, an answer that did not come yet is not waited for.
 
         Raises:
-            TransportError: the service does not answer within the handshake's deadline or fails its proof.
+            TransportError: the service does not answer within the deadline, or fails its proof.
         """
         self.service = service
         self._decoder = msgspec.msgpack.Decoder(replies | Refused)
         self._encoder = msgspec.msgpack.Encoder()
         with credentials.borrowed_store() as store:
-            pair = pair_store(store, service, ask_for_channel(store, credentials.secret, service, client))
+            wait_s = min(credentials.timeout_s, timeout_s or credentials.timeout_s)
+            key = ask_for_channel(store, credentials.secret, service, client, timeout_s=wait_s, stop=stop)
+            pair = pair_store(store, service, key)
             self._channel = Channel(
                 pair, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.timeout_s
             )

@@ -14,6 +14,8 @@ The secret itself is never written to the store, to argv or to a log. Keys are d
 import hashlib
 import hmac
 import secrets
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from asyncflow.errors import TransportError
 from asyncflow.transport.frame import UNREADABLE
 
 _NONCE_BYTES = 16
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class Ask(msgspec.Struct):
@@ -105,16 +108,39 @@ def prove(secret: bytes, side: str, service: str, ask: Ask, server_nonce: bytes)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
-def ask_for_channel(store: dist.TCPStore, secret: bytes, service: str, client: str) -> str:
+def ask_for_channel(
+    store: dist.TCPStore,
+    secret: bytes,
+    service: str,
+    client: str,
+    *,
+    timeout_s: float = 60.0,
+    stop: threading.Event | None = None,
+) -> str:
     """Run the client's side; returns the pair's key, which only who knows the secret can derive.
 
+    Args:
+        store: of this thread alone.
+        secret: the job's.
+        service: whom to ask.
+        client: who asks.
+        timeout_s: for the service to answer.
+        stop: once set, no answer is waited for.
+
     Raises:
-        TransportError: no answer within the store's timeout, or the server does not know the secret.
+        TransportError: no answer in time, a stop, or the server does not know the secret.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
     try:
         store.queue_push(ask_key(service), msgspec.msgpack.encode(ask))
+        if not _appears(store, f"{base}/offer", timeout_s, stop or threading.Event()):
+            closing = stop is not None and stop.is_set()
+            raise TransportError(
+                f"{client}: closed while {service} was asked for a channel"
+                if closing
+                else f"{client}: {service} did not answer; is it running?"
+            )
         offer = msgspec.msgpack.decode(store.get(f"{base}/offer"), type=Offer)
     except dist.DistError as error:
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
@@ -150,6 +176,17 @@ def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) 
     if not hmac.compare_digest(answer, prove(secret, "client", service, ask, nonce)):
         raise TransportError(f"{service}: {ask.client} does not know the job's secret")
     return _pair_key(secret, service, ask, nonce)
+
+
+def _appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
+    """Wait for a key. Not with the store's own wait: nobody could wake that, and it prints a warning at its end."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = _FIRST_LOOK_S
+    while not store.check([key]):
+        if time.monotonic() > deadline or stop.wait(pause_s):
+            return False
+        pause_s = min(2 * pause_s, _LAST_LOOK_S)
+    return True
 
 
 def _pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> str:

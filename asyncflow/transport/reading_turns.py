@@ -50,12 +50,12 @@ class ReadingTurns:
             self._turn.notify_all()
         self._ring()
 
-    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
+    def read_until(self, future: "_Expected", timeout_s: float | None) -> None:
         """Read, or let another thread read, until `future` is done or the time is up."""
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
-        while not future.done() and self._take(future, deadline):
+        while not future.settled and self._take(future, deadline):
             try:
-                while not future.done() and self._pipes.readable(deadline - time.monotonic()):
+                while not future.settled and self._pipes.readable(deadline - time.monotonic()):
                     if not self._read_one():
                         break
                     self._tell_waiting()
@@ -94,14 +94,14 @@ class ReadingTurns:
             finally:
                 self._pass_on()
 
-    def _take(self, future: "Future[Any]", deadline: float) -> bool:
+    def _take(self, future: "_Expected", deadline: float) -> bool:
         with self._turn:
             self._waiting += 1
             try:
-                while self._taken and not future.done():
+                while self._taken and not future.settled:
                     if not self._turn.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
                         return False
-                if future.done() or self._over:
+                if future.settled or self._over:
                     return False
                 self._taken = True
                 return True
@@ -138,11 +138,23 @@ class _Expected(Future[Any]):
 
     def __init__(self, turns: ReadingTurns) -> None:
         super().__init__()
+        self.settled = False
+        """As `done`, without its lock: the waiter looks often."""
         self._turns = turns
+
+    def set_result(self, result: Any) -> None:
+        """The reply is there."""
+        super().set_result(result)
+        self.settled = True
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """There will be none."""
+        super().set_exception(exception)
+        self.settled = True
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the reply; see `Future.result`."""
-        if not self.done():
+        if not self.settled:
             self._turns.read_until(self, timeout)
             timeout = 0.0 if timeout is not None else None
         return super().result(timeout)

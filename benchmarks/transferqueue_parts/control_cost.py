@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tq.batch import column_of
-from tq.control.state import Answer, ControlState
+from tq.control.events import Answer
+from tq.control.state import ControlState
 from tq.control.task_state import TaskSpec
 from tq.messages import FetchRows, Granted, OutputsWritten, RowsCreated
 from transferqueue_parts.our_queue import OurQueue

@@ -12,7 +12,8 @@ import tq
 from asyncflow.device import connect_group
 from asyncflow.store_server import LOOPBACK, connect_store, serve_store
 from tq.batch import Column
-from tq.client.replica import Replica, ReplicaFetch
+from tq.client.replica import Replica
+from tq.config import ReplicaFetch
 from transferqueue_parts.child import Child
 from transferqueue_parts.our_queue import COLUMNS, TASK
 from transferqueue_parts.part import Result, Settings

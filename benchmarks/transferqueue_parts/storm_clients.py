@@ -41,35 +41,38 @@ _GIVE_BACK_SHARE = 0.03
 def produce(pipe: Any, address: str, ledger: str, slot: int) -> None:
     """Put rows until told to `finish`; put lost rows again until killed."""
     torch.set_num_threads(1)
-    producer = _Producer(tq.connect(Path(address), f"producer-{slot}"), Path(ledger), slot)
-    producer.run(pipe)
+    producer = _Producer(pipe, tq.connect(Path(address), f"producer-{slot}"), Path(ledger), slot)
+    producer.run()
 
 
 class _Producer:
-    def __init__(self, client: tq.QueueClient, ledger: Path, slot: int) -> None:
+    def __init__(self, pipe: Any, client: tq.QueueClient, ledger: Path, slot: int) -> None:
+        self._pipe = pipe
+        self._over = threading.Event()
         self._client = client
         self._slot = slot
         self._unfinished, newest = unfinished_puts(read_ledger(ledger))
         self._next = max(newest + 1, slot * SLOT)
         self._ledger = LedgerFile(ledger)
 
-    def run(self, pipe: Any) -> None:
+    def run(self) -> None:
         threading.Thread(target=self._restore_lost, daemon=True).start()
         for rows in self._unfinished:
             self._put(rows)
-        while not pipe.poll(_PUT_EVERY_S):
+        while not self._pipe.poll(_PUT_EVERY_S):
             rows = list(range(self._next, self._next + _ROWS_PER_PUT))
             self._next += _ROWS_PER_PUT
             self._ledger.write(Record(Deed.PUT, rows))
             self._put(rows)
-        pipe.recv()
-        pipe.send("finished")
-        pipe.recv()  # lost rows are put again until the storm is over
+        self._pipe.recv()
+        self._pipe.send("finished")
+        self._pipe.recv()  # lost rows are put again until the storm is over
+        self._over.set()
 
     def _put(self, rows: list[int]) -> None:
         """Put until it is certain that the rows are in the queue; a row may already be there from an earlier try."""
-        _until_known(lambda: self._put_or_exist(rows))
-        self._ledger.write(Record(Deed.PUT_DONE, rows))
+        if _until_known(lambda: self._put_or_exist(rows), self._over.wait):
+            self._ledger.write(Record(Deed.PUT_DONE, rows))
 
     def _put_or_exist(self, rows: list[int]) -> None:
         try:
@@ -81,11 +84,11 @@ class _Producer:
 
     def _restore_lost(self) -> None:
         after = 0
-        while True:
+        while not self._over.is_set():
             try:
                 lost = self._client.lost_rows(after, timeout_s=_FETCH_S)
             except TransportError:
-                time.sleep(_RETRY_S)
+                self._over.wait(_RETRY_S)
                 continue
             if lost is None:
                 continue
@@ -96,19 +99,20 @@ class _Producer:
                     mine.setdefault(partition_of(row), []).append(row)
             for rows in mine.values():
                 self._ledger.write(Record(Deed.REPUT, rows))
-                _until_known(lambda rows=rows: self._put_or_exist(rows))  # type: ignore[misc]
+                _until_known(lambda rows=rows: self._put_or_exist(rows), self._over.wait)  # type: ignore[misc]
 
 
 def consume(pipe: Any, address: str, ledger: str, task: str, seed: int) -> None:
-    """Fetch, check, ack with an intent before and a confirmation after, until killed."""
+    """Fetch, check, ack with an intent before and a confirmation after, until told to end, or killed."""
     torch.set_num_threads(1)
-    consumer = _Consumer(tq.connect(Path(address), task), Path(ledger), task, seed)
+    consumer = _Consumer(pipe, tq.connect(Path(address), task), Path(ledger), task, seed)
     while not pipe.poll(0):
         consumer.step()
 
 
 class _Consumer:
-    def __init__(self, client: tq.QueueClient, ledger: Path, task: str, seed: int) -> None:
+    def __init__(self, pipe: Any, client: tq.QueueClient, ledger: Path, task: str, seed: int) -> None:
+        self._pipe = pipe
         self._client = client
         self._ledger = LedgerFile(ledger)
         self._task = task
@@ -128,7 +132,7 @@ class _Consumer:
         except PeerRefused:
             raise
         except TransportError:
-            time.sleep(_RETRY_S)
+            self._pipe.poll(_RETRY_S)
             return
         if batch is not None:
             self._check(batch)
@@ -161,7 +165,8 @@ class _Consumer:
         rows = list(rows)
         self._ledger.write(Record(Deed.INTENT, rows, self._task, granted.token))
         try:
-            _until_known(lambda: self._commit(granted, rows))
+            if not _until_known(lambda: self._commit(granted, rows), self._pipe.poll):
+                return
             deed = Deed.CONFIRMED
         except Superseded:
             deed = Deed.SUPERSEDED
@@ -174,21 +179,32 @@ class _Consumer:
             self._client.ack(self._task, granted, rows)
 
 
-def _until_known(attempt: Callable[[], None]) -> None:
-    """Repeat until it worked or was refused; services may be away for some seconds, and the queue full."""
+def _until_known(attempt: Callable[[], None], told_to_end: Callable[[float], bool]) -> bool:
+    """Repeat until it worked or was refused; services may be away for some seconds, and the queue full.
+
+    Args:
+        attempt: what to do.
+        told_to_end: waits for so many seconds at most; returns whether everything is over.
+
+    Returns:
+        False: everything is over, and nobody knows whether it worked.
+    """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
             attempt()
-            return
+            return True
         except Superseded:
             raise
         except QueueFull:
             if time.monotonic() > deadline:
                 raise
+            if told_to_end(0.0):
+                return False
         except PeerRefused:
             raise
         except TransportError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(_RETRY_S)
+            if told_to_end(_RETRY_S):
+                return False

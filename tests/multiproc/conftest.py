@@ -17,6 +17,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).parent))  # children import `peers` by name
 
 import peers
+from echo_peers import Pong, echo_server
+
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.frame import Limits
 
 DEADLINE_S = 60.0
 
@@ -89,3 +93,27 @@ def start(store: TCPStore) -> Iterator[Callable[..., Child]]:
 def credentials(store: TCPStore) -> peers.Credentials:
     """What this process needs to open channels."""
     return peers.credentials(store.port)
+
+
+@pytest.fixture(name="server")
+def _server(start: Callable[..., Child]) -> Child:
+    """A process that serves `echo`."""
+    server = start(echo_server)
+    assert server.hear() == "ready"
+    return server
+
+
+@pytest.fixture(name="connect")
+def _connect(credentials: peers.Credentials) -> Iterator[Callable[..., Connection]]:
+    """Return a function that opens a channel to a service that echoes."""
+    opened: list[Connection] = []
+
+    def connect(
+        name: str = "client", service: str = "echo", *, proof: peers.Credentials = credentials, **limits: Any
+    ) -> Connection:
+        opened.append(Connection(proof, service, name, Pong, limits=Limits(**limits)))
+        return opened[-1]
+
+    yield connect
+    for connection in opened:
+        connection.close()

@@ -101,7 +101,7 @@ class UnitClient:
     def put(self, task: str, token: int, rows: list[int], columns: Mapping[str, Column] | None = None) -> Any:
         """Put outputs; returns the future of the answer."""
         headers, payload = describe(columns or {}, narrow=not self.connection.shared)
-        return self.connection.submit(PutOutputs(task, "a", token, rows, headers), payload)
+        return self.connection.submit(PutOutputs(task, token, rows, headers), payload)
 
     def get(self, rows: list[int], *names: str) -> dict[str, Column]:
         """Read columns."""

@@ -13,7 +13,8 @@ from asyncflow.device import connect_group
 from asyncflow.errors import TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
-from tq.client.replica import Replica, ReplicaFetch
+from tq.client.replica import Replica
+from tq.config import ReplicaFetch
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
 
 LARGE = 20_000
@@ -23,7 +24,7 @@ BIG_ID = 2**40
 def round_of(partition: int, index: int) -> Granted:
     """Return a lease: partition p has p rounds of three rows, the second one empty."""
     rows = [] if index == 1 else [100 * partition + 10 * index + k for k in range(3)]
-    return Granted(index, partition, rows, rows, ["storage-0"] * len(rows), [5] * len(rows), 3)
+    return Granted("train", index, partition, rows, rows, ["storage-0"] * len(rows), [5] * len(rows), 3)
 
 
 def batch_of(granted: Granted) -> PackedBatch:
@@ -70,6 +71,9 @@ class CountingQueue:
     def ack(self, task: str, granted: Granted) -> None:
         self.acked += granted.rows
 
+    def forget(self, task: str, granted: Granted) -> None:
+        """Nothing is remembered here."""
+
 
 def replica_of(port: int, rank: int, size: int, fetch: ReplicaFetch = ReplicaFetch.BROADCAST) -> Replica:
     """Connect the ranks."""
@@ -90,7 +94,7 @@ def loader_of(
 def check(batch: PackedBatch) -> None:
     """Compare with what the queue holds, bit by bit."""
     rows = list(batch.indices)
-    expected = batch_of(Granted(0, 0, rows, rows, [])) if rows else PackedBatch((), {})
+    expected = batch_of(Granted("train", 0, 0, rows, rows, [])) if rows else PackedBatch((), {})
     for name, column in batch.columns.items():
         assert column.kind is expected[name].kind
         assert column.values.dtype is expected[name].values.dtype

@@ -3,45 +3,22 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from echo_peers import SECRET, Credentials, Echo, Ping, Pong, echo_server, vanishing_client
+from echo_peers import SECRET, Credentials, Echo, Ping, Pong, vanishing_client
 from torch.distributed import TCPStore
 
 from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Ask, ask_key
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import ChannelServer
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture(name="connect")
-def _connect(credentials: Credentials) -> Iterator[Callable[..., Connection]]:
-    opened: list[Connection] = []
-
-    def connect(name: str = "client", mine: Credentials = credentials) -> Connection:
-        opened.append(Connection(mine, "echo", name, Pong))
-        return opened[-1]
-
-    yield connect
-    for connection in opened:
-        connection.close()
-
-
-@pytest.fixture(name="server")
-def _server(start: Start) -> Any:
-    server = start(echo_server)
-    assert server.hear() == "ready"
-    return server
-
-
 Connect = Callable[..., Connection]
 
 
@@ -76,7 +53,7 @@ def test_wrong_secret_is_refused_while_others_are_served(
 ) -> None:
     good = connect()
     with pytest.raises(TransportError, match="does not know the job's secret"):
-        connect("stranger", Credentials(credentials.store, b"guess", 10))
+        connect("stranger", proof=Credentials(credentials.store, b"guess", 10))
     assert good.call(Ping("still here"), timeout_s=10)[0].text == "still here"
     assert connect("next").call(Ping("me too"), timeout_s=10)[0].text == "me too"
 
@@ -113,12 +90,11 @@ def test_message_that_cannot_be_read_ends_only_its_channel(
     bystander.call(Ping("fine"), timeout_s=10)
 
 
-def test_oversized_reply_is_refused_by_the_client(server: Any, credentials: Credentials) -> None:
-    connection = Connection(credentials, "echo", "small", Pong, limits=Limits(payload_bytes=1000))
+def test_oversized_reply_is_refused_by_the_client(server: Any, connect: Connect) -> None:
+    connection = connect("small", payload_bytes=1000)
     with pytest.raises(TransportError, match="limit 1000"):
         connection.call(Ping("big"), Payload.of(torch.zeros(1001, dtype=torch.uint8)), timeout_s=10)
     assert server.hear() == ("left", "small")
-    connection.close()
 
 
 def test_killed_server_fails_the_requests_in_flight_within_seconds(server: Any, connect: Connect) -> None:

@@ -335,7 +335,7 @@ def test_rows_and_columns_beside_a_lease_are_refused_and_the_lease_stays(queue: 
         client.ack("score", lease, [lease.rows[-1] + 1])
     with pytest.raises(ConfigError, match="2 rows are named"):
         client.put("score", lease, lease.rows, one)
-    with pytest.raises(PeerRefused, match="'scoer'"):
+    with pytest.raises(ConfigError, match="is score's, not scoer's"):
         client.put("scoer", lease, lease.rows[:1], one)
     client.put("score", lease, lease.rows, {"score": tq.column(torch.ones(2))})
     client.clear_partition(10)

@@ -189,11 +189,13 @@ def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> N
     assert client.get(client.fetch("double", num_rows=2), ["x"])["x"].values.tolist() == [0, 0]
 
 
-def test_dead_unit_is_an_error_at_whoever_needs_it(queue: Any, connect: Any) -> None:
+def test_dead_unit_is_an_error_within_the_deadline_of_whoever_needs_it(queue: Any, credentials: Credentials) -> None:
     services = queue(DOUBLE)
-    client = connect()
+    client = QueueClient(credentials, "client", config=QUEUE.model_copy(update={"request_timeout_s": 2.0}))
+    eventually(lambda: len(client.unit_stats()) == len(UNITS), "a unit did not register")
     put_source(client, range(4))
     granted = client.fetch("double", num_rows=4)
+    assert set(granted.units) == set(UNITS)
     client.get(granted, ["x"])
     services["storage-1"].signal(signal.SIGKILL)
     services["storage-1"].end_by_signal()
@@ -202,6 +204,7 @@ def test_dead_unit_is_an_error_at_whoever_needs_it(queue: Any, connect: Any) -> 
         client.put("double", granted, granted.rows, {"doubled": client.get(granted, ["x"])["x"]})
     assert time.monotonic() - began < 5
     assert client.stats()[0].newest_version == 0
+    client.close()
 
 
 def test_admission_trainers_and_a_map_task_run_a_few_steps(

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from echo_peers import Credentials, Echo, Ping, Pong, echo_server, holding_client, parked_client
+from echo_peers import Credentials, Echo, Ping, Pong, holding_client, parked_client
 from torch import Tensor
 
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.frame import Limits
 from asyncflow.transport.hello import SWITCH
 from asyncflow.transport.payload import Payload, Piece
 from asyncflow.transport.server import ChannelServer
@@ -23,26 +22,6 @@ Start = Callable[..., Any]
 Connect = Callable[..., Connection]
 
 _KEPT_STORES = 4  # clients of the job store that greeting threads needed at the same time
-
-
-@pytest.fixture(name="connect")
-def _connect(credentials: Credentials) -> Iterator[Connect]:
-    opened: list[Connection] = []
-
-    def connect(name: str = "client", service: str = "echo", **limits: Any) -> Connection:
-        opened.append(Connection(credentials, service, name, Pong, limits=Limits(**limits)))
-        return opened[-1]
-
-    yield connect
-    for connection in opened:
-        connection.close()
-
-
-@pytest.fixture(name="server")
-def _server(start: Start) -> Any:
-    server = start(echo_server)
-    assert server.hear() == "ready"
-    return server
 
 
 @pytest.fixture(name="here")

@@ -117,6 +117,12 @@ def test_cleared_partition_is_told_and_its_bytes_return(bench: Bench) -> None:
     assert stats(client).num_rows == 0
 
 
+def test_controllers_hear_that_a_partition_without_rows_here_is_cleared(bench: Bench) -> None:
+    controller, client = bench.started()
+    assert isinstance(client.ask(ClearPartition(4)), Done)
+    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 4, [], RemovalReason.CLEARED)
+
+
 def test_every_kind_of_column_comes_back_as_it_was(bench: Bench) -> None:
     _, client = bench.started()
     columns = {

@@ -77,7 +77,7 @@ def samples(tmp_path: Path) -> Iterator[SampleLog]:
 
 def lease(*prompts: int) -> RolloutLease:
     rows = list(range(10, 10 + len(prompts)))
-    granted = Granted(7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
+    granted = Granted("actor_rollout", 7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
         "answers": Column.of_texts(["-"] * len(rows)),

@@ -184,8 +184,8 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again."""
         while self._held:
             granted = self._held[0]
-            if granted.rows and self._client is not None and (self._replica is None or self._replica.acks):
-                self._client.ack(self._request.task, granted)
+            if self._client is not None:
+                self._settle(self._client, granted)
             self._held.pop(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +252,12 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self.round_rows = granted.round_rows
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch, batch.indices
+
+    def _settle(self, client: QueueClient, granted: Granted) -> None:
+        if self._replica is not None and not self._replica.acks:
+            client.forget(self._request.task, granted)  # else a restarted controller would keep it for this client
+        elif granted.rows:
+            client.ack(self._request.task, granted)
 
     # In the read-ahead thread
 

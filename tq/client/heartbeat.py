@@ -34,7 +34,7 @@ class Heartbeats:
         self._rejoin = rejoin
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        self._units: dict[str, dict[str, int]] = {}
+        self._heard: dict[str, Alive] = {}
         self._writes: set[str] = set()
         self._closed = threading.Event()
 
@@ -58,7 +58,14 @@ class Heartbeats:
     def units(self, controller: str) -> dict[str, int]:
         """Return the units that are up as this controller said last, with the bytes that they hold."""
         with self._lock:
-            return dict(self._units.get(controller, {}))
+            heard = self._heard.get(controller)
+            return dict(heard.units) if heard is not None else {}
+
+    def away(self, controller: str) -> list[str]:
+        """Return the units that, as this controller said last, are not up but may come back with their rows."""
+        with self._lock:
+            heard = self._heard.get(controller)
+            return list(heard.away) if heard is not None else []
 
     def beat(self, controller: str) -> None:
         """Beat once, now.
@@ -74,7 +81,7 @@ class Heartbeats:
         if not reply.known:
             self._rejoin(controller)
         with self._lock:
-            self._units[controller] = reply.units
+            self._heard[controller] = reply
 
     def close(self) -> None:
         """Stop; idempotent."""

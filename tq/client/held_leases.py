@@ -23,7 +23,8 @@ class HeldLeases:
             return
         with self._lock:
             self._held.setdefault((fetch.task, answer.token), held)
-            self._forget_old_rounds(fetch.task, answer.partition)
+            if isinstance(fetch, FetchRound):
+                self._forget_old_rounds(fetch.task, answer.partition)
 
     def settled(self, task: str, token: int, rows: Iterable[int]) -> None:
         """Rows left the lease: put, acked or given back."""

@@ -9,7 +9,6 @@ A controller that restarts is waited for. A unit that is gone is an error, since
 to another one, and acks need no row.
 """
 
-import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,8 @@ from asyncflow.errors import ConfigError, PeerRefused, RowsExist, Superseded, Tr
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
+from tq.client.arguments import check_lease, check_numbers, common_length
+from tq.client.deadline import Deadline
 from tq.client.held_leases import HeldLeases
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
 from tq.client.services import GRACE_S, QueueServices, expect
@@ -50,8 +51,6 @@ from tq.messages import (
     WatchLost,
 )
 from tq.wire import ColumnHeader, describe, unpack
-
-_MOST = 2**63 - 1
 
 
 class QueueClient:
@@ -116,13 +115,13 @@ class QueueClient:
             TransportError: no unit took them in time.
         """
         timeout_s = timeout_s or self._config.request_timeout_s
-        number = _common_length(columns)
-        _check_numbers("partition", [partition])
-        _check_numbers("group_size", [group_size])
+        number = common_length(columns)
+        check_numbers("partition", [partition])
+        check_numbers("group_size", [group_size])
         for what, given in (("rows", rows), ("groups", groups)):
             if given is not None and len(given) != number:
                 raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
-            _check_numbers(what, given or ())
+            check_numbers(what, given or ())
         indices = tuple(rows if rows is not None else self._services.new_rows(number))
         if groups is None:
             size = max(1, group_size)
@@ -142,7 +141,13 @@ class QueueClient:
         return indices
 
     def open_partition(self, partition: int, num_rows: int) -> None:
-        """Declare how many rows a partition will have, so that its end can be known."""
+        """Declare how many rows a partition will have, so that its end can be known.
+
+        Raises:
+            ConfigError: a negative number.
+        """
+        check_numbers("partition", [partition])
+        check_numbers("num_rows", [num_rows])
         self._services.tell_controllers(OpenPartition(partition, num_rows))
 
     def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
@@ -194,16 +199,17 @@ class QueueClient:
         Raises:
             Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
             PeerRefused: a column is not written.
-            TransportError: a unit is gone.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
+        deadline = self._services.deadline()
         by_unit = _by_unit(granted.units)
         asked = []
         for unit, positions in by_unit.items():
             message = GetColumns([granted.rows[i] for i in positions], list(names))
-            asked.append((unit, message, self._services.unit(unit).submit(message)))
+            asked.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message)))
         parts = []
         for unit, message, future in asked:
-            reply, payload = self._services.reply(future, unit, message)
+            reply, payload = self._services.reply(future, unit, message, deadline.left_s)
             columns = unpack(expect(reply, Columns).columns, payload)
             groups = tuple(granted.groups[i] for i in by_unit[unit])
             parts.append(PackedBatch(tuple(message.rows), columns, groups))
@@ -223,12 +229,14 @@ class QueueClient:
             columns: at least one; see `ack`.
 
         Raises:
+            ConfigError: task, lease, rows and columns do not go together; nothing was put.
             Superseded: the lease is void, or the rows were lost; drop the work.
-            TransportError: a unit is gone; putting again is safe.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
+                safe.
         """
-        _check_lease(granted, rows)
-        if _common_length(columns) != len(rows):
-            raise ConfigError(f"{task}: columns of {_common_length(columns)} rows, but {len(rows)} rows are named")
+        check_lease(task, granted, rows)
+        if common_length(columns) != len(rows):
+            raise ConfigError(f"{task}: columns of {common_length(columns)} rows, but {len(rows)} rows are named")
         self._services.beats.writes(columns)
         try:
             self._put_outputs(task, granted, rows, columns)
@@ -241,26 +249,33 @@ class QueueClient:
         """The task is done with rows of a lease without writing anything. Rows lost with their unit are acked too.
 
         Raises:
+            ConfigError: the lease is another task's, or has no such rows.
             Superseded: the lease is void.
-            TransportError: neither unit nor controller answer; acking again is safe.
+            TransportError: neither unit nor controller answered within `request_timeout_s`; acking again is safe.
         """
         rows = granted.rows if rows is None else rows
-        _check_lease(granted, rows)
+        check_lease(task, granted, rows)
+        deadline = self._services.deadline()
         unit_of = dict(zip(granted.rows, granted.units, strict=True))
         try:
             for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
                 part = [rows[i] for i in positions]
-                self._services.patiently(partial(self._ack, task, granted, unit, part))
+                self._services.patiently(partial(self._ack, granted, unit, part, deadline), deadline)
         except Superseded:
             self._held.settled(task, granted.token, rows)
             raise
         self._held.settled(task, granted.token, rows)
 
     def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        """Return rows of a lease; somebody else gets them."""
+        """Return rows of a lease; somebody else gets them.
+
+        Raises:
+            ConfigError: the lease is another task's, or has no such rows.
+        """
         rows = granted.rows if rows is None else rows
+        check_lease(task, granted, rows)
         service = self._services.directory.controller_of(task)
-        self._services.ask(service, GiveBack(task, self.owner, granted.token, list(rows)))
+        self._services.ask(service, GiveBack(task, granted.token, list(rows)))
         self._held.settled(task, granted.token, rows)
 
     def forget(self, task: str, granted: Granted) -> None:
@@ -278,11 +293,18 @@ class QueueClient:
         self._services.tell_controllers(Stop())
 
     def clear_partition(self, partition: int) -> None:
-        """Remove all rows of a partition; work on them is superseded."""
-        self._services.tell_units(ClearPartition(partition), Done)
+        """Remove all rows of a partition; work on them is superseded. Units that are away are waited for.
+
+        Raises:
+            TransportError: one did not come back within `request_timeout_s`: it still has its rows. Clear again.
+        """
+        self._services.tell_units(ClearPartition(partition), Done, every=True)
 
     def commit(self, newest: int) -> None:
-        """A durable checkpoint covers partitions up to and including `newest`: retained rows go."""
+        """A durable checkpoint covers partitions up to and including `newest`: retained rows go.
+
+        A unit that is away is not waited for: the next commit covers the same partitions, and more.
+        """
         self._services.tell_units(CommitPartitions(newest), Done)
 
     def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:
@@ -306,7 +328,7 @@ class QueueClient:
         return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
 
     def unit_stats(self) -> dict[str, UnitStats]:
-        """Return what each unit holds."""
+        """Return what each unit that is up holds."""
         return self._services.tell_units(GetUnitStats(), UnitStats)
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
@@ -326,35 +348,38 @@ class QueueClient:
     def _put_outputs(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         unit_of = dict(zip(granted.rows, granted.units, strict=True))
         by_unit = _by_unit([unit_of[row] for row in rows])
+        deadline = self._services.deadline()
         sent = []
         for unit, positions in by_unit.items():
             whole = len(by_unit) == 1
             part = {name: column if whole else column.select(positions) for name, column in columns.items()}
             headers, payload = self._described(part)
-            message = PutOutputs(task, self.owner, granted.token, [rows[i] for i in positions], headers)
-            sent.append((unit, message, self._services.unit(unit).submit(message, payload)))
+            message = PutOutputs(task, granted.token, [rows[i] for i in positions], headers)
+            sent.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message, payload)))
         for unit, message, future in sent:
-            self._services.answer(future, unit, message)
+            self._services.answer(future, unit, message, deadline.left_s)
 
-    def _ack(self, task: str, granted: Granted, unit: str, rows: list[int]) -> None:
+    def _ack(self, granted: Granted, unit: str, rows: list[int], deadline: Deadline) -> None:
         """Ack at the unit, or, when it is gone or started empty, at the controller."""
-        message = PutOutputs(task, self.owner, granted.token, rows, [])
+        message = PutOutputs(granted.task, granted.token, rows, [])
         try:
-            self._services.answer(self._services.unit(unit).submit(message), unit, message)
+            future = self._services.unit(unit, deadline.left_s).submit(message)
+            self._services.answer(future, unit, message, deadline.left_s)
         except PeerRefused:
             raise
         except TransportError as error:
             try:
-                self._ack_lost(AckLost(task, self.owner, granted.token, rows))
+                self._ack_lost(AckLost(granted.task, granted.token, rows), deadline)
             except PeerRefused:  # the rows are not lost: their unit will be back, or gave its reason
                 raise error from None
 
-    def _ack_lost(self, lost: AckLost) -> None:
+    def _ack_lost(self, lost: AckLost, deadline: Deadline) -> None:
         """Ack at the controller that gave the lease; when it agrees, the others must not ask for these rows again."""
         directory = self._services.directory
         first = directory.controller_of(lost.task)
         for service in sorted(directory.controllers, key=lambda name: name != first):
-            self._services.call(service, lost)
+            future = self._services.controller(service, deadline.left_s).submit(lost)
+            self._services.answer(future, service, lost, deadline.left_s)
 
     def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
         """Try units, the emptiest first, until one has taken the rows."""
@@ -383,7 +408,7 @@ class QueueClient:
                 unsure.add(unit)
                 raise
 
-        services.patiently(attempt, timeout_s)
+        services.patiently(attempt, services.deadline(timeout_s))
 
 
 def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
@@ -391,25 +416,3 @@ def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
     for position, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(position)
     return by_unit
-
-
-def _common_length(columns: Mapping[str, Column]) -> int:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) != 1:
-        raise ConfigError(f"a put needs columns, all with the same number of rows, not {lengths}")
-    return next(iter(lengths.values()))
-
-
-def _check_numbers(what: str, numbers: Iterable[int]) -> None:
-    try:
-        beyond = [number for number in numbers if not 0 <= operator.index(number) <= _MOST]
-    except TypeError as error:
-        raise ConfigError(f"{what}: not a whole number ({error})") from error
-    if beyond:
-        raise ConfigError(f"{what}: {beyond[0]} is not in 0 .. 2**63 - 1")
-
-
-def _check_lease(granted: Granted, rows: Sequence[int]) -> None:
-    foreign = set(rows).difference(granted.rows)
-    if foreign:
-        raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {granted.token}")

@@ -9,11 +9,11 @@ when it is complete. Restoring puts the rows again, spread over however many uni
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, TransportError
 from tq.client.services import QueueServices
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.snapshot import read_manifest, read_snapshot, write_manifest
@@ -35,7 +35,8 @@ def take_snapshot(
 
     Raises:
         CheckpointError: the directory exists.
-        TransportError: a unit is gone or too slow; nothing is left behind.
+        TransportError: a unit is away and does not come back in time, goes meanwhile, or is too slow; nothing is left
+            behind.
     """
     if directory.exists():
         raise CheckpointError(f"queue snapshot: {directory} exists already; choose another directory")
@@ -44,12 +45,13 @@ def take_snapshot(
     beside.mkdir(parents=True)
     hold = secrets.token_hex(8)
     try:
-        services.tell_units(HoldPuts(hold, _HOLD_S), Done)
-        services.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
+        held = services.tell_units(HoldPuts(hold, _HOLD_S), Done, every=True)
+        cut = services.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
         write = WriteSnapshot(hold, str(beside.resolve()))
-        written = services.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S).values()
-        num_rows = sum(part.num_rows for part in written)
-        write_manifest(beside, [file for part in written for file in part.files], num_rows=num_rows)
+        written = services.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
+        _refuse_missing(held.keys(), cut.keys() & written.keys())
+        num_rows = sum(part.num_rows for part in written.values())
+        write_manifest(beside, [file for part in written.values() for file in part.files], num_rows=num_rows)
         beside.rename(directory)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -83,3 +85,9 @@ def restore_snapshot(client: "QueueClient", directory: Path) -> int:
             )
         )
     return num_rows
+
+
+def _refuse_missing(held: Set[str], written: Set[str]) -> None:
+    gone = sorted(held - written)
+    if gone:
+        raise TransportError(f"queue snapshot: {' '.join(gone)} went while it was taken; take it again")

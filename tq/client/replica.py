@@ -15,7 +15,6 @@ for the same rounds and is granted the same leases, which rank 0 acknowledges.
 import contextlib
 import struct
 from collections.abc import Iterator
-from enum import StrEnum
 
 import msgspec
 import torch
@@ -27,6 +26,7 @@ from asyncflow.device import abort_group
 from asyncflow.errors import AsyncFlowError, TransportError
 from asyncflow.transport.payload import Payload, aligned
 from tq.batch import PackedBatch
+from tq.config import ReplicaFetch
 from tq.messages import Granted, NoRows
 from tq.wire import ColumnHeader, describe, unpack
 
@@ -36,13 +36,6 @@ Round = tuple[Granted, PackedBatch]
 HEADER_BYTES = 4096
 _SIZES = struct.Struct("<qq")
 _CPU = torch.device("cpu")
-
-
-class ReplicaFetch(StrEnum):
-    """Who of a replica talks to the queue."""
-
-    BROADCAST = "broadcast"
-    EACH = "each"
 
 
 class Failure(msgspec.Struct):

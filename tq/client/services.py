@@ -9,13 +9,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from asyncflow.errors import PeerRefused, Superseded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
+from tq.client.deadline import Deadline
 from tq.client.heartbeat import Heartbeats
 from tq.client.held_leases import HeldLeases
 from tq.config import QueueConfig
@@ -27,7 +28,6 @@ _BEATS_PER_TIMEOUT = 4
 GRACE_S = 30.0
 """Beyond a request's own deadline, which the service keeps, so long does a client wait for the answer (s)."""
 _RETRY_S = 0.1
-_LEAST_S = 0.001  # 0 stands for the default
 _ROW_BLOCK = 1024
 
 M = TypeVar("M", bound=Message)
@@ -38,7 +38,14 @@ class QueueServices:
     """Controllers and units as one client sees them. Thread-safe."""
 
     def __init__(
-        self, credentials: Credentials, name: str, *, config: QueueConfig, stop: threading.Event, held: HeldLeases
+        self,
+        credentials: Credentials,
+        name: str,
+        *,
+        config: QueueConfig,
+        stop: threading.Event,
+        held: HeldLeases,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         credentials: store and secret.
@@ -46,6 +53,7 @@ class QueueServices:
         config: limits and deadlines.
         stop: once set, services that are gone are not waited for.
         held: what to tell a controller when it is joined.
+        clock: seconds, for deadlines.
         """
         self.owner = f"{name}@{secrets.token_hex(4)}"
         """The consumer with its incarnation."""
@@ -53,10 +61,11 @@ class QueueServices:
         self._config = config
         self._stop = stop
         self._held = held
+        self._clock = clock
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ServiceChannels(credentials, name, limits, self._greet)
         interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
-        self.beats = Heartbeats(self.owner, interval_s, join=self._controller, rejoin=self._rejoin)
+        self.beats = Heartbeats(self.owner, interval_s, join=self.controller, rejoin=self._rejoin)
         """Sign of life, and what comes back with it."""
         self._rows_lock = threading.Lock()
         self._rows = range(0)
@@ -71,9 +80,17 @@ class QueueServices:
         """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
         return self.beats.units(self.directory.lead)
 
-    def unit(self, name: str) -> Connection:
+    def deadline(self, timeout_s: float | None = None) -> Deadline:
+        """Begin a call that has so long, by default `request_timeout_s`."""
+        return Deadline(timeout_s or self._config.request_timeout_s, self._clock)
+
+    def unit(self, name: str, timeout_s: float | None = None) -> Connection:
         """Return the channel to a unit; raises TransportError when it is gone."""
-        return self._links.get(name, UNIT_REPLIES)
+        return self._links.get(name, UNIT_REPLIES, timeout_s=timeout_s)
+
+    def controller(self, name: str, timeout_s: float | None = None) -> Connection:
+        """Return the channel to a controller, joined; raises TransportError when it is gone."""
+        return self._links.get(name, CONTROLLER_REPLIES, timeout_s=timeout_s)
 
     def call(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Ask a controller once.
@@ -88,31 +105,38 @@ class QueueServices:
             PeerRefused, Superseded: it answered no.
         """
         wait_s = (timeout_s or self._config.request_timeout_s) + GRACE_S
-        return self._controller(controller).call(message, timeout_s=wait_s)[0]
+        return self.controller(controller).call(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Like `call`, but a controller that is gone may come back meanwhile."""
-        return self.patiently(lambda: self.call(controller, message, timeout_s), timeout_s)
+        return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
     def tell_controllers(self, message: Message) -> None:
         """Send one message to every controller."""
         for service in self.directory.controllers:
             self.ask(service, message)
 
-    def tell_units(self, message: Message, answer: type[M], *, timeout_s: float | None = None) -> dict[str, M]:
-        """Send one message to every unit that is up; returns their answers.
+    def tell_units(
+        self, message: Message, answer: type[M], *, every: bool = False, timeout_s: float | None = None
+    ) -> dict[str, M]:
+        """Send one message to the units that are up; returns their answers.
+
+        Args:
+            message: the same for all.
+            answer: what they reply.
+            every: first wait until no unit is away that may come back with its rows (killed, starting again).
+            timeout_s: for all of it; default `request_timeout_s`.
 
         Raises:
-            TransportError: a unit did not answer in time.
+            TransportError: a unit did not answer in time, or, with `every`, was away all the time.
         """
-        deadline = time.monotonic() + (timeout_s or self._config.request_timeout_s)
-        self.beats.beat(self.directory.lead)
-        futures = {unit: self.unit(unit).submit(message) for unit in sorted(self.units())}
-        answers = {}
-        for unit, future in futures.items():
-            left_s = max(_LEAST_S, deadline - time.monotonic())
-            answers[unit] = expect(self.answer(future, unit, message, left_s), answer)
-        return answers
+        deadline = self.deadline(timeout_s)
+        self.patiently(partial(self._find_units, every=every), deadline)
+        futures = {unit: self.unit(unit, deadline.left_s).submit(message) for unit in sorted(self.units())}
+        return {
+            unit: expect(self.answer(future, unit, message, deadline.left_s), answer)
+            for unit, future in futures.items()
+        }
 
     def answer(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Any:
         """Wait for the reply to a submitted message; returns it without its payload."""
@@ -122,16 +146,15 @@ class QueueServices:
         """Wait for the reply to a submitted message, with its payload."""
         return await_reply(future, service, type(message).__name__, timeout_s or self._config.request_timeout_s)
 
-    def patiently(self, attempt: Callable[[], T], timeout_s: float | None = None) -> T:
+    def patiently(self, attempt: Callable[[], T], deadline: Deadline) -> T:
         """Try until it works or is refused, while services that are gone may come back."""
-        deadline = time.monotonic() + (timeout_s or self._config.request_timeout_s)
         while True:
             try:
                 return attempt()
             except (PeerRefused, Superseded):
                 raise
             except TransportError:
-                if self._links.closed or time.monotonic() > deadline or self._stop.wait(_RETRY_S):
+                if self._links.closed or deadline.passed or self._stop.wait(_RETRY_S):
                     raise
 
     def new_rows(self, number: int) -> range:
@@ -148,8 +171,15 @@ class QueueServices:
         self._links.close()
         self.beats.close()
 
-    def _controller(self, service: str) -> Connection:
-        return self._links.get(service, CONTROLLER_REPLIES)
+    def _find_units(self, *, every: bool) -> None:
+        lead = self.directory.lead
+        self.beats.beat(lead)
+        away = self.beats.away(lead)
+        if every and away:
+            raise TransportError(
+                f"storage units are away: {' '.join(away)}; this needs the rows of all units, so ask again when they "
+                f"are back, or are given up (unit_grace_s)"
+            )
 
     def _greet(self, service: str, connection: Connection) -> None:
         if service in self.directory.controllers:
@@ -157,7 +187,7 @@ class QueueServices:
             self.beats.watch(service)
 
     def _rejoin(self, service: str) -> None:
-        self._join(service, self._controller(service))
+        self._join(service, self.controller(service))
 
     def _join(self, service: str, connection: Connection) -> None:
         tasks = self.directory.served_by(service)

@@ -10,7 +10,7 @@ what the others know, is a row handed out.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from asyncflow.errors import PeerRefused, RowsExist
 from tq.control.live_rows import LiveRow, UnitInfo
@@ -53,10 +53,12 @@ class Arrivals:
             if any(not 0 <= k < count for k in positions):
                 raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
         num_new = 0
+        table = self._book.rows
+        finished = table.finished(event.partition)
         for number in event.rows:
-            row = self._known(number)
+            row = self._announced.get(number) or table.rows.get(number)
             if row is None:
-                num_new += not self._book.rows.is_finished(number, event.partition)
+                num_new += number not in finished
             elif row.unit.name != event.unit and not row.unit.lost:
                 raise RowsExist(
                     f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
@@ -68,17 +70,24 @@ class Arrivals:
 
         The put may have reached this controller and not another one, which then could never report the rows as lost.
         """
-        known = [row.unit for number in event.rows if (row := self._known(number)) is not None]
+        here, coming = self._book.rows.rows, self._announced
+        known = [row.unit for number in event.rows if (row := coming.get(number) or here.get(number)) is not None]
         return [unit for unit in dict.fromkeys(known) if unit.name != event.unit and not unit.online and not unit.lost]
 
     def create(self, event: RowsCreated) -> RowsAccepted:
         """Take new rows, and lost ones that were put again; `check` found nothing wrong."""
         accepted: Marks = {}
-        rows = list(self._rows(event))
-        for k, (number, row) in enumerate(rows):
+        table, finished = self._book.rows, self._book.rows.finished(event.partition)
+        new = []
+        for k, (number, row) in enumerate(self._rows(event)):
+            if not event.held and number not in table.rows and number not in finished:
+                new.append((number, row))
+                continue
             kept = self.announce(number, row) if event.held else self.merge(number, row)
-            for name in self._book.rows.tasks(kept):
+            for name in table.tasks(kept):
                 accepted.setdefault(name, []).append(k)
+        if new:
+            self._book.add(event.partition, new)
         if not event.held:
             self._settled([event.partition], event.rows)
         return RowsAccepted(accepted)
@@ -94,6 +103,11 @@ class Arrivals:
         if known is not None:
             return self._book.still_done(known, row)
         return self._book.rows.every_task if self._book.rows.is_finished(number, row.partition) else 0
+
+    def expects(self, number: int) -> bool:
+        """Whether a unit that is up announced this row."""
+        row = self._announced.get(number)
+        return row is not None and row.unit.online
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
         """Every controller has agreed to these rows. What was learnt since is told."""
@@ -135,21 +149,18 @@ class Arrivals:
         if table.is_finished(number, row.partition):
             return table.every_task
         if known is None:
-            book.add(number, row)
+            book.add(row.partition, [(number, row)])
             return 0
         if known.unit.lost:
             return book.revive(number, known, row, values_kept=values_kept)
         return 0  # it was in an inventory already
-
-    def _known(self, number: int) -> LiveRow | None:
-        return self._announced.get(number) or self._book.rows.rows.get(number)
 
     def _drop(self, number: int) -> None:
         row = self._announced.pop(number, None)
         if row is not None:
             self.num_bytes -= row.num_bytes
 
-    def _rows(self, event: RowsCreated) -> Iterator[tuple[int, LiveRow]]:
+    def _rows(self, event: RowsCreated) -> list[tuple[int, LiveRow]]:
         table = self._book.rows
         unit, written = self._book.unit(event.unit), table.mask(event.columns)
         sizes = Counter(event.groups)
@@ -158,12 +169,16 @@ class Arrivals:
             for k in positions:
                 left[k] &= ~self._book.bit(task)
         size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
-        for k, number in enumerate(event.rows):
-            group = event.groups[k]
-            yield number, LiveRow(
-                unit, event.partition, group, event.group_size or sizes[group], written,
-                left[k], event.tokens[k], size + (k < rest),
-            )  # fmt: skip
+        return [
+            (
+                number,
+                LiveRow(
+                    unit, event.partition, event.groups[k], event.group_size or sizes[event.groups[k]], written,
+                    left[k], event.tokens[k], size + (k < rest),
+                ),
+            )
+            for k, number in enumerate(event.rows)
+        ]  # fmt: skip
 
     def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
         """Rows came; some may be in quarantine, and some partitions complete."""

@@ -1,20 +1,18 @@
 """One controller service: the control plane's shell around `ControlState`, and, on the lead, admission.
 
-Threads: the channel server's receivers apply events under one lock and send the answers; `clock` answers parked
-requests whose time is up and gives silent consumers up; `unit-orders` tells the units; `admission` puts new prompts.
-Nobody calls another process while holding the lock.
+Threads: the channel server's receivers apply events under one lock and send the answers; `timers` answers parked
+requests whose time is up and gives up units and silent consumers; `UnitOrders` tells the units; `admission` puts new
+prompts. Nobody calls another process while holding the lock.
 
     first start      serve at once
     later starts     read the mark, wait for the units' inventories and for the consumers that were there, fence the
                      rest, serve
 """
 
-import heapq
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.transport.frame import Limits
@@ -22,14 +20,11 @@ from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control.admission import AdmissionMark, AdmissionState
+from tq.control.admission import AdmissionState
 from tq.control.durable_mark import DurableMark
-from tq.control.prompt_admitter import PromptAdmitter, PromptSource
-from tq.control.sessions import Sessions
-from tq.control.state import (
+from tq.control.events import (
     Answer,
     Commit,
-    ControlState,
     DeadlinePassed,
     Event,
     Fence,
@@ -40,14 +35,19 @@ from tq.control.state import (
     OwnerWrites,
     Quarantine,
     Quarantined,
-    Recovering,
     RecoveryDeadline,
-    RowsFinished,
-    RowsLost,
     UnitGone,
     UnitLost,
 )
+from tq.control.kept_calls import KeptCalls
+from tq.control.lead_questions import LeadQuestions
+from tq.control.memory import Memory
+from tq.control.prompt_admitter import PromptAdmitter, PromptSource
+from tq.control.recovery import Recovering
+from tq.control.sessions import Sessions
+from tq.control.state import ControlState
 from tq.control.task_state import TaskSpec
+from tq.control.unit_graces import UnitGraces
 from tq.control.unit_orders import UnitOrders
 from tq.directory import Directory
 from tq.messages import (
@@ -57,6 +57,7 @@ from tq.messages import (
     Done,
     FetchRound,
     FetchRows,
+    GetDone,
     GetQueueStats,
     GiveBack,
     Heartbeat,
@@ -66,16 +67,18 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
+    RowRecords,
+    RowsAccepted,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
     WatchLost,
 )
+from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PARK_S = 3600.0
 _CHECKS_PER_TIMEOUT = 8
 _RATE_WINDOW_S = 10.0
 _TOKENS_PER_START = 40
@@ -118,18 +121,14 @@ class ControllerService:
         self._durable = DurableMark(credentials, name)
         starts = self._durable.start()
         self._recovered = starts > 1
-        self._mark = self._durable.load()
-        self._mark.newest_version = max(version, self._mark.newest_version)
+        self._memory = Memory(self._durable, version=version)
         self._lock = threading.Lock()
-        self._calls: dict[int, _Waiting] = {}
-        self._next_request = 0
-        self._timers: list[tuple[float, int, Event]] = []
-        self._timer_set = threading.Condition(self._lock)
+        self._timers = Timers(name, failed=self._fail)
+        self._calls = KeptCalls(self._timers, lambda request: self._apply(DeadlinePassed(request)))
+        self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
         self._sessions = Sessions()
         self._done_before: dict[str, tuple[float, int]] = {}
         self._started = time.monotonic()
-        self._mark_lock = threading.Lock()
-        self._saving_losses = threading.Lock()
         self._closed = False
         recovering = None
         self._awaited: set[str] = set()
@@ -142,24 +141,29 @@ class ControllerService:
             tasks,
             served=self._directory.served_by(name),
             max_staleness=schedule.staleness_bound if schedule else 0,
-            version=self._mark.newest_version,
+            version=self._memory.newest_version,
             first_token=(starts << _TOKENS_PER_START) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,
             byte_limit=config.max_live_bytes if self._lead else 0,
             refill=prompts is not None,
             recovering=recovering,
         )
-        for partition, num_rows in self._mark.partitions.items():
-            self._state.handle(OpenPartition(partition, num_rows))
-        for partition, rows in self._mark.finished.items():
-            self._state.handle(RowsFinished(partition, tuple(rows)))
-        if lost := self._durable.load_lost():
-            self._state.handle(RowsLost(tuple(lost)))
-            self._state.lost_rows()  # durable already
-        if self._mark.stopped:
-            self._state.handle(Stop())
+        for event in self._memory.events():
+            self._state.handle(event)
+        self._state.lost_rows()  # durable already
         self._orders = UnitOrders(credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply)
         self._client = QueueClient(credentials, name, config=config)
+        self._questions = None
+        if not self._lead:
+            self._questions = LeadQuestions(
+                credentials,
+                name,
+                self._directory.lead,
+                interval_s=config.lease_timeout_s / _CHECKS_PER_TIMEOUT,
+                timeout_s=config.request_timeout_s,
+                lost=self._missing,
+                heard=self._apply,
+            )
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
             self._admitting = self._make_admitting(schedule, prompts, version=version, last_step=last_step)
@@ -169,46 +173,44 @@ class ControllerService:
         self._server = ChannelServer(
             credentials, name, CONTROLLER_REQUESTS, self, limits=limits, max_clients=config.max_clients
         )
-        self._clock = threading.Thread(target=self._watch_clock, name="clock", daemon=True)
-        self._clock.start()
+        self._look_for_silent()
         if recovering is not None:
-            with self._lock:
-                self._set_timer(config.lease_timeout_s, RecoveryDeadline())
+            self._timers.after(config.lease_timeout_s, self._end_recovery)
         self._start_admitting()
 
     def stop(self) -> None:
         """Answer everybody's fetches with `NoRows(stop)` from now on."""
-        self._remember(Stop())
+        self._memory.remember(Stop())
         self._apply(Stop())
 
     def close(self) -> None:
         """Stop serving; idempotent."""
         with self._lock:
             self._closed = True
-            self._timer_set.notify_all()
         if self._admitting is not None:
             self._admitting.close()
+        self._timers.close()
         self._server.close()
         self._orders.close()
         self._client.close()
-        self._clock.join(timeout=5)
+        if self._questions is not None:
+            self._questions.close()
 
     def disconnected(self, session: Session) -> None:
         """A channel ended: a consumer's leases return, except a trainer's; a unit's rows wait for its return."""
         with self._lock:
-            for request in [number for number, waiting in self._calls.items() if waiting.call.session == session]:
-                del self._calls[request]  # it would keep the channel alive
             owners, units = self._sessions.ended(session.number)
-            answers = [answer for owner in owners for answer in self._handle(OwnerGone(owner))]
+            events: list[Event] = [DeadlinePassed(request) for request in self._calls.drop(session.number)]
+            events += [OwnerGone(owner) for owner in owners] + [UnitGone(unit) for unit in units]
+            answers = [answer for event in events for answer in self._handle(event)]
             for unit in units:
-                answers += self._handle(UnitGone(unit))
-                self._set_timer(self._config.unit_grace_s, UnitLost(unit))
+                self._graces.begin(unit)
             finished = self._state.finished_rows() if units else {}
         self._send(answers)
         if self._closed:
             return
         if finished:
-            self._remember_finished(finished)
+            self._memory.remember_finished(finished)
         self._forget(owners)
 
     def handle(self, call: Call) -> None:
@@ -229,17 +231,21 @@ class ControllerService:
             case RegisterUnit():
                 self._register(message, call)
             case OpenPartition() | Stop():
-                self._remember(message)
+                self._memory.remember(message)
                 self._apply(message)
                 call.reply(Done())
             case PublishVersion():
-                self._remember(message)
+                self._memory.remember(message)
                 self._apply(message)
                 if self._admitting is not None:
                     self._admitting.add(message.step)
                 call.reply(Done())
             case GetQueueStats():
                 call.reply(self._stats())
+            case GetDone():
+                with self._lock:
+                    done = self._state.done(message.rows, message.partitions)
+                call.reply(RowsAccepted(done))
 
     def _ask(
         self,
@@ -248,18 +254,15 @@ class ControllerService:
         timeout_s: float = 0.0,
     ) -> None:
         with self._lock:
-            task = ""
             if isinstance(event, FetchRows | FetchRound):
-                task = event.task
                 self._sessions.asked(call.session.number, event.owner, time.monotonic())
-            request = self._keep(call, task)
+            request = self._calls.keep(call)
             try:
                 answers = self._handle(event, request)
             except AsyncFlowError:
-                del self._calls[request]
+                self._calls.take(request)
                 raise
-            if request in self._calls:
-                self._set_timer(min(timeout_s, _LONGEST_PARK_S) if timeout_s > 0 else 0.0, DeadlinePassed(request))
+            self._calls.park(request, timeout_s)
         self._send(answers)
 
     def _heartbeat(self, message: Heartbeat, call: Call) -> None:
@@ -267,8 +270,8 @@ class ControllerService:
             known = self._sessions.heard(message.owner, time.monotonic())
             if known and message.writes:
                 self._handle(OwnerWrites(message.owner, tuple(message.writes)))
-            stats = self._state.units()
-        call.reply(Alive(known, stats, self._state.newest_version))
+            units, away = self._state.units(), self._state.away()
+        call.reply(Alive(known, units, away, self._state.newest_version))
 
     def _join(self, message: Join, call: Call) -> None:
         self._durable.add("owner", message.owner)
@@ -278,7 +281,7 @@ class ControllerService:
                 answers = self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
-            answers += self._handle(message, self._keep(call))
+            answers += self._handle(message, self._calls.keep(call))
         self._send(answers)
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
@@ -286,14 +289,9 @@ class ControllerService:
         self._orders.catch_up(message.unit)
         with self._lock:
             self._sessions.registered(call.session.number, message.unit)
-            answers = self._handle(message, self._keep(call))
+            self._graces.end(message.unit)
+            answers = self._handle(message, self._calls.keep(call))
         self._send(answers)
-
-    def _keep(self, call: Call, task: str = "") -> int:
-        """Keep a call until its `Answer` comes; returns the request's number. The lock is held."""
-        self._next_request += 1
-        self._calls[self._next_request] = _Waiting(call, task, time.monotonic())
-        return self._next_request
 
     def _apply(self, event: Event) -> None:
         with self._lock:
@@ -305,9 +303,9 @@ class ControllerService:
         answers = []
         for instruction in self._state.handle(event, request):
             if isinstance(instruction, Answer):
-                waiting = self._calls.pop(instruction.request, None)
-                if waiting is not None:
-                    answers.append((waiting.call, instruction))
+                call = self._calls.take(instruction.request)
+                if call is not None:
+                    answers.append((call, instruction))
             else:
                 self._delegate(instruction)
         self._start_admitting()
@@ -320,63 +318,52 @@ class ControllerService:
             case Lost() | Quarantined() if self._admitting is not None:
                 self._admitting.add(instruction)
             case Quarantined():
-                self._shrink(instruction)
+                self._memory.shrink(instruction)
 
     def _send(self, answers: "list[tuple[Call, Answer]]") -> None:
         if self._state.losses_changed:
-            self._remember_losses()
+            self._memory.remember_losses(self._losses)  # before anybody hears of them
         for call, answer in answers:
             if isinstance(answer.reply, AsyncFlowError):
                 call.refuse(answer.reply)
             else:
                 call.reply(answer.reply)
 
-    def _set_timer(self, delay_s: float, event: Event) -> None:
-        self._next_request += 1
-        timer = (time.monotonic() + delay_s, self._next_request, event)
-        heapq.heappush(self._timers, timer)
-        if self._timers[0] is timer:  # else the clock is up in time anyway
-            self._timer_set.notify_all()
-
-    def _watch_clock(self) -> None:
-        try:
-            while not self._closed:
-                self._look_at_clock()
-        except Exception as error:  # the boundary of a thread: without it nobody's deadline would ever pass
-            if not self._closed:
-                logger.exception("the clock failed")
-                self._fail(error)
-
-    def _look_at_clock(self) -> None:
-        """Do what is due, or wait until something is."""
+    def _missing(self) -> tuple[list[int], list[int]]:
         with self._lock:
-            now = time.monotonic()
-            answers = []
-            gone: set[str] = set()
-            while self._timers and self._timers[0][0] <= now:
-                event = heapq.heappop(self._timers)[2]
-                answers += self._handle(event)
-                if isinstance(event, RecoveryDeadline):  # else every later start would wait for them, too
-                    gone, self._awaited = self._awaited, set()
-            silent = self._sessions.silent(now, self._config.lease_timeout_s)
-            for owner in silent:
-                logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
-                answers += self._give_up(owner)
-            if not answers and not silent and not gone:
-                check_s = self._config.lease_timeout_s / _CHECKS_PER_TIMEOUT
-                until = min(check_s, self._timers[0][0] - now) if self._timers else check_s
-                self._timer_set.wait(max(0.0, until))
+            return self._state.missing()
+
+    def _losses(self) -> tuple[dict[int, list[int]], list[RowRecords]]:
+        with self._lock:
+            return self._state.finished_rows(), self._state.lost_rows()
+
+    def _look_for_silent(self) -> None:
+        """Give up consumers that were not heard of; again and again."""
+        timeout_s = self._config.lease_timeout_s
+        with self._lock:
+            silent = self._sessions.silent(time.monotonic(), timeout_s)
+            answers = [answer for owner in silent for answer in self._give_up(owner)]
         self._send(answers)
-        self._forget([*gone, *silent])
+        self._forget(silent)
+        self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
+
+    def _give_unit_up(self, unit: str, grace: int) -> None:
+        with self._lock:
+            answers = self._handle(UnitLost(unit)) if self._graces.over(unit, grace) else []
+        self._send(answers)
+
+    def _end_recovery(self) -> None:
+        with self._lock:
+            answers = self._handle(RecoveryDeadline())
+            gone, self._awaited = self._awaited, set()
+        self._send(answers)
+        self._forget(list(gone))  # else every later start would wait for them, too
 
     def _give_up(self, owner: str) -> "list[tuple[Call, Answer]]":
         """A consumer was silent for too long; should it live on, it must not wait for an answer that never comes."""
-        parked = [
-            number
-            for number, waiting in self._calls.items()
-            if isinstance(message := waiting.call.message, FetchRows | FetchRound) and message.owner == owner
-        ]
-        answers = [answer for number in parked for answer in self._handle(DeadlinePassed(number))]
+        logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
+        parked = self._calls.fetches_of(owner)
+        answers = [answer for request in parked for answer in self._handle(DeadlinePassed(request))]
         return answers + self._handle(OwnerGone(owner))
 
     def _forget(self, owners: Sequence[str]) -> None:
@@ -391,16 +378,16 @@ class ControllerService:
     def _make_admitting(
         self, schedule: ScheduleConfig, prompts: PromptSource, *, version: int, last_step: int
     ) -> PromptAdmitter:
-        if self._mark.admission is None:
+        if self._memory.admission is None:
             state = AdmissionState(schedule, version=version, last_step=last_step)
         else:
-            state = AdmissionState.from_mark(self._mark.admission, schedule, last_step=last_step)
+            state = AdmissionState.from_mark(self._memory.admission, schedule, last_step=last_step)
         return PromptAdmitter(
             state,
             self._client,
             prompts,
             num_units=self._config.num_storage_units,
-            save=self._remember_admission,
+            save=self._memory.remember_admission,
             failed=self._fail,
         )
 
@@ -410,48 +397,10 @@ class ControllerService:
             return
         self._admitting.start(self._state.known_rows() if self._recovered else None)
 
-    def _remember_finished(self, finished: Mapping[int, Collection[int]]) -> None:
-        """A unit went away, and with it what it knew of freed rows: a restarted controller must not wait for them."""
-        with self._mark_lock:
-            for partition, rows in finished.items():
-                known = self._mark.finished.get(partition, [])
-                self._mark.finished[partition] = sorted({*known, *rows})
-            self._durable.save(self._mark)
-
-    def _remember_losses(self) -> None:
-        """Before anybody hears of a loss, or of an ack of lost rows."""
-        with self._saving_losses:
-            with self._lock:
-                lost = self._state.lost_rows()
-            self._durable.save_lost(lost)
-
-    def _shrink(self, quarantined: Quarantined) -> None:
-        """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""
-        with self._mark_lock:
-            if quarantined.partition in self._mark.partitions:
-                self._mark.partitions[quarantined.partition] -= quarantined.num_rows
-                self._durable.save(self._mark)
-
     def _fail(self, error: Exception) -> None:
-        self.failure = error
-        self.failed.set()
-
-    def _remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
-        """Make a fact durable before it is acted on."""
-        with self._mark_lock:
-            match event:
-                case OpenPartition():
-                    self._mark.partitions[event.partition] = event.num_rows
-                case PublishVersion():
-                    self._mark.newest_version = max(self._mark.newest_version, event.step)
-                case Stop():
-                    self._mark.stopped = True
-            self._durable.save(self._mark)
-
-    def _remember_admission(self, mark: AdmissionMark) -> None:
-        with self._mark_lock:
-            self._mark.admission = mark
-            self._durable.save(self._mark)
+        if not self._closed:
+            self.failure = error
+            self.failed.set()
 
     def _stats(self) -> QueueStats:
         now = time.monotonic()
@@ -459,9 +408,7 @@ class ControllerService:
         with self._lock:
             stats = self._state.stats(admitted)
             stats.owners = self._sessions.owners
-            oldest: dict[str, float] = {}
-            for waiting in self._calls.values():
-                oldest[waiting.task] = min(waiting.since, oldest.get(waiting.task, now))
+            oldest = self._calls.waiting_since()
             for task in stats.tasks:
                 task.controller = self._name
                 task.oldest_request_s = now - oldest.get(task.task, now)
@@ -472,16 +419,5 @@ class ControllerService:
         return stats
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A request that is not answered yet; `task` is "" for those that are not fetches."""
-
-    call: Call
-    task: str
-    since: float
-
-
 def _row_limit(config: QueueConfig, schedule: ScheduleConfig | None) -> int:
-    if config.max_live_rows or schedule is None:
-        return config.max_live_rows
-    return schedule.live_rows
+    return config.max_live_rows or (schedule.live_rows if schedule else 0)

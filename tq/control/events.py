@@ -93,6 +93,13 @@ class RowsLost:
 
 
 @dataclass(frozen=True)
+class DoneElsewhere:
+    """Another controller knows that tasks were done with rows which are lost: task -> rows."""
+
+    commits: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
 class Answer:
     """Reply to a request; an error is a refusal."""
 
@@ -127,7 +134,6 @@ class Commit:
     """An ack of rows that were lost and put again since: give it to the units that have them now (`PutOutputs`)."""
 
     task: str
-    owner: str
     token: int
     rows: dict[str, tuple[int, ...]]
 
@@ -182,4 +188,5 @@ Event = (
     | RecoveryDeadline
     | RowsFinished
     | RowsLost
+    | DoneElsewhere
 )

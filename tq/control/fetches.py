@@ -3,6 +3,8 @@
 fetch -> answered | parked --rows ready, newer weights, partition over, stop, deadline--> answered
 """
 
+from collections.abc import Sequence
+
 from asyncflow.errors import PeerRefused
 from tq.control.events import Answer
 from tq.control.parked import Fetch, ParkedFetches
@@ -171,7 +173,7 @@ class Fetches:
         partition, rows = taken
         token = self._book.token()
         task.lease(token, partition, rows, fetch.owner)
-        granted = self._granted(token, partition, rows)
+        granted = self._granted(fetch.task, token, partition, rows)
         if fetch.replica:
             self._remember(fetch, granted)
         return granted
@@ -200,7 +202,7 @@ class Fetches:
             return None
         if lease is not None:
             task.leases.read(share.token, fetch.owner)
-        return self._granted(share.token, fetch.partition, rows, known.round_rows, known.last)
+        return self._granted(fetch.task, share.token, fetch.partition, rows, known.round_rows, known.last)
 
     def _at_hand(self, rows: list[int], owner: str, readers: set[str]) -> bool:
         """Whether all rows of a share can be read; lost ones must be put again for a reader that never had them."""
@@ -212,13 +214,19 @@ class Fetches:
         return not away
 
     def _granted(
-        self, token: int, partition: int, rows: "list[int] | tuple[int, ...]", round_rows: int = 0, last: bool = False
+        self,
+        task: str,
+        token: int,
+        partition: int,
+        rows: Sequence[int],
+        round_rows: int = 0,
+        last: bool = False,
     ) -> Granted:
         held = [self._book.rows.rows[row] for row in rows]
         groups = [row.group for row in held]
         units = [row.unit.name for row in held]
         tokens = [row.tokens for row in held]
-        return Granted(token, partition, list(rows), groups, units, tokens, round_rows, last)
+        return Granted(task, token, partition, list(rows), groups, units, tokens, round_rows, last)
 
     def _nothing(self, reason: NoRowsReason) -> NoRows:
         return NoRows(reason, self.newest_version)

@@ -4,7 +4,7 @@ Built for a million rows: a row is one object of numbers; columns and tasks are 
 parts. It never decides anything.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 _PARTITIONS_REMEMBERED = 64
@@ -141,20 +141,27 @@ class LiveRows:
             info = self.partitions[number] = PartitionInfo()
         return info
 
+    def finished(self, partition: int) -> Collection[int]:
+        """Return the rows of a partition that all tasks are done with and that somebody may tell of again."""
+        info = self.partitions.get(partition)
+        return () if info is None else info.finished
+
     def is_finished(self, number: int, partition: int) -> bool:
         """Whether all tasks are done with a row that somebody tells of again."""
         info = self.partitions.get(partition)
         return info is not None and number in info.finished
 
-    def add(self, number: int, row: LiveRow) -> None:
-        """A row that was not here."""
-        self.rows[number] = row
-        info = self.partition(row.partition)
-        info.num_live += 1
-        info.numbers.append(number)
-        self.num_bytes += row.num_bytes
-        row.unit.num_rows += 1
-        row.unit.num_bytes += row.num_bytes
+    def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+        """Rows of a partition that were not here, all at one unit."""
+        self.rows.update(rows)
+        info = self.partition(partition)
+        info.num_live += len(rows)
+        info.numbers += [number for number, _ in rows]
+        num_bytes = sum([row.num_bytes for _, row in rows])
+        self.num_bytes += num_bytes
+        unit = rows[0][1].unit
+        unit.num_rows += len(rows)
+        unit.num_bytes += num_bytes
 
     def remove(self, number: int) -> LiveRow:
         """A row leaves the table."""

@@ -29,7 +29,7 @@ def ack_lost(book: RowBook, event: AckLost, *, promised: bool = False) -> None:
     where = book.rows.by_unit(open_rows)
     book.settle(event.task, open_rows)
     if where and event.task in book.tasks:
-        book.out.append(Commit(event.task, event.owner, event.token, where))
+        book.out.append(Commit(event.task, event.token, where))
 
 
 def _under_lease(book: RowBook, event: AckLost) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
-from tq.control.state import Lost, Quarantined
+from tq.control.events import Lost, Quarantined
 
 logger = logging.getLogger(__name__)
 

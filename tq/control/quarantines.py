@@ -28,6 +28,11 @@ class Quarantines:
         self._groups: set[tuple[int, int]] = set()
         self._reported: set[tuple[int, int]] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return bool(self._groups)
+
     def has(self, row: LiveRow) -> bool:
         """Whether a row's group is in quarantine."""
         return (row.partition, row.group) in self._groups
@@ -46,7 +51,7 @@ class Quarantines:
     def keep_out(self, numbers: Sequence[int]) -> None:
         """New rows of a group in quarantine leave at once."""
         groups: dict[int, list[int]] = {}
-        for number in numbers:
+        for number in numbers if self._groups else ():
             row = self._book.rows.rows.get(number)
             if row is not None and row.withheld:
                 groups.setdefault(row.group, []).append(number)

@@ -64,6 +64,11 @@ class Recovery:
         return not self._collecting and not self._fences
 
     @property
+    def missing_units(self) -> frozenset[str]:
+        """Units of the earlier incarnation that are not back."""
+        return frozenset(self._units)
+
+    @property
     def waiting_for(self) -> str:
         """For a person."""
         if self._collecting:

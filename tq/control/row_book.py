@@ -35,8 +35,12 @@ class RowBook:
         self.wanted: set[int] = set()
         """Of those, rows that a reader waits for though they are in its lease."""
         self.quarantines = Quarantines(self, refill=refill)
+        self.lost: set[int] = set()
+        """Rows whose unit is gone."""
+        self.noted: set[int] = set()
+        """Rows in the durable record of losses."""
         self.losses_changed = False
-        """Since somebody made them durable: which rows are lost, or who is done with them."""
+        """Whether that record must be written again: for a loss, an ack of lost rows, the end of a noted one."""
         self._put_again: set[int] = set()
         self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
@@ -78,23 +82,27 @@ class RowBook:
         row.unit = self._nowhere
         if self._nowhere not in self.rows.dead_units:
             self.rows.dead_units.append(self._nowhere)
-        self.add(number, row)
+        self.add(row.partition, [(number, row)])
         self.lost_now.append(number)
+        self.lost.add(number)
         self.losses_changed = True
 
     def may_come_again(self, numbers: Iterable[int]) -> None:
         """Somebody may put these rows again, so they are remembered when all tasks are done with them."""
         self._put_again.update(number for number in numbers if number in self.rows.rows)
 
-    def add(self, number: int, row: LiveRow) -> None:
-        """A row that was not known is somewhere."""
-        row.withheld = self.quarantines.has(row)
-        self.rows.add(number, row)
+    def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+        """Rows of a partition that were not known are at a unit."""
+        for _, row in rows if self.quarantines.any else ():
+            row.withheld = self.quarantines.has(row)
+        self.rows.add(partition, rows)
         for task in self.tasks.values():
-            task.created(number, row)
-            if number in task.leases.stale and row.left & task.bit:
-                self._fence(task, row.partition, [number], counts=False)
-        if not row.left:
+            task.created(partition, rows)
+            stale = task.leases.stale
+            for number, row in rows if stale else ():
+                if number in stale and row.left & task.bit:
+                    self._fence(task, partition, [number], counts=False)
+        for number in [number for number, row in rows if not row.left]:
             self._finish(number)
 
     def revive(self, number: int, row: LiveRow, put: LiveRow, *, values_kept: bool = False) -> int:
@@ -116,6 +124,7 @@ class RowBook:
                     task.partition(row.partition).queue.expect_again(put)
         row.group, row.group_size, row.written = put.group, put.group_size, put.written
         self.rows.move(row, put.unit, put.num_bytes)
+        self.lost.discard(number)
         row.tokens = put.tokens
         for task in self.tasks.values():
             if reopened & task.bit:
@@ -227,10 +236,10 @@ class RowBook:
     def remove(self, number: int) -> None:
         """A row leaves before all tasks are done with it."""
         row = self.rows.rows[number]
-        self.losses_changed |= row.unit.lost
         for task in self.tasks.values():
             task.removed(number, row)
         self.rows.remove(number)
+        self._ended(number)
         self.moved.discard(number)
 
     def clear_if_empty(self, partition: int) -> None:
@@ -252,6 +261,7 @@ class RowBook:
         if self.rows.units.get(unit.name) is unit:
             del self.rows.units[unit.name]
         numbers = self.rows.at_unit(unit)
+        self.lost.update(numbers)
         for number in numbers:
             self.refresh(number)
         self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
@@ -340,3 +350,8 @@ class RowBook:
             info.finished.add(number)
         self._put_again.discard(number)
         self.moved.discard(number)
+        self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        self.lost.discard(number)
+        self.losses_changed |= number in self.noted

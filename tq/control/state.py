@@ -17,18 +17,14 @@ from asyncflow.errors import PeerRefused, Superseded
 from tq.control.arrivals import Arrivals
 from tq.control.events import (
     Answer,
-    Commit,
     DeadlinePassed,
+    DoneElsewhere,
     Event,
-    Fence,
-    FenceAll,
     Fenced,
     Instruction,
     Lost,
     OwnerGone,
     OwnerWrites,
-    Quarantine,
-    Quarantined,
     RecoveryDeadline,
     RowsFinished,
     RowsLost,
@@ -45,7 +41,7 @@ from tq.control.row_book import RowBook
 from tq.control.stats import count_rows
 from tq.control.task_state import TaskSpec
 from tq.control.unit_registry import UnitRegistry
-from tq.control.wait_reasons import NEW_ROWS, WaitReasons
+from tq.control.wait_reasons import WaitReasons
 from tq.messages import (
     AckLost,
     FetchRound,
@@ -68,30 +64,6 @@ from tq.messages import (
     Stop,
     WatchLost,
 )
-
-__all__ = [
-    "NEW_ROWS",
-    "Answer",
-    "Commit",
-    "ControlState",
-    "DeadlinePassed",
-    "Event",
-    "Fence",
-    "FenceAll",
-    "Fenced",
-    "Instruction",
-    "Lost",
-    "OwnerGone",
-    "OwnerWrites",
-    "Quarantine",
-    "Quarantined",
-    "Recovering",
-    "RecoveryDeadline",
-    "RowsFinished",
-    "RowsLost",
-    "UnitGone",
-    "UnitLost",
-]
 
 
 class ControlState:
@@ -127,7 +99,6 @@ class ControlState:
         self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
-        self._losses_noted = False
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -168,6 +139,11 @@ class ControlState:
         """Return the units that are up, with the bytes of live rows that they hold."""
         return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
 
+    def away(self) -> list[str]:
+        """Return the units that are not up but may come back with their rows."""
+        known = {name for name, unit in self._book.rows.units.items() if not unit.online}
+        return sorted(known | (self._recovery.missing_units if self._recovery is not None else set()))
+
     def known_rows(self) -> dict[int, list[int]]:
         """Return partition -> rows that are somewhere, or finished in a declared partition."""
         known = {number: list(info.finished) for number, info in self._book.rows.partitions.items()}
@@ -195,10 +171,27 @@ class ControlState:
         No unit remembers them: the shell makes this durable, so that a later incarnation (`RowsLost`) asks for them and
         nobody works on them twice.
         """
-        self._book.losses_changed = False
-        lost = self._registry.lost_records()
-        self._losses_noted = bool(lost)
-        return lost
+        self._book.losses_changed, self._book.noted = False, set(self._book.lost)
+        return self._registry.lost_records()
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Return the rows that went with a unit, and their partitions."""
+        rows = sorted(self._book.lost)
+        return rows, [self._book.rows.rows[number].partition for number in rows]
+
+    def done(self, rows: Sequence[int], partitions: Sequence[int]) -> dict[str, list[int]]:
+        """Return task -> positions in `rows` that it is known to be done with."""
+        table = self._book.rows
+        known: dict[str, list[int]] = {}
+        for k, (number, partition) in enumerate(zip(rows, partitions, strict=True)):
+            row = table.rows.get(number)
+            if row is not None:
+                done = table.every_task & ~row.left
+            else:
+                done = table.every_task if table.is_finished(number, partition) else 0
+            for name in table.tasks(done):
+                known.setdefault(name, []).append(k)
+        return known
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
@@ -244,6 +237,10 @@ class ControlState:
                     self._book.drop_finished(name, [event.partition])
             case RowsLost():
                 self._registry.take_lost(event.records)
+            case DoneElsewhere():
+                self._book.may_come_again([number for rows in event.commits.values() for number in rows])
+                for name, rows in event.commits.items():
+                    self._book.settle(name, rows)
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
@@ -261,7 +258,7 @@ class ControlState:
             case RegisterUnit():
                 self._room.cancel(event.unit)
                 reply = self._registry.register(event)
-                self._losses.forget(row for record in event.records for row in record.rows)
+                self._losses.forget(row for record in event.records if not record.pending for row in record.rows)
                 self._book.out.append(Answer(request, reply))
                 if self._recovery is not None:
                     self._recovery.registered(event.unit)
@@ -276,8 +273,6 @@ class ControlState:
                 self._room.cancel(event.unit)
                 if unit is not None:
                     self._book.set_online(unit, online=False)
-                # It may have been the only one to know that rows which were lost before are finished now.
-                self._book.losses_changed |= self._losses_noted
             case UnitLost():
                 unit = self._book.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
@@ -333,7 +328,8 @@ class ControlState:
         self._room.cancel(event.unit, set(event.rows))
         self._arrivals.forget(event.unit, set(event.rows))
         table = self._book.rows.rows
-        here = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
+        at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
+        here = [number for number in at_unit if not table[number].unit.lost]  # else an earlier life of the unit had it
         if event.reason is RemovalReason.QUARANTINED:
             self._book.quarantines.remove(here)
             return

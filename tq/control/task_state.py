@@ -91,14 +91,7 @@ class TaskState:
 
     def refresh(self, number: int, row: LiveRow) -> None:
         """Offer a row when it may be handed out, withdraw it when not."""
-        wanted = (
-            row.left & self.bit != 0
-            and not self.inputs & ~row.written
-            and row.available
-            and number not in self.leases.holders
-            and number not in self.leases.fencing
-            and number not in self.leases.stale
-        )
+        wanted = self._wanted(number, row)
         if wanted == bool(row.queued & self.bit):
             return
         part = self.partition(row.partition)
@@ -109,16 +102,22 @@ class TaskState:
             part.queue.withdraw(number, row)
         self.changed.add(row.partition)
 
-    def created(self, number: int, row: LiveRow) -> None:
-        """A row came to be; the task may be done with it already."""
-        self._cleared.discard(row.partition)
-        part = self.partition(row.partition)
-        part.queue.expect(row)
-        if row.left & self.bit:
-            self.num_left += 1
-            self.refresh(number, row)
-        else:
-            self._settle(part, row)
+    def created(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+        """Rows of a partition came to be; the task may be done with some already."""
+        self._cleared.discard(partition)
+        part = self.partition(partition)
+        queue, bit = part.queue, self.bit
+        for number, row in rows:
+            queue.expect(row)
+            if row.left & bit:
+                self.num_left += 1
+                if self._wanted(number, row):
+                    queue.offer(number, row)
+            else:
+                queue.settle(row)
+                part.num_done += 1
+        self._list(partition, part)
+        self.changed.add(partition)
 
     def done(self, number: int, row: LiveRow) -> None:
         """The task is done with a row, whoever had it; its bit in `left` was just cleared."""
@@ -299,6 +298,17 @@ class TaskState:
             self._hold(share, partition, part)
 
     # Private
+
+    def _wanted(self, number: int, row: LiveRow) -> bool:
+        leases = self.leases
+        return (
+            row.left & self.bit != 0
+            and not self.inputs & ~row.written
+            and row.available
+            and number not in leases.holders
+            and number not in leases.fencing
+            and number not in leases.stale
+        )
 
     def _resurrected(self, number: int) -> TaskPartition:
         """Return the partition; one that was over is not, since a row of it is not done any more."""

@@ -1,6 +1,7 @@
 """What a controller has to tell the units: fences, quarantine, acks that it took in their place.
 
-Carried out one after the other in a thread of its own, since no handler of a controller may wait for a unit.
+Each unit is told by a thread of its own (`UnitBacklog`), since no handler of a controller may wait for a unit, and no
+unit for another one that is stopped. One more thread reports the fences.
 
 A unit that is down gets what it missed when it registers again, before its rows are handed out.
 """
@@ -8,16 +9,21 @@ A unit that is down gets what it missed when it registers again, before its rows
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import PeerRefused, Superseded
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from tq.control.state import Commit, Fence, FenceAll, Fenced, Quarantine
+from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
+from tq.control.unit_backlog import UnitBacklog
+from tq.futures import when_all
 from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, QuarantineRows
 from tq.service_channels import ServiceChannels, await_reply
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
 
 Order = Commit | Fence | FenceAll | Quarantine
 
@@ -28,26 +34,33 @@ class UnitOrders:
     def __init__(
         self, credentials: Credentials, name: str, *, timeout_s: float, fenced: Callable[[Fenced], None]
     ) -> None:
-        """Start the thread.
+        """Tell nobody anything yet.
 
         Args:
             credentials: store and secret.
             name: of the controller.
             timeout_s: deadline of one request.
-            fenced: called from the thread when a fence holds at every unit that is up.
+            fenced: called from a thread when a fence holds at every unit that is up; the others are owed it.
         """
         self._links = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._timeout_s = timeout_s
         self._fenced = fenced
         self._lock = threading.Lock()
-        self._owed: dict[str, list[Message]] = {}
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="unit-orders", daemon=True)
+        self._backlogs: dict[str, UnitBacklog] = {}
+        self._closed = False
+        self._holding: queue.SimpleQueue[Fenced | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._report, name="unit-orders", daemon=True)
         self._thread.start()
 
     def add(self, order: Order) -> None:
-        """Have it done soon."""
-        self._orders.put(order)
+        """Have it done soon: at each unit, after the orders that were added before."""
+        with self._lock:
+            if self._closed:
+                return
+            settled = [self._backlog(unit).add(message) for unit, message in _messages(order)]
+        if isinstance(order, Fence | FenceAll):
+            fenced = Fenced(order.task, order.token)
+            when_all(settled, lambda _: self._holding.put(fenced))
 
     def catch_up(self, unit: str) -> None:
         """The unit registers: tell it what it missed. One that started empty has no use for it, which does no harm.
@@ -55,34 +68,33 @@ class UnitOrders:
         Raises:
             TransportError: it does not answer; what it was not told is still owed.
         """
-        while (message := self._next_owed(unit)) is not None:
-            self._tell(unit, message)
-            with self._lock:
-                if message in self._owed[unit]:  # else another registration of the unit told it, too
-                    self._owed[unit].remove(message)
+        with self._lock:
+            backlog = self._backlogs.get(unit)
+        if backlog is not None:
+            backlog.catch_up()
 
     def close(self) -> None:
         """Stop; idempotent."""
-        self._orders.put(None)
-        self._links.close()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            for unit, message in _messages(order):
-                try:
-                    self._tell(unit, message)
-                except TransportError as error:
-                    logger.warning("%s gets %s when it is back: %s", unit, type(message).__name__, error)
-                    with self._lock:
-                        self._owed.setdefault(unit, []).append(message)
-            if isinstance(order, Fence | FenceAll):
-                self._fenced(Fenced(order.task, order.token))
-
-    def _next_owed(self, unit: str) -> Message | None:
         with self._lock:
-            owed = self._owed.get(unit)
-            return owed[0] if owed else None
+            self._closed = True
+            backlogs = list(self._backlogs.values())
+        for backlog in backlogs:
+            backlog.stop()
+        self._holding.put(None)
+        self._links.close()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for backlog in backlogs:
+            backlog.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _backlog(self, unit: str) -> UnitBacklog:
+        if unit not in self._backlogs:
+            self._backlogs[unit] = UnitBacklog(unit, self._tell)
+        return self._backlogs[unit]
+
+    def _report(self) -> None:
+        while (fenced := self._holding.get()) is not None:
+            self._fenced(fenced)
 
     def _tell(self, unit: str, message: Message) -> None:
         connection = self._links.get(unit, UNIT_REPLIES)
@@ -97,8 +109,8 @@ class UnitOrders:
 
 def _messages(order: Order) -> list[tuple[str, Message]]:
     match order:
-        case Commit(task, owner, token):
-            return [(unit, PutOutputs(task, owner, token, list(rows), [])) for unit, rows in order.rows.items()]
+        case Commit(task, token):
+            return [(unit, PutOutputs(task, token, list(rows), [])) for unit, rows in order.rows.items()]
         case Fence():
             return [(unit, FenceRows(order.task, order.token, list(rows))) for unit, rows in order.rows.items()]
         case FenceAll():

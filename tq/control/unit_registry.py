@@ -56,11 +56,8 @@ class UnitRegistry:
         """Return the rows that went with their unit."""
         table = self._book.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
-        if not table.num_lost:
-            return []
-        for number, row in table.rows.items():
-            if not row.unit.lost:
-                continue
+        for number in sorted(self._book.lost):
+            row = table.rows[number]
             key = (row.partition, row.written, row.left)
             if key not in records:
                 done = table.tasks(table.every_task & ~row.left)
@@ -97,7 +94,7 @@ class UnitRegistry:
         book = self._book
         for name in book.rows.tasks(book.rows.rows[number].left):
             if not here and name in book.tasks:
-                book.out.append(Commit(name, "", book.token(), book.rows.by_unit([number])))
+                book.out.append(Commit(name, book.token(), book.rows.by_unit([number])))
             book.settle(name, [number])
 
     def _unit(self, event: RegisterUnit) -> tuple[UnitInfo, UnitInfo | None]:
@@ -133,7 +130,8 @@ class UnitRegistry:
         """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
         book = self._book
         known = book.rows.rows.get(number)
-        if known is not None and not known.unit.lost and known.unit is not row.unit:
+        elsewhere = known is not None and not known.unit.lost and known.unit is not row.unit
+        if elsewhere or self._arrivals.expects(number):
             reply.drop.append(number)
             return 0
         if known is None or known.unit.lost:

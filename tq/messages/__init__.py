@@ -13,6 +13,7 @@ from tq.messages.clients_to_controllers import (
     AckLost,
     FetchRound,
     FetchRows,
+    GetDone,
     GetQueueStats,
     GiveBack,
     Heartbeat,
@@ -81,6 +82,7 @@ CONTROLLER_REQUESTS = (
     | WatchLost
     | PublishVersion
     | Stop
+    | GetDone
     | GetQueueStats
 )
 CONTROLLER_REPLIES = Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | QueueStats
@@ -102,6 +104,7 @@ __all__ = [
     "FetchRound",
     "FetchRows",
     "GetColumns",
+    "GetDone",
     "GetQueueStats",
     "GetUnitStats",
     "GiveBack",

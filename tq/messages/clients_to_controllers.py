@@ -98,7 +98,6 @@ class GiveBack(Message):
     """The consumer returns rows of a lease that it will not finish. -> `Done`."""
 
     task: str
-    owner: str
     token: int
     rows: list[int]
 
@@ -107,9 +106,18 @@ class AckLost(Message):
     """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as superseded."""
 
     task: str
-    owner: str
     token: int
     rows: list[int]
+
+
+class GetDone(Message):
+    """From another controller, about rows that went with a unit: which tasks were done with them? -> `RowsAccepted`.
+
+    `rows` and `partitions` are parallel.
+    """
+
+    rows: list[int]
+    partitions: list[int]
 
 
 class WatchLost(Message):

@@ -19,7 +19,10 @@ class UnitAccepted(Message):
 
 
 class RowsAccepted(Message):
-    """The rows are known; `commits` (task -> positions) says which tasks were done with them before they were lost."""
+    """The rows are known; `commits` (task -> positions) says which tasks were done with them before they were lost.
+
+    Also the answer to `GetDone`.
+    """
 
     commits: dict[str, list[int]] = {}
 
@@ -36,11 +39,13 @@ class Alive(Message):
     Attributes:
         known: False when this controller has given the owner up (its leases are void) or never met it: join again.
         units: name -> bytes held, of the units that are up: where to put.
+        away: units that are not up but may come back with their rows.
         newest_version: newest published weights.
     """
 
     known: bool
     units: dict[str, int]
+    away: list[str]
     newest_version: int
 
 
@@ -48,6 +53,7 @@ class Granted(Message):
     """A lease.
 
     Attributes:
+        task: that holds it.
         token: names it.
         partition: the step of its rows.
         rows, groups, units: parallel; `units` says where each row is.
@@ -57,6 +63,7 @@ class Granted(Message):
         last: no rows of this partition will follow (rounds only).
     """
 
+    task: str
     token: int
     partition: int
     rows: list[int]

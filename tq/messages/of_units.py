@@ -30,11 +30,10 @@ class PutRows(Message):
 class PutOutputs(Message):
     """All output columns of some rows of a lease, as one atom; `columns` may be empty (a plain ack). -> `Stored`.
 
-    `owner` and `token` are the lease's. The same put twice is a no-op.
+    `token` is the lease's. The same put twice is a no-op.
     """
 
     task: str
-    owner: str
     token: int
     rows: list[int]
     columns: list[ColumnHeader]

@@ -98,13 +98,13 @@ class BlockStore:
         for name, column in columns.items():
             if len(column) != len(rows):
                 raise PeerRefused(f"column {name}: {len(column)} rows, but the put names {len(rows)}")
-        everything = range(len(rows))
         tokens = np.zeros(len(rows), dtype=np.int64)
         row_bytes = np.zeros(len(rows), dtype=np.int64)
         for name, column in columns.items():
-            row_bytes += np.asarray(column.row_bytes(everything), dtype=np.int64)
-            if name in self._token_columns:
-                tokens += np.asarray(column.tokens(everything), dtype=np.int64)
+            lengths = column.lengths()
+            row_bytes += lengths * column.values.itemsize
+            if name in self._token_columns and column.has_tokens:
+                tokens += lengths
         key = f"{self._prefix}:{next(self._numbers)}"
         if payload.numel():
             self.backend.store(key, payload)

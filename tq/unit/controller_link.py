@@ -32,7 +32,7 @@ Settled = list[tuple["Future[Any]", Any]]
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 2.0
 _HANDSHAKE_S = 4.0
-"""A thread that is inside the store's client cannot be woken, and `close` waits for it."""
+"""Two ends that have proved themselves then meet in Gloo, which nobody can interrupt, and `close` waits for it."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -200,6 +200,7 @@ class ControllerLink:
                     CONTROLLER_REPLIES,
                     limits=self._limits,
                     callbacks_only=True,
+                    stop=self._stopping,
                 )
             except TransportError as error:
                 if not told:

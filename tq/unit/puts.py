@@ -222,14 +222,15 @@ class UnitPuts:
         return stored
 
     def _created(self, message: PutRows, block: Block | None) -> RowsCreated:
+        columns, tokens, num_bytes = _extent(block, len(message.rows))
         return RowsCreated(
             self._name,
             message.partition,
             message.rows,
             message.groups,
-            [] if block is None else sorted(block.names),
-            [0] * len(message.rows) if block is None else block.tokens,
-            0 if block is None else block.value_bytes,
+            columns,
+            tokens,
+            num_bytes,
             message.group_size,
             message.timeout_s,
             message.commits,
@@ -237,15 +238,13 @@ class UnitPuts:
         )
 
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
-        return OutputsWritten(
-            self._name,
-            message.task,
-            message.token,
-            message.rows,
-            [] if block is None else sorted(block.names),
-            [0] * len(message.rows) if block is None else block.tokens,
-            0 if block is None else block.value_bytes,
-        )
+        columns, tokens, num_bytes = _extent(block, len(message.rows))
+        return OutputsWritten(self._name, message.task, message.token, message.rows, columns, tokens, num_bytes)
+
+
+def _extent(block: Block | None, num_rows: int) -> tuple[list[str], list[int], int]:
+    """Return a put's columns, the tokens of each row, and its bytes."""
+    return ([], [0] * num_rows, 0) if block is None else (sorted(block.names), block.tokens, block.value_bytes)
 
 
 def _same(blocks: BlockStore, repeated: Repeated, block: Block) -> bool:

@@ -250,7 +250,7 @@ class StorageUnit:
         with self._lock:
             rows = self._state.clear(message.partition)
             removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
-            told = self._links.tell(removal, self._timeout_s) if rows else {}
+            told = self._links.tell(removal, self._timeout_s)  # without rows, too: the partition may be declared
         self._upkeep.poke()
         when_all(list(told.values()), partial(self._cleared, call))
         self._links.flush()

@@ -1,15 +1,18 @@
 """A `ControlState` with the bookkeeping that tests need: requests are numbered, answers are collected."""
 
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests import the models of random tests by name
+
 from asyncflow.errors import AsyncFlowError
-from tq.control.state import (
+from tq.control.events import (
     Answer,
     Commit,
-    ControlState,
     Event,
     Fence,
     FenceAll,
@@ -18,7 +21,10 @@ from tq.control.state import (
     Lost,
     Quarantine,
     Quarantined,
+    UnitGone,
+    UnitLost,
 )
+from tq.control.state import ControlState
 from tq.control.task_state import TaskSpec
 from tq.messages import (
     AckLost,
@@ -36,6 +42,7 @@ from tq.messages import (
     RemovalReason,
     RowRecords,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     UnitAccepted,
@@ -100,18 +107,29 @@ class ControlWorld:
         num_bytes: int = 0,
         commits: dict[str, list[int]] | None = None,
         group_size: int = 0,
+        held: bool = False,
     ) -> int:
-        """A unit announces rows in groups of `size`; returns the request's number."""
+        """A unit announces rows in groups of `size`; returns the request's number. Held ones wait for `confirm`."""
         rows = list(rows)
         groups = [row // size for row in rows]
         lengths = [tokens] * len(rows)
         event = RowsCreated(
-            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}
+            unit, partition, rows, groups, list(columns), lengths, num_bytes, group_size, 60, commits or {}, held
         )
         request = self.request(event)
-        if isinstance(self.answers.get(request), RowsAccepted):
+        if isinstance(self.answers.get(request), RowsAccepted) and not held:
             self.unit_of.update(dict.fromkeys(rows, unit))
         return request
+
+    def confirm(
+        self, rows: Iterable[int], unit: str = "storage-0", *, commits: dict[str, list[int]] | None = None
+    ) -> RowsAccepted:
+        """Every controller agreed to the rows of a held put."""
+        rows = list(rows)
+        reply = self.answers[self.request(RowsConfirmed(unit, rows, commits or {}))]
+        assert isinstance(reply, RowsAccepted)
+        self.unit_of.update(dict.fromkeys(rows, unit))
+        return reply
 
     def create(
         self, rows: Iterable[int], *, size: int = 1, partition: int = 1, columns: Sequence[str] = ("x",)
@@ -135,19 +153,30 @@ class ControlWorld:
         done: Sequence[str] = (),
         finished: Sequence[int] = (),
         deliveries: dict[str, list[int]] | None = None,
+        pending: bool = False,
     ) -> UnitAccepted:
         """A unit registers with rows that are all alike."""
         rows = list(rows)
         ones = [1] * len(rows)
         groups = [row // size for row in rows]
         record = RowRecords(
-            partition, rows, groups, [size] * len(rows), ones, ones, list(columns), list(done), deliveries or {}
+            partition,
+            rows,
+            groups,
+            [size] * len(rows),
+            ones,
+            ones,
+            list(columns),
+            list(done),
+            deliveries or {},
+            pending,
         )
         records = [record] if rows else []
         request = self.request(
             RegisterUnit(unit, incarnation, records, {partition: list(finished)} if finished else {})
         )
-        self.unit_of.update(dict.fromkeys(rows, unit))
+        if not pending:
+            self.unit_of.update(dict.fromkeys(rows, unit))
         reply = self.answers[request]
         assert isinstance(reply, UnitAccepted)
         return reply
@@ -211,19 +240,24 @@ class ControlWorld:
             there = [row for row in rows if self.unit_of[row] == unit]
             self.handle(OutputsWritten(unit, task, granted.token, there, list(columns), [], 0))
 
-    def ack_lost(self, task: str, granted: Granted, owner: str = "a") -> None:
+    def ack_lost(self, task: str, granted: Granted) -> None:
         """A consumer acks rows whose unit is gone."""
-        self.handle(AckLost(task, owner, granted.token, granted.rows))
+        self.handle(AckLost(task, granted.token, granted.rows))
 
-    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None, owner: str = "a") -> None:
+    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
         """A consumer returns rows."""
-        self.handle(GiveBack(task, owner, granted.token, list(granted.rows if rows is None else rows)))
+        self.handle(GiveBack(task, granted.token, list(granted.rows if rows is None else rows)))
 
     def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1, group: int = -1) -> None:
         """The units report that rows left."""
         for unit in sorted({self.unit_of[row] for row in rows}):
             there = [row for row in rows if self.unit_of[row] == unit]
             self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason), "", group))
+
+    def lose(self, unit: str) -> None:
+        """A unit goes and is given up."""
+        self.handle(UnitGone(unit))
+        self.handle(UnitLost(unit))
 
     def watch(self, after: int = 0) -> int:
         """Watch for lost rows; returns the request's number."""

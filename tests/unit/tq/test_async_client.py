@@ -13,7 +13,7 @@ from tq.batch import Column
 from tq.client.async_client import AsyncQueueClient
 from tq.messages import Granted, NoRows
 
-GRANTED = Granted(1, 1, [3], [3], ["storage-0"])
+GRANTED = Granted("t", 1, 1, [3], [3], ["storage-0"])
 X = {"x": Column.of_scalars(torch.zeros(1))}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.state import Answer, DeadlinePassed, Fenced, OwnerGone
+from tq.control.events import Answer, DeadlinePassed, Fenced, OwnerGone
 from tq.messages import FetchRows, OutputsWritten, PublishVersion, RowsCreated, Stop
 
 World = Callable[..., Any]

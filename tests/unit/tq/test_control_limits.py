@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import QueueFull
 from tq import TaskSpec
-from tq.control.state import DeadlinePassed, UnitGone, UnitLost
+from tq.control.events import DeadlinePassed, UnitGone, UnitLost
 from tq.messages import RowsAccepted
 
 World = Callable[..., Any]

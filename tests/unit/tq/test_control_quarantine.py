@@ -7,7 +7,8 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.state import Quarantined
+from tq.control.events import Quarantined
+from tq.messages import RemovalReason, RowsRemoved
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=2)
@@ -143,3 +144,20 @@ def test_partition_that_was_cleared_may_be_filled_again(make_world: World) -> No
     world.put([1])
     assert world.granted(world.ask_round("train", 0, 0)).rows == [1]
     assert world.granted(world.ask_round("train", 0, 1)).rows == []
+
+
+def test_partition_is_cleared_when_no_unit_has_rows_of_it_any_more(make_world: World) -> None:
+    """Units without rows of it say so, too: it may only be declared."""
+    world = make_world(TRAIN)
+    world.open(4)
+    world.put([0, 1], "storage-0")
+    other = world.ask_round("train", 0, 1, num_rows=2)
+    world.handle(RowsRemoved("storage-1", 1, [], RemovalReason.CLEARED))
+    assert other not in world.answers
+    world.handle(RowsRemoved("storage-0", 1, [0, 1], RemovalReason.CLEARED))
+    assert world.refused(other) == "partition_done"
+    world.open(4, partition=2)
+    declared = world.ask_round("train", 0, 0, partition=2)
+    world.handle(RowsRemoved("storage-0", 2, [], RemovalReason.CLEARED))
+    world.handle(RowsRemoved("storage-1", 2, [], RemovalReason.CLEARED))
+    assert world.refused(declared) == "partition_done"

@@ -1,301 +1,25 @@
 """Control state under random events: owners, units and the controller die, messages are late, fences are late."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from modelled_queue import ModelledQueue
+from queue_model import OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, check_counters, partition_of
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
 from tq import TaskSpec
-from tq.control.state import (
-    Answer,
-    Commit,
-    ControlState,
-    DeadlinePassed,
-    Fence,
-    FenceAll,
-    Fenced,
-    Lost,
-    OwnerGone,
-    Recovering,
-    RecoveryDeadline,
-    RowsFinished,
-    UnitGone,
-    UnitLost,
-)
-from tq.messages import (
-    AckLost,
-    FetchRound,
-    FetchRows,
-    GiveBack,
-    Granted,
-    Held,
-    Join,
-    NoRows,
-    OpenPartition,
-    OutputsWritten,
-    RegisterUnit,
-    RowRecords,
-    RowsAccepted,
-    RowsCreated,
-    UnitAccepted,
-)
-
-SIZE = 2
-ROWS = 8
-PARTITIONS = (1, 2, 3)
-TASKS = (
-    TaskSpec("rollout", frozenset({"x"}), frozenset({"rollout"}), whole_groups=True),
-    TaskSpec("ref", frozenset({"x", "rollout"}), frozenset({"ref"})),
-    TaskSpec("train", frozenset({"rollout", "ref"}), whole_groups=True, keeps_leases=True),
-)
-NAMES = [task.name for task in TASKS]
-OUTPUTS = {task.name: task.outputs for task in TASKS}
-OWNERS = ("a", "b", "c")
-UNITS = ("u0", "u1")
-RANKS = (0, 1)
+from tq.control.events import DeadlinePassed, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
+from tq.control.recovery import Recovering
+from tq.messages import FetchRound, FetchRows, Join, NoRows
 
 
-@dataclass
-class Stored:
-    """A row at a unit."""
-
-    columns: set[str]
-    commits: dict[str, int] = field(default_factory=dict)
-    fences: dict[str, int] = field(default_factory=dict)
-
-
-class FakeUnit:
-    """What a unit must do, with the notifications that it still has to deliver."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.life = 1
-        self.connected = False
-        self.start()
-
-    def start(self) -> None:
-        self.rows: dict[int, Stored] = {}
-        self.acks: dict[int, int] = {}
-        self.unsure: dict[int, int] = {}
-        self.announced: list[int] = []
-        self.finished: dict[int, list[int]] = {}
-        self.outbox: list[Any] = []
-        self.owed: list[Fence | FenceAll] = []
-        self.floors: dict[str, tuple[int, frozenset[int]]] = {}
-
-    def inventory(self) -> RegisterUnit:
-        records = [
-            RowRecords(
-                partition_of(row), [row], [row // SIZE], [SIZE], [1], [1], sorted(it.columns), sorted(it.commits)
-            )
-            for row, it in self.rows.items()
-        ]
-        return RegisterUnit(self.name, str(self.life), records, {p: list(rows) for p, rows in self.finished.items()})
-
-    def commit(self, task: str, token: int, rows: list[int]) -> list[int]:
-        """Store outputs; returns the rows that were not stored before."""
-        floor, alive = self.floors.get(task, (0, frozenset()))
-        new = []
-        for row in rows:
-            it = self.rows.get(row)
-            if it is None:
-                raise Superseded("not here")
-            if it.commits.get(task) == token:
-                continue
-            if task in it.commits or token < it.fences.get(task, 0) or (token < floor and token not in alive):
-                raise Superseded("somebody else's")
-            new.append(row)
-        for row in new:
-            self.rows[row].commits[task] = token
-            if task == "train":
-                self.acks[row] = token
-            self.rows[row].columns |= OUTPUTS[task]
-        if self.connected:
-            self.outbox.append(OutputsWritten(self.name, task, token, rows, sorted(OUTPUTS[task]), [1] * len(rows), 1))
-        self.sweep()
-        return new
-
-    def fence(self, fence: Fence | FenceAll) -> None:
-        if isinstance(fence, FenceAll):
-            self.floors[fence.task] = (fence.token, frozenset(fence.alive))
-            return
-        for row in fence.rows.get(self.name, ()):
-            if row in self.rows:
-                self.rows[row].fences[fence.task] = max(fence.token, self.rows[row].fences.get(fence.task, 0))
-
-    def learn(self, commits: dict[str, list[int]]) -> None:
-        for task, rows in commits.items():
-            for row in rows:
-                if row in self.rows:
-                    self.rows[row].commits.setdefault(task, -1)
-        self.sweep()
-
-    def sweep(self) -> None:
-        for row in [row for row, it in self.rows.items() if len(it.commits) == len(TASKS)]:
-            del self.rows[row]
-            self.finished.setdefault(partition_of(row), []).append(row)
-
-
-def partition_of(row: int) -> int:
-    return row // ROWS + 1
-
-
-class QueueMachine(RuleBasedStateMachine):
+class QueueMachine(ModelledQueue, RuleBasedStateMachine):
     """A controller beside two units and consumers; every message may be late, everybody may die."""
 
     @initialize()
     def start(self) -> None:
-        self.starts = 0
-        self.forgetful = False
-        self.durable: dict[int, list[int]] = {}
-        self.units = {name: FakeUnit(name) for name in UNITS}
-        self.requests = 0
-        self.answers: dict[int, Any] = {}
-        self.asked: dict[int, Any] = {}
-        self.holds: dict[str, dict[int, Held]] = {}
-        self.where: dict[int, dict[int, str]] = {}
-        self.trained: set[int] = set()
-        self.held: dict[tuple[str, int], int] = {}
-        self.to_put = list(range(ROWS * len(PARTITIONS) // SIZE))
-        self.known: set[int] = set()
-        self.lost: list[int] = []
-        self.place = dict.fromkeys(RANKS, (PARTITIONS[0], 0))
-        self.waiting: dict[int, int] = {}
-        self.rounds: dict[tuple[int, int], Any] = {}
-        self.ends: dict[int, int] = {}
-        self.lives = dict.fromkeys((*OWNERS, "rank0", "rank1"), 0)
-        self.boot(None)
-        for name in UNITS:
-            self.connect(name)
-
-    # The controller
-
-    def boot(self, recovering: Recovering | None) -> None:
-        self.starts += 1
-        self.requests_at_boot = self.requests
-        self.met: set[str] = set()
-        self.fences: list[Fence | FenceAll] = []
-        self.state = ControlState(TASKS, first_token=(self.starts << 20) + 1, recovering=recovering)
-        for partition in PARTITIONS:
-            self.apply(OpenPartition(partition, ROWS))
-        for partition, rows in self.durable.items():
-            self.apply(RowsFinished(partition, tuple(rows)))
-
-    def apply(self, event: Any, request: int = 0) -> None:
-        for instruction in self.state.handle(event, request):
-            match instruction:
-                case Answer():
-                    assert instruction.request not in self.answers, "a request was answered twice"
-                    self.answers[instruction.request] = instruction.reply
-                    self.answered(self.asked.get(instruction.request), instruction.reply)
-                case Fence() | FenceAll():
-                    self.fences.append(instruction)
-                case Lost():
-                    self.lost += instruction.rows
-                case Commit():
-                    for name, rows in instruction.rows.items():
-                        try:
-                            self.units[name].commit(instruction.task, instruction.token, list(rows))
-                        except Superseded:
-                            assert name not in self.state.units(), "the unit that has a row does not take its ack"
-
-    def ask(self, event: Any) -> Any:
-        self.requests += 1
-        self.asked[self.requests] = event
-        self.apply(event, self.requests)
-        return self.answers.get(self.requests)
-
-    def answered(self, event: Any, reply: Any) -> None:
-        if isinstance(event, FetchRows | FetchRound) and isinstance(reply, Granted):
-            self.granted(event, reply)
-        elif isinstance(event, RowsCreated):
-            unit = self.units[event.unit]
-            if isinstance(reply, RowsAccepted):
-                self.known.update(event.rows)
-                unit.learn({task: [event.rows[k] for k in at] for task, at in reply.commits.items()})
-            else:
-                assert isinstance(reply, AsyncFlowError)
-                for row in event.rows:
-                    unit.rows.pop(row, None)
-
-    def granted(self, event: Any, lease: Granted) -> None:
-        again = lease.token in self.holds.setdefault(event.owner, {})
-        if isinstance(event, FetchRound):
-            self.check_round(event, lease)
-        for row in lease.rows:
-            assert event.task != "train" or row not in self.trained, "a trained row was handed out again"
-            assert self.held.get((event.task, row), lease.token) == lease.token, "a row is in two hands"
-            self.held[event.task, row] = lease.token
-        held = Held(event.task, lease.token, lease.partition, list(lease.rows))
-        if isinstance(event, FetchRound):
-            held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
-            held.round_rows, held.last = lease.round_rows, lease.last
-        else:
-            assert not again and lease.rows
-            if event.task == "ref":
-                assert lease.rows == sorted(lease.rows), "order is not kept"
-        assert all(lease.groups.count(group) <= SIZE for group in lease.groups)
-        self.holds[event.owner][lease.token] = held
-        self.where.setdefault(lease.token, {}).update(zip(lease.rows, lease.units, strict=True))
-
-    def check_round(self, event: FetchRound, lease: Granted) -> None:
-        key = (event.partition, event.round_index)
-        assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
-        assert len(lease.rows) <= lease.round_rows
-        del self.waiting[event.rank]
-        self.place[event.rank] = (event.partition, event.round_index + 1)
+        self.reset()
 
     # Units
-
-    def connect(self, name: str) -> None:
-        unit = self.units[name]
-        unit.connected = True
-        for fence in unit.owed:
-            unit.fence(fence)
-        unit.owed.clear()
-        unit.unsure.clear()
-        unit.announced.clear()
-        reply = self.ask(unit.inventory())
-        self.met.add(name)
-        self.remember()
-        assert isinstance(reply, UnitAccepted)
-        self.known.update(unit.rows)
-        for row in reply.drop:
-            unit.rows.pop(row, None)
-        unit.learn(reply.commits)
-
-    def remember(self) -> None:
-        """What the shell makes durable when a unit goes."""
-        for partition, rows in self.state.finished_rows().items():
-            self.durable[partition] = sorted({*self.durable.get(partition, ()), *rows})
-
-    def flush(self, name: str) -> None:
-        unit = self.units[name]
-        while unit.outbox:
-            self.deliver_one(unit)
-
-    def deliver_one(self, unit: FakeUnit) -> None:
-        event = unit.outbox.pop(0)
-        if isinstance(event, RowsCreated):
-            try:
-                self.ask(event)
-            except PeerRefused:
-                for row in event.rows:
-                    unit.rows.pop(row, None)
-        else:
-            self.apply(event)
-
-    def announce(self, unit: FakeUnit, rows: list[int], partition: int) -> None:
-        rows = [row for row in rows if row not in unit.rows]
-        if not rows:
-            return
-        for row in rows:
-            unit.rows[row] = Stored({"x"})
-        groups = [row // SIZE for row in rows]
-        unit.outbox.append(RowsCreated(unit.name, partition, rows, groups, ["x"], [1] * len(rows), 1, SIZE))
 
     @precondition(lambda self: self.to_put and any(unit.connected for unit in self.units.values()))
     @rule(data=st.data(), late=st.booleans())
@@ -335,25 +59,6 @@ class QueueMachine(RuleBasedStateMachine):
             self.apply(UnitGone(name))
             self.remember()
 
-    @staticmethod
-    def forget_outbox(unit: FakeUnit) -> None:
-        """What was not delivered is in the next inventory, and not confirmed to anybody before that."""
-        for event in unit.outbox:
-            if isinstance(event, RowsCreated):
-                unit.announced += event.rows
-            elif event.task == "train":
-                unit.unsure.update(dict.fromkeys(event.rows, event.token))
-        unit.outbox.clear()
-
-    def unconfirmed(self, row: int, token: int) -> None:
-        """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
-        known = self.state._book.rows.rows.get(row)
-        for holds in self.holds.values():
-            if token in holds and known is not None and "train" in self.state._book.rows.tasks(known.left):
-                holds[token].rows.append(row)
-                self.trained.discard(row)
-                self.held["train", row] = token
-
     @rule(name=st.sampled_from(UNITS), lost=st.booleans())
     def unit_returns(self, name: str, lost: bool) -> None:
         if lost:
@@ -363,9 +68,6 @@ class QueueMachine(RuleBasedStateMachine):
             self.connect(name)
 
     # Consumers
-
-    def owner(self, name: str) -> str:
-        return f"{name}#{self.lives[name]}"
 
     @rule(task=st.sampled_from(TASKS[:2]), name=st.sampled_from(OWNERS), num_rows=st.integers(1, 5))
     def fetch(self, task: TaskSpec, name: str, num_rows: int) -> None:
@@ -398,40 +100,6 @@ class QueueMachine(RuleBasedStateMachine):
             rows = data.draw(st.lists(st.sampled_from(held.rows), unique=True, min_size=1))
             self.finish(owner, held, rows)
 
-    def finish(self, owner: str, held: Held, rows: list[int]) -> None:
-        for row in rows:
-            unit = self.units[self.where[held.token][row]]
-            try:
-                if not unit.connected:
-                    raise Superseded("unreachable")  # like a TransportError here: the ack may be told to the controller
-                new = unit.commit(held.task, held.token, [row])
-            except Superseded:
-                self.not_stored(owner, held, row)
-                continue
-            if held.task == "train" and new:
-                assert row not in self.trained, "a row was trained twice"
-                self.trained.add(row)
-            held.rows.remove(row)
-            self.held.pop((held.task, row), None)
-
-    def not_stored(self, owner: str, held: Held, row: int) -> None:
-        if held.task == "train":
-            try:
-                self.apply(AckLost("train", owner, held.token, [row]))
-            except Superseded:
-                held.rows.remove(row)
-            except PeerRefused:
-                pass
-            else:
-                assert row not in self.trained, "a row was trained twice"
-                self.forgetful = True  # only this controller knows of this ack
-                self.trained.add(row)
-                held.rows.remove(row)
-                self.held.pop(("train", row), None)
-        elif owner in self.holds:
-            self.apply(GiveBack(held.task, owner, held.token, [row]))
-            held.rows.remove(row)
-
     @rule(name=st.sampled_from(OWNERS))
     def die(self, name: str) -> None:
         self.apply(OwnerGone(self.owner(name)))
@@ -446,16 +114,6 @@ class QueueMachine(RuleBasedStateMachine):
             self.waiting.pop(rank, None)
         reply = self.ask(Join(owner, self.holds_of(owner)))
         assert not reply.void or self.state.recovering
-
-    def holds_of(self, owner: str) -> list[Held]:
-        """What a client vouches for: rows whose ack was not confirmed are among them."""
-        holds = []
-        for token, held in self.holds.get(owner, {}).items():
-            unsure = [row for unit in self.units.values() for row, by in unit.unsure.items() if by == token]
-            if held.rows or unsure or held.round_index >= 0:
-                fields = {name: getattr(held, name) for name in Held.__struct_fields__}
-                holds.append(Held(**{**fields, "rows": sorted({*held.rows, *unsure})}))
-        return holds
 
     @rule(name=st.sampled_from(OWNERS), num_rows=st.integers(1, 4), share=st.integers(1, 3))
     def quiet_moment(self, name: str, num_rows: int, share: int) -> None:
@@ -487,25 +145,7 @@ class QueueMachine(RuleBasedStateMachine):
     def fence(self, data: st.DataObject) -> None:
         self.carry_out(self.fences.pop(data.draw(st.integers(0, len(self.fences) - 1))))
 
-    def carry_out(self, fence: Fence | FenceAll) -> None:
-        names = fence.units if isinstance(fence, FenceAll) else tuple(fence.rows)
-        for name in names:
-            if self.units[name].connected:
-                self.units[name].fence(fence)
-                self.flush(name)
-            else:
-                self.units[name].owed.append(fence)
-        for (task, row), token in list(self.held.items()):
-            if isinstance(fence, FenceAll):
-                claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
-                void = token < fence.token and not (token in fence.alive and claimed)
-            else:
-                void = token < fence.token and any(row in rows for rows in fence.rows.values())
-            if task == fence.task and void:
-                del self.held[task, row]
-        self.apply(Fenced(fence.task, fence.token))
-
-    @precondition(lambda self: self.requests > self.requests_at_boot + 12 and not self.forgetful)
+    @precondition(lambda self: self.requests > self.requests_at_boot + 12)
     @rule(owners=st.sets(st.sampled_from((*OWNERS, "rank0", "rank1"))))
     def controller_dies(self, owners: set[str]) -> None:
         """Ranks join again always; of the others, those drawn."""
@@ -533,39 +173,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def counters_equal_a_recount(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        book = self.state._book
-        table = book.rows
-        assert table.num_bytes == sum(row.num_bytes for row in table.rows.values())
-        for unit in {id(row.unit): row.unit for row in table.rows.values()}.values():
-            assert unit.num_rows == sum(1 for row in table.rows.values() if row.unit is unit)
-        for number, info in table.partitions.items():
-            assert info.num_live == sum(1 for row in table.rows.values() if row.partition == number)
-            assert info.num_live + info.num_finished <= ROWS
-            assert sorted(table.numbers(number)) == sorted(
-                n for n, row in table.rows.items() if row.partition == number
-            )
-        for task in book.tasks.values():
-            rows = {number: row for number, row in table.rows.items() if row.left & task.bit}
-            assert task.num_left == len(rows)
-            assert task.leases.holders.keys() <= rows.keys()
-            assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
-            for number, row in rows.items():
-                waits = number in task.leases.fencing or number in task.leases.stale or number in task.leases.holders
-                ready = not task.inputs & ~row.written and row.available and not waits
-                assert ready == bool(row.queued & task.bit)
-            for number, part in task.partitions.items():
-                assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
-                live_done = sum(1 for row in table.rows.values() if row.partition == number and not row.left & task.bit)
-                finished = table.partitions[number].num_finished
-                assert part.num_done == live_done + finished, (
-                    task.spec.name,
-                    number,
-                    part.num_done,
-                    live_done,
-                    finished,
-                )
+        if hasattr(self, "state"):
+            check_counters(self.state)
 
     def teardown(self) -> None:
         """Nothing is lost, nobody starves: once everything is up and somebody does the work, all rows are trained."""
@@ -624,5 +233,5 @@ class QueueMachine(RuleBasedStateMachine):
         return {row for group in groups for row in range(group * SIZE, group * SIZE + SIZE)}
 
 
-QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 test_random_events = QueueMachine.TestCase

@@ -8,7 +8,8 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.state import NEW_ROWS, DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
+from tq.control.events import DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
+from tq.control.wait_reasons import NEW_ROWS
 from tq.messages import OutputsWritten
 from tq.policies import Fifo, Parcel, TokenBalanced, Want
 

@@ -7,16 +7,8 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.state import (
-    DeadlinePassed,
-    FenceAll,
-    OwnerGone,
-    Recovering,
-    RecoveryDeadline,
-    RowsFinished,
-    UnitGone,
-    UnitLost,
-)
+from tq.control.events import DeadlinePassed, FenceAll, OwnerGone, RecoveryDeadline, RowsFinished, UnitGone, UnitLost
+from tq.control.recovery import Recovering
 from tq.messages import Granted, Held
 
 World = Callable[..., Any]
@@ -45,6 +37,7 @@ def test_those_who_do_not_come_are_given_up_at_the_deadline(make_world: World) -
     request = world.ask("ref", 9)
     world.handle(DeadlinePassed(world.ask("ref", 9)))
     assert "waits for storage-1" in world.answers[3].waiting_for
+    assert world.state.away() == ["storage-1"]
     world.handle(RecoveryDeadline())
     assert world.fences[0].units == ("storage-0", "storage-1"), "it must hear of the fence when it is back"
     world.confirm_fences()
@@ -164,4 +157,4 @@ def test_trainers_channel_that_breaks_during_recovery_costs_it_nothing(make_worl
 
 
 def lease_of(token: int, rows: list[int]) -> Granted:
-    return Granted(token, 1, rows, rows, ["storage-0"] * len(rows))
+    return Granted("train", token, 1, rows, rows, ["storage-0"] * len(rows))

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
 from tq import TaskSpec
-from tq.control.state import Fenced, OwnerGone, UnitGone, UnitLost
+from tq.control.events import Fenced, OwnerGone, UnitGone, UnitLost
 from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
 
 World = Callable[..., Any]
@@ -31,6 +31,17 @@ def test_rows_of_a_unit_that_is_away_are_not_handed_out_until_it_is_back(make_wo
     world.register("storage-0", [0, 1], incarnation="a")
     assert world.granted(request).rows == [0, 1]
     assert list(world.state.units()) == ["storage-0"]
+
+
+def test_unit_is_away_until_it_is_back_or_given_up(make_world: World) -> None:
+    world = make_world(REF)
+    for unit in ("storage-0", "storage-1"):
+        world.register(unit, incarnation="a")
+        world.handle(UnitGone(unit))
+    assert world.state.away() == ["storage-0", "storage-1"]
+    world.register("storage-0", incarnation="b")
+    world.handle(UnitLost("storage-1"))
+    assert world.state.away() == []
 
 
 def test_commit_whose_notification_was_lost_is_learnt_from_the_inventory(make_world: World) -> None:
@@ -117,9 +128,9 @@ def test_rows_that_only_a_trainer_needs_and_holds_are_not_asked_for(make_world: 
     granted = world.granted(world.ask("train", 1, owner="trainer"))
     lose(world, "storage-0")
     assert world.lost == [1]
-    world.ack_lost("train", granted, "trainer")
+    world.ack_lost("train", granted)
     assert (world.state.stats().live_rows, world.task("train").done) == (1, 1)
-    world.ack_lost("train", granted, "trainer")
+    world.ack_lost("train", granted)
     assert world.task("train").done == 1
 
 
@@ -146,7 +157,7 @@ def test_trainer_keeps_a_row_that_was_put_again_and_its_ack_is_passed_on(make_wo
     lose(world, "storage-0")
     world.put([0], "storage-1")
     assert world.ask("train") not in world.answers
-    world.ack_lost("train", granted, "trainer")
+    world.ack_lost("train", granted)
     assert [commit.rows for commit in world.commits] == [{"storage-1": (0,)}]
     world.write("ref", world.granted(world.ask("ref")), columns=["ref"])
     assert world.freed == [0]
@@ -156,7 +167,7 @@ def test_ack_is_taken_over_by_a_controller_that_does_not_serve_the_task(make_wor
     world = make_world(REF, TRAIN, served=["ref"])
     world.put([0])
     lose(world, "storage-0")
-    world.handle(AckLost("train", "trainer", 77, [0]))
+    world.handle(AckLost("train", 77, [0]))
     accepted = world.answers[world.put([0], "storage-1")]
     assert accepted.commits == {"train": [0]}
 

@@ -28,6 +28,7 @@ class CannedClient:
         self.unreadable = list(unreadable)
         self.asked: list[FetchRound] = []
         self.acked: list[list[int]] = []
+        self.forgotten: list[list[int]] = []
         self.parked = threading.Event()
         self.closed = threading.Event()
         self.answer_always: NoRows | None = None
@@ -55,12 +56,18 @@ class CannedClient:
         assert (task, rows) == ("train", None)
         self.acked.append(granted.rows)
 
+    def forget(self, task: str, granted: Granted) -> None:
+        assert task == "train"
+        self.forgotten.append(granted.rows)
+
 
 def lease(*rows: int, partition: int = 1, round_rows: int = 0) -> Granted:
     """Return a lease of rows whose lengths are their index + 1."""
     tokens = [row + 1 for row in rows]
     units = ["storage-0" if row % 2 else "storage-1" for row in rows]
-    return Granted(7, partition, list(rows), [row // 2 for row in rows], units, tokens, round_rows or len(rows))
+    return Granted(
+        "train", 7, partition, list(rows), [row // 2 for row in rows], units, tokens, round_rows or len(rows)
+    )
 
 
 @pytest.fixture(name="load")
@@ -79,6 +86,16 @@ def _load(monkeypatch: pytest.MonkeyPatch) -> Any:
     for client, loader in opened:
         loader.close()
         client.closed.set()
+
+
+class EachFetches:
+    """A rank of a replica whose ranks all fetch."""
+
+    shares = False
+    fetches = True
+
+    def __init__(self, *, acks: bool) -> None:
+        self.acks = acks
 
 
 Load = Callable[..., StreamingDataLoader]
@@ -104,6 +121,18 @@ def test_partitions_follow_each_other_and_are_acked_once(load: Load) -> None:
         (3, 0),
     ]
     assert not loader.stopped
+
+
+@pytest.mark.parametrize(("acks", "acked", "forgotten"), [(True, [[0, 1]], []), (False, [], [[0, 1], []])])
+def test_rank_that_does_not_ack_does_not_vouch_for_the_lease_any_more(
+    load: Load, acks: bool, acked: list[list[int]], forgotten: list[list[int]]
+) -> None:
+    client = CannedClient(lease(0, 1), lease(), DONE)
+    loader = load(client, replica=EachFetches(acks=acks), last_partition=1)
+    list(loader)
+    assert (client.acked, client.forgotten) == ([], []), "the rows are not in the weights yet"
+    loader.ack()
+    assert (client.acked, client.forgotten) == (acked, forgotten)
 
 
 def test_iterating_after_the_end_of_a_partition_begins_the_next(load: Load) -> None:

@@ -1,14 +1,12 @@
-"""Waiting for futures and for the clock."""
+"""Waiting for futures."""
 
 import gc
-import threading
 import weakref
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from tq.futures import Outcome, when_all, when_settled
-from tq.timers import Timers
 
 
 class Payload:
@@ -56,16 +54,3 @@ def test_what_waits_is_let_go_at_once_and_not_by_the_garbage_collector() -> None
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_timers_run_in_order_unless_cancelled() -> None:
-    timers, ran, finished = Timers("test"), list[str](), threading.Event()
-    timers.after(0.05, finished.set)
-    timers.after(0.02, partial(ran.append, "second"))
-    timers.after(0.0, partial(ran.append, "first"))
-    cancelled = timers.after(0.01, partial(ran.append, "never"))
-    cancelled.cancel()
-    assert finished.wait(10)
-    assert ran == ["first", "second"]
-    timers.close()
-    timers.close()

@@ -5,7 +5,7 @@ from tq.messages import FetchRound, FetchRows, Granted
 
 
 def granted(token: int, rows: list[int], partition: int = 1, **more: object) -> Granted:
-    return Granted(token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
+    return Granted("score", token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
 
 
 def fetch(task: str = "score") -> FetchRows:
@@ -47,6 +47,13 @@ def test_rounds_are_forgotten_two_partitions_later() -> None:
     held.granted(round_of(2, 0), granted(2, [], partition=2))
     held.granted(round_of(3, 0), granted(3, [], partition=3))
     assert [lease.partition for lease in held.of_tasks(["train"])] == [2, 3]
+
+
+def test_share_that_another_reader_settles_is_forgotten() -> None:
+    held = HeldLeases()
+    held.granted(round_of(1, 0), granted(7, [1, 2]))
+    held.forget("train", 7)
+    assert held.of_tasks(["train"]) == []
 
 
 def test_void_tokens_of_other_tasks_stay() -> None:

@@ -40,7 +40,7 @@ class MemoryClient:
                 return NoRows(reason, 0, "column x", producers_alive=False)
             rows, self.ready = self.ready[:2], self.ready[2:]
             self.leased.update(rows)
-            return Granted(1, 1, rows, rows, ["storage-0"] * len(rows))
+            return Granted(task, 1, 1, rows, rows, ["storage-0"] * len(rows))
 
     def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
         if self.unreadable:

@@ -11,7 +11,8 @@ from torch.distributed import HashStore, PrefixStore
 from asyncflow.device import connect_group
 from asyncflow.errors import ProducersGone, Superseded, TransportError
 from tq.batch import Column, PackedBatch
-from tq.client.replica import HEADER_BYTES, Replica, ReplicaFetch, Round
+from tq.client.replica import HEADER_BYTES, Replica, Round
+from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import Granted, NoRows, NoRowsReason
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def relayed(pair: list[Replica], items: Iterator[Round | NoRows]) -> list[Any]:
 def round_with(num_values: int, units: int = 1) -> Round:
     """Return a round of two rows."""
     column = Column.of_rows([torch.rand(num_values), torch.rand(3)])
-    granted = Granted(5, 2, [1, 2], [0, 0], ["storage-0", "u" * units], [num_values, 3], 2, True)
+    granted = Granted("train", 5, 2, [1, 2], [0, 0], ["storage-0", "u" * units], [num_values, 3], 2, True)
     return granted, PackedBatch((1, 2), {"x": column}, (0, 0))
 
 
@@ -79,7 +80,7 @@ def test_rounds_of_any_size_arrive_as_they_were(pair: list[Replica]) -> None:
 def test_integers_travel_narrow_and_arrive_wide(pair: list[Replica]) -> None:
     wide = Column.of_scalars(torch.tensor([-(2**62), 2**62]))
     narrow = Column.of_rows([torch.arange(1000), torch.tensor([-1])])
-    granted = Granted(5, 2, [1, 2], [0, 0], ["storage-0"] * 2)
+    granted = Granted("train", 5, 2, [1, 2], [0, 0], ["storage-0"] * 2)
     _, received = relayed(pair, iter([(granted, PackedBatch((1, 2), {"wide": wide, "narrow": narrow}, (0, 0)))]))
     for name, column in (("wide", wide), ("narrow", narrow)):
         assert received[0][1][name].values.dtype is torch.int64
@@ -120,5 +121,10 @@ def test_abort_ends_a_rank_that_waits_and_later_use(pair: list[Replica]) -> None
 
 def test_who_fetches_shares_and_acks(pair: list[Replica]) -> None:
     assert [(one.shares, one.fetches, one.acks) for one in pair] == [(True, True, True), (True, False, False)]
-    each = [Replica(one._group, fetch=ReplicaFetch.EACH) for one in pair]
+    config = QueueConfig.model_validate({"replica_fetch": "each"})
+    each = [Replica(one._group, fetch=config.replica_fetch) for one in pair]
     assert [(one.shares, one.fetches, one.acks) for one in each] == [(False, True, True), (False, True, False)]
+
+
+def test_rank_0_fetches_unless_the_settings_say_otherwise() -> None:
+    assert QueueConfig().replica_fetch is ReplicaFetch.BROADCAST

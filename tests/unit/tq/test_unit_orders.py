@@ -1,6 +1,6 @@
 """What a controller tells the units, over fake channels."""
 
-import threading
+import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -10,23 +10,51 @@ import torch
 
 from asyncflow.errors import PeerRefused, Superseded, TransportError
 from tq.control import unit_orders
-from tq.control.state import Commit, Fence, FenceAll, Fenced, Quarantine
+from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
 from tq.control.unit_orders import UnitOrders
 from tq.messages import Done, FenceRows, FenceTask, PutOutputs, QuarantineRows
 
 
 class FakeUnits:
-    """All units of a queue behind one `ServiceChannels`; `answers` says what a unit does with the next message."""
+    """All units of a queue behind one `ServiceChannels`.
+
+    Attributes:
+        heard: (unit, message) in order.
+        answers: unit -> what it answers next instead of `Done`.
+        silent: units that hear, and answer only when the test does it for them.
+        asked: (unit, future) of those, in order.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         self.heard: list[tuple[str, Any]] = []
         self.answers: dict[str, list[Exception]] = {}
+        self.silent: set[str] = set()
+        self.asked: queue.SimpleQueue[tuple[str, Future[Any]]] = queue.SimpleQueue()
+        self._open: list[Future[Any]] = []
 
     def get(self, unit: str, replies: Any) -> Any:
         return FakeConnection(self, unit)
 
+    def by_unit(self, unit: str) -> list[Any]:
+        return [message for name, message in self.heard if name == unit]
+
+    def submit(self, unit: str, message: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        failures = self.answers.get(unit)
+        if failures:
+            future.set_exception(failures.pop(0))
+        elif unit in self.silent:
+            self._open.append(future)
+            self.asked.put((unit, future))
+        else:
+            self.heard.append((unit, message))
+            future.set_result((Done(), torch.empty(0)))
+        return future
+
     def close(self) -> None:
-        pass
+        for future in self._open:
+            if not future.done():
+                future.set_exception(TransportError("closed"))
 
 
 class FakeConnection:
@@ -35,35 +63,28 @@ class FakeConnection:
         self._unit = unit
 
     def submit(self, message: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        failures = self._units.answers.get(self._unit)
-        if failures:
-            future.set_exception(failures.pop(0))
-        else:
-            self._units.heard.append((self._unit, message))
-            future.set_result((Done(), torch.empty(0)))
-        return future
+        return self._units.submit(self._unit, message)
 
 
 class Bench:
-    """Chores with fake units; `carry_out` waits until all of them were carried out."""
+    """Orders to fake units; `carry_out` waits until all of them were carried out."""
 
     def __init__(self) -> None:
         self.fenced: list[Fenced] = []
-        self._told = threading.Semaphore(0)
-        self.orders = UnitOrders(None, "controller-0", timeout_s=5, fenced=self._hold)  # type: ignore[arg-type]
+        self.reports: queue.SimpleQueue[Fenced] = queue.SimpleQueue()
+        self.orders = UnitOrders(None, "controller-0", timeout_s=60, fenced=self.reports.put)  # type: ignore[arg-type]
         self.units: FakeUnits = self.orders._links  # type: ignore[assignment]
 
     def carry_out(self, *orders: Any) -> None:
-        for order in (*orders, FenceAll("last", 99, (), ())):
+        for order in (*orders, FenceAll("last", 99, (), UNITS)):
             self.orders.add(order)
-        while not self.fenced or self.fenced[-1].task != "last":
-            assert self._told.acquire(timeout=5)
-        self.fenced.pop()
+        while (report := self.reports.get(timeout=10)).task != "last":
+            self.fenced.append(report)
+        self.units.heard = [heard for heard in self.units.heard if heard[1] != LAST]
 
-    def _hold(self, event: Fenced) -> None:
-        self.fenced.append(event)
-        self._told.release()
+
+UNITS = ("storage-0", "storage-1")
+LAST = FenceTask("last", 99, [])
 
 
 @pytest.fixture
@@ -74,44 +95,87 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.orders.close()
 
 
-def test_each_chore_becomes_the_unit_s_message(bench: Bench) -> None:
+def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order(bench: Bench) -> None:
     bench.carry_out(
         Fence("ref", 7, {"storage-0": (1, 2)}),
         FenceAll("train", 8, (3,), ("storage-1",)),
         Quarantine("ref", 4, {"storage-0": (5,)}),
-        Commit("train", "actor@1", 6, {"storage-1": (9,)}),
+        Commit("train", 6, {"storage-1": (9,)}),
     )
-    assert bench.units.heard == [
-        ("storage-0", FenceRows("ref", 7, [1, 2])),
-        ("storage-1", FenceTask("train", 8, [3])),
-        ("storage-0", QuarantineRows("ref", 4, [5])),
-        ("storage-1", PutOutputs("train", "actor@1", 6, [9], [])),
-    ]
-    assert bench.fenced == [Fenced("ref", 7), Fenced("train", 8)]
+    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1, 2]), QuarantineRows("ref", 4, [5])]
+    assert bench.units.by_unit("storage-1") == [FenceTask("train", 8, [3]), PutOutputs("train", 6, [9], [])]
+    assert set(bench.fenced) == {Fenced("ref", 7), Fenced("train", 8)}
+
+
+def test_unit_that_never_answers_delays_no_other(bench: Bench) -> None:
+    bench.units.silent.add("storage-0")
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    bench.orders.add(Fence("ref", 8, {"storage-0": (2,), "storage-1": (3,)}))
+    bench.orders.add(Fence("ref", 9, {"storage-1": (4,)}))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 9)
+    assert bench.units.heard == [("storage-1", FenceRows("ref", 8, [3])), ("storage-1", FenceRows("ref", 9, [4]))]
+    unit, asked = bench.units.asked.get(timeout=10)
+    assert unit == "storage-0" and bench.reports.empty(), "a fence holds when it holds at every unit"
+    bench.units.silent.clear()
+    asked.set_result((Done(), torch.empty(0)))
+    assert [bench.reports.get(timeout=10) for _ in range(2)] == [Fenced("ref", 7), Fenced("ref", 8)]
+
+
+def test_fence_that_concerns_no_unit_holds_at_once_and_not_in_the_thread_that_asked(bench: Bench) -> None:
+    """That one holds the controller's lock."""
+    bench.orders.add(FenceAll("ref", 7, (), ()))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
 
 
 def test_unit_that_was_down_is_told_when_it_registers(bench: Bench) -> None:
-    bench.units.answers["storage-0"] = [TransportError("down")]
-    bench.carry_out(Fence("ref", 7, {"storage-0": (1,)}))
-    assert bench.fenced == [Fenced("ref", 7)] and bench.units.heard == []
+    bench.units.answers["storage-0"] = [TransportError("down")] * 2
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
+    with pytest.raises(TransportError, match="down"):
+        bench.orders.catch_up("storage-0")
+    assert bench.units.heard == []
     bench.orders.catch_up("storage-0")
     assert bench.units.heard == [("storage-0", FenceRows("ref", 7, [1]))]
     bench.orders.catch_up("storage-0")
     assert len(bench.units.heard) == 1
 
 
-def test_what_a_registering_unit_could_not_be_told_is_still_owed(bench: Bench) -> None:
-    bench.units.answers["storage-0"] = [TransportError("down") for _ in range(3)]
-    bench.carry_out(Fence("ref", 7, {"storage-0": (1,)}), Quarantine("ref", 2, {"storage-0": (3,)}))
-    with pytest.raises(TransportError, match="down"):
-        bench.orders.catch_up("storage-0")
+def test_what_a_unit_is_owed_comes_before_what_is_ordered_later(bench: Bench) -> None:
+    bench.units.answers["storage-0"] = [TransportError("down")]
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
+    bench.carry_out(Quarantine("ref", 2, {"storage-0": (3,)}))
+    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1]), QuarantineRows("ref", 2, [3])]
+
+
+def test_message_that_a_unit_refuses_is_owed_and_holds_up_nothing(bench: Bench) -> None:
+    bench.units.answers["storage-0"] = [PeerRefused("controller-1 has not confirmed a put")]
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
+    bench.carry_out(Quarantine("ref", 2, {"storage-0": (3,)}))
+    assert set(map(str, bench.units.by_unit("storage-0"))) == {
+        str(FenceRows("ref", 7, [1])),
+        str(QuarantineRows("ref", 2, [3])),
+    }
+
+
+def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_told(bench: Bench) -> None:
+    bench.units.silent.add("storage-0")
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    _, earlier = bench.units.asked.get(timeout=10)
+    bench.units.silent.clear()
     bench.orders.catch_up("storage-0")
-    assert [message for _, message in bench.units.heard] == [FenceRows("ref", 7, [1]), QuarantineRows("ref", 2, [3])]
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
+    assert bench.units.heard == [("storage-0", FenceRows("ref", 7, [1]))]
+    earlier.set_exception(TransportError("it died"))
+    bench.carry_out(Quarantine("ref", 2, {"storage-0": (3,)}))
+    assert bench.units.by_unit("storage-0")[1:] == [QuarantineRows("ref", 2, [3])]
+    assert bench.fenced == [], "reported once"
 
 
 @pytest.mark.parametrize("refusal", [Superseded("gone again"), PeerRefused("controller-1 has not confirmed")])
 def test_refused_ack_of_lost_rows_is_not_told_again(bench: Bench, refusal: Exception) -> None:
     bench.units.answers["storage-0"] = [refusal]
-    bench.carry_out(Commit("train", "actor@1", 6, {"storage-0": (9,)}))
+    bench.carry_out(Commit("train", 6, {"storage-0": (9,)}))
     bench.orders.catch_up("storage-0")
     assert bench.units.heard == []

@@ -55,6 +55,27 @@ def test_client_refuses_a_server_that_does_not_know_the_secret(store: TCPStore) 
     assert "vanished" in refused[0], "the client answered a server that it must not trust"
 
 
+def test_stop_ends_a_handshake_that_nobody_answers(store: TCPStore) -> None:
+    stop, ended = threading.Event(), list[str]()
+
+    def ask() -> None:
+        with pytest.raises(TransportError) as caught:
+            ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0", stop=stop)
+        ended.append(str(caught.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    Credentials(store, SECRET).own_store().queue_pop(ask_key("controller"))
+    stop.set()
+    asking.join(timeout=1)
+    assert ended == ["ref-0/0: closed while controller was asked for a channel"]
+
+
+def test_handshake_that_nobody_answers_ends_at_its_deadline(store: TCPStore) -> None:
+    with pytest.raises(TransportError, match="controller did not answer; is it running"):
+        ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0", timeout_s=0.01)
+
+
 def test_server_refuses_a_client_that_does_not_know_the_secret(store: TCPStore) -> None:
     refused: list[str] = []
     serving = threading.Thread(target=_serve_once, args=(store, SECRET, refused))

@@ -1,0 +1,107 @@
+"""A controller service beside units and clients that do what the test says."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_controller import WAIT_S, until
+
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from tq import ControllerService, TaskSpec
+from tq.config import QueueConfig
+from tq.control import controller
+from tq.messages import CONTROLLER_REPLIES, Message, RegisterUnit, RowsCreated, UnitAccepted, WatchLost
+from tq.timers import Timer, Timers
+
+GRACE_S = 1234.0
+WATCH_S = 2345.0
+
+
+class WatchedTimers(Timers):
+    """Timers that remember what was set."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.set: list[tuple[float, Timer]] = []
+        super().__init__(name, **options)
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        timer = super().after(delay_s, callback)
+        self.set.append((delay_s, timer))
+        return timer
+
+    def running(self, delay_s: float) -> list[bool]:
+        """Return, for each deadline of that length, whether it was not cancelled."""
+        return [timer.callback is not None for delay, timer in self.set if delay == delay_s]
+
+
+class Bench:
+    """A controller, and those who call it."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        config = QueueConfig(unit_grace_s=GRACE_S)
+        tasks = [TaskSpec("train", frozenset({"x"}))]
+        self.service = ControllerService(credentials, "controller-0", tasks=tasks, config=config)
+        self.timers: WatchedTimers = self.service._timers  # type: ignore[assignment]
+        self._opened: list[Connection] = []
+
+    def connection(self, name: str) -> Connection:
+        self._opened.append(Connection(self._credentials, "controller-0", name, CONTROLLER_REPLIES))
+        return self._opened[-1]
+
+    def unit(self) -> Connection:
+        connection = self.connection("storage-0")
+        accepted = ask(connection, RegisterUnit("storage-0", "life", [], {}))
+        assert isinstance(accepted, UnitAccepted)
+        return connection
+
+    def close(self) -> None:
+        for connection in self._opened:
+            connection.close()
+        self.service.close()
+        self.service.close()
+
+
+def ask(connection: Connection, message: Message) -> Any:
+    return connection.call(message, timeout_s=WAIT_S)[0]
+
+
+@pytest.fixture(name="bench")
+def _bench(credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(controller, "Timers", WatchedTimers)
+    bench = Bench(credentials)
+    yield bench
+    bench.close()
+
+
+def test_unit_that_broke_twice_has_its_whole_grace_again(bench: Bench) -> None:
+    bench.unit().close()
+    until(lambda: bench.timers.running(GRACE_S) == [True])
+    again = bench.unit()
+    assert bench.timers.running(GRACE_S) == [False]
+    again.close()
+    until(lambda: bench.timers.running(GRACE_S) == [False, True])
+
+
+def test_deadline_of_an_answered_request_is_off(bench: Bench) -> None:
+    unit, watcher = bench.unit(), bench.connection("watcher")
+    waiting = watcher.submit(WatchLost(0, WATCH_S))
+    until(lambda: bench.timers.running(WATCH_S) == [True])
+    ask(unit, RowsCreated("storage-0", 1, [0], [0], ["x"], [1], 4))
+    unit.close()
+    until(lambda: bench.timers.running(GRACE_S) == [True])
+    give_up = next(timer.callback for delay, timer in bench.timers.set if delay == GRACE_S)
+    assert give_up is not None
+    give_up()
+    assert waiting.result(WAIT_S)[0].rows == [0]
+    assert bench.timers.running(WATCH_S) == [False]
+
+
+def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
+    watcher = bench.connection("watcher")
+    watcher.submit(WatchLost(0, WATCH_S))
+    until(lambda: bench.timers.running(WATCH_S) == [True])
+    watcher.close()
+    until(lambda: bench.timers.running(WATCH_S) == [False])
+    until(lambda: not bench.service._state._losses.watchers)

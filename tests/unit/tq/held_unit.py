@@ -1,0 +1,242 @@
+"""A storage unit between several controllers, as random tests see it: held puts, one link to each, late messages."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from queue_model import SIZE, TASKS, partition_of
+
+from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from tq import TaskSpec
+from tq.control.events import Fence, FenceAll
+from tq.messages import (
+    OutputsWritten,
+    RegisterUnit,
+    RemovalReason,
+    RowRecords,
+    RowsAccepted,
+    RowsConfirmed,
+    RowsCreated,
+    RowsRemoved,
+    UnitAccepted,
+)
+
+ALL_TASKS = (
+    *TASKS,
+    TaskSpec("look", frozenset({"x"})),
+    TaskSpec("judge", frozenset({"rollout"})),
+)
+"""Those that write nothing stay done with a row that is lost."""
+NAMES = [task.name for task in ALL_TASKS]
+OUTPUTS = {task.name: task.outputs for task in ALL_TASKS}
+LEARNT = -1
+"""Token of a commit that a controller told of."""
+
+
+@dataclass
+class Kept:
+    """A row at a unit."""
+
+    columns: set[str]
+    pending: bool = True
+    commits: dict[str, int] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Change:
+    """Something that every controller must hear of: a put of new rows in its two rounds, a commit, a removal."""
+
+    kind: str
+    rows: list[int]
+    task: str = ""
+    token: int = 0
+    waiting: set[str] = field(default_factory=set)
+    refused: list[str] = field(default_factory=list)
+    failed: bool = False
+
+
+@dataclass
+class Link:
+    """To one controller; `noticed`: the controller knows that it is down."""
+
+    connected: bool = False
+    noticed: bool = True
+    outbox: list[tuple[Any, Change]] = field(default_factory=list)
+    owed: list[Fence | FenceAll] = field(default_factory=list)
+
+
+class HeldUnit:
+    """Rows, links, changes in flight. `settled` and `failed`: changes whose outcome clients have not heard yet."""
+
+    def __init__(self, name: str, controllers: tuple[str, ...]) -> None:
+        self.name = name
+        self.life = 0
+        self.links = {controller: Link() for controller in controllers}
+        self.settled: list[Change] = []
+        self.failed: list[Change] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin a life, empty; changes in flight fail."""
+        self.life += 1
+        self.failed += self.changes if self.life > 1 else []
+        self.rows: dict[int, Kept] = {}
+        self.finished: dict[int, dict[str, int]] = {}
+        self.floors: dict[str, tuple[int, frozenset[int]]] = {}
+        self.changes: list[Change] = []
+        for link in self.links.values():
+            link.outbox.clear()
+
+    # Clients
+
+    def create(self, rows: list[int]) -> None:
+        """Take new rows, all of one partition."""
+        if any(row in self.rows or row in self.finished for row in rows):
+            raise RowsExist("they are here")
+        for row in rows:
+            self.rows[row] = Kept({"x"})
+        groups = [row // SIZE for row in rows]
+        created = RowsCreated(
+            self.name, partition_of(rows[0]), rows, groups, ["x"], [1] * len(rows), len(rows), SIZE, held=True
+        )
+        self.tell(Change("create", rows), created)
+
+    def commit(self, task: str, token: int, row: int) -> None:
+        """Store what a task wrote for a row; nothing happens if it was stored under this token before."""
+        kept = self.rows.get(row)
+        commits = self.finished.get(row, {}) if kept is None else kept.commits
+        if commits.get(task) == token:
+            if not any(change.kind == "commit" and (change.task, change.token) == (task, token) and change.rows == [row]
+                       for change in self.changes):  # fmt: skip
+                self.settled.append(Change("commit", [row], task, token))
+            return
+        floor, alive = self.floors.get(task, (0, frozenset()))
+        if kept is None or task in commits or token < kept.fences.get(task, 0):
+            raise Superseded("somebody else's, or not here")
+        if token < floor and token not in alive:
+            raise Superseded("its lease ended with an earlier controller")
+        kept.commits[task] = token
+        kept.columns |= OUTPUTS[task]
+        written = OutputsWritten(self.name, task, token, [row], sorted(OUTPUTS[task]), [1], 1)
+        self.tell(Change("commit", [row], task, token), written)
+        self.sweep()
+
+    def give_up_put(self, change: Change) -> None:
+        """The deadline of a put passed before every controller agreed."""
+        self.take_back(change)
+
+    # Controllers
+
+    def tell(self, change: Change, message: Any, *, but: list[str] | None = None) -> None:
+        """Every controller hears of a change, or finds it in the next inventory."""
+        if change not in self.changes:
+            self.changes.append(change)
+        for name, link in self.links.items():
+            if name not in (but or []):
+                change.waiting.add(name)
+                if link.connected:
+                    link.outbox.append((message, change))
+
+    def inventory(self) -> RegisterUnit:
+        """Return what is here."""
+        records = []
+        for row, kept in self.rows.items():
+            columns, done = sorted(kept.columns), sorted(kept.commits)
+            one = [row], [row // SIZE], [SIZE], [1], [1]
+            records.append(RowRecords(partition_of(row), *one, columns, done, pending=kept.pending))
+        finished: dict[int, list[int]] = {}
+        for row in self.finished:
+            finished.setdefault(partition_of(row), []).append(row)
+        return RegisterUnit(self.name, str(self.life), records, finished)
+
+    def accepted(self, controller: str, reply: UnitAccepted) -> None:
+        """A controller took the inventory, which covers everything that it was not told of."""
+        for row in reply.drop:
+            self.rows.pop(row, None)
+        new = self.learn(reply.commits)
+        covered = [change for change in self.changes if controller in change.waiting]
+        for change in covered:
+            dropped = change.kind == "create" and not set(reply.drop).isdisjoint(change.rows)
+            self.answered(controller, change, RowsExist("elsewhere") if dropped else None)
+        if new:
+            rows = sorted({row for known in new.values() for row in known})
+            commits = {task: [rows.index(row) for row in known] for task, known in new.items()}
+            self.tell(Change("learnt", rows), RowsConfirmed(self.name, rows, commits))
+
+    def answered(self, controller: str, change: Change, reply: Any) -> None:
+        """A controller heard of a change; None: from an inventory."""
+        change.waiting.discard(controller)
+        if change.failed:
+            return
+        if isinstance(reply, PeerRefused):
+            change.refused.append(controller)
+            if change.kind == "create":
+                self.take_back(change)
+            return
+        if isinstance(reply, RowsAccepted):
+            new = self.learn({task: [change.rows[k] for k in known] for task, known in reply.commits.items()})
+            if new and self.passes_on:
+                rows = sorted({row for known in new.values() for row in known})
+                commits = {task: [rows.index(row) for row in known] for task, known in new.items()}
+                self.tell(Change("learnt", rows), RowsConfirmed(self.name, rows, commits))
+        if not change.waiting and change.kind == "create":
+            self.confirm(change)
+        elif not change.waiting and change in self.changes:
+            self.changes.remove(change)
+            self.settled.append(change)
+
+    passes_on = False
+    """Whether commits that a controller tells with its confirmation reach the others (see `UnitPuts._stored`)."""
+
+    def confirm(self, change: Change) -> None:
+        """Every controller agreed: the second round."""
+        change.kind = "confirm"
+        commits: dict[str, list[int]] = {}
+        for k, row in enumerate(change.rows):
+            for task in self.rows[row].commits if row in self.rows else ():
+                commits.setdefault(task, []).append(k)
+        self.tell(change, RowsConfirmed(self.name, change.rows, commits))
+        for row in change.rows:
+            if row in self.rows:
+                self.rows[row].pending = False
+        self.sweep()
+
+    def take_back(self, change: Change) -> None:
+        """A put of new rows failed."""
+        change.failed = True
+        self.changes.remove(change)
+        self.failed.append(change)
+        gone = [row for row in change.rows if self.rows.pop(row, None) is not None]
+        if gone:
+            removed = RowsRemoved(self.name, partition_of(gone[0]), gone, RemovalReason.REFUSED)
+            self.tell(Change("remove", gone), removed, but=change.refused)
+
+    def fence(self, fence: Fence | FenceAll) -> None:
+        """Refuse commits under void leases."""
+        if isinstance(fence, FenceAll):
+            self.floors[fence.task] = (fence.token, frozenset(fence.alive))
+            return
+        for row in fence.rows.get(self.name, ()):
+            if row in self.rows:
+                fences = self.rows[row].fences
+                fences[fence.task] = max(fence.token, fences.get(fence.task, 0))
+
+    def learn(self, commits: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Controllers know of commits; returns what is new, of confirmed rows."""
+        new: dict[str, list[int]] = {}
+        for task, rows in commits.items():
+            for row in rows:
+                kept = self.rows.get(row)
+                if kept is not None and task not in kept.commits:
+                    kept.commits[task] = LEARNT
+                    if not kept.pending:
+                        new.setdefault(task, []).append(row)
+        self.sweep()
+        return new
+
+    def sweep(self) -> None:
+        """Rows that every task is done with go."""
+        for row, kept in list(self.rows.items()):
+            if not kept.pending and len(kept.commits) == len(NAMES):
+                self.finished[row] = kept.commits
+                del self.rows[row]

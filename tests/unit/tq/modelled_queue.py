@@ -1,0 +1,265 @@
+"""One controller beside two units and consumers, and what must never happen to them, for random tests to drive."""
+
+from typing import Any
+
+from queue_model import OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
+
+from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
+from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost
+from tq.control.recovery import Recovering
+from tq.control.state import ControlState
+from tq.messages import (
+    AckLost,
+    FetchRound,
+    FetchRows,
+    GiveBack,
+    Granted,
+    Held,
+    OpenPartition,
+    RowRecords,
+    RowsAccepted,
+    RowsCreated,
+    UnitAccepted,
+)
+
+
+class ModelledQueue:
+    """Carries out what the controller asks for, late; asserts that no row is in two hands, or trained twice."""
+
+    def reset(self) -> None:
+        self.starts = 0
+        self.finished_durably: dict[int, list[int]] = {}
+        self.lost_durably: list[RowRecords] = []
+        self.units = {name: FakeUnit(name) for name in UNITS}
+        self.requests = 0
+        self.answers: dict[int, Any] = {}
+        self.asked: dict[int, Any] = {}
+        self.holds: dict[str, dict[int, Held]] = {}
+        self.where: dict[int, dict[int, str]] = {}
+        self.trained: set[int] = set()
+        self.held: dict[tuple[str, int], int] = {}
+        self.to_put = list(range(ROWS * len(PARTITIONS) // SIZE))
+        self.known: set[int] = set()
+        self.lost: list[int] = []
+        self.place = dict.fromkeys(RANKS, (PARTITIONS[0], 0))
+        self.waiting: dict[int, int] = {}
+        self.rounds: dict[tuple[int, int], Any] = {}
+        self.ends: dict[int, int] = {}
+        self.lives = dict.fromkeys((*OWNERS, "rank0", "rank1"), 0)
+        self.boot(None)
+        for name in UNITS:
+            self.connect(name)
+
+    def boot(self, recovering: Recovering | None) -> None:
+        self.starts += 1
+        self.requests_at_boot = self.requests
+        self.met: set[str] = set()
+        self.fences: list[Fence | FenceAll] = []
+        self.state = ControlState(TASKS, first_token=(self.starts << 20) + 1, recovering=recovering)
+        for partition in PARTITIONS:
+            self.apply(OpenPartition(partition, ROWS))
+        for partition, rows in self.finished_durably.items():
+            self.apply(RowsFinished(partition, tuple(rows)))
+        self.apply(RowsLost(tuple(self.lost_durably)))
+
+    def apply(self, event: Any, request: int = 0) -> None:
+        instructions = self.state.handle(event, request)
+        if self.state.losses_changed:  # the shell makes them durable before anybody hears of them
+            self.lost_durably = self.state.lost_rows()
+            self.remember()
+        for instruction in instructions:
+            match instruction:
+                case Answer():
+                    assert instruction.request not in self.answers, "a request was answered twice"
+                    self.answers[instruction.request] = instruction.reply
+                    self.answered(self.asked.get(instruction.request), instruction.reply)
+                case Fence() | FenceAll():
+                    self.fences.append(instruction)
+                case Lost():
+                    self.lost += instruction.rows
+                case Commit():
+                    for name, rows in instruction.rows.items():
+                        try:
+                            self.units[name].commit(instruction.task, instruction.token, list(rows))
+                        except Superseded:
+                            assert name not in self.state.units(), "the unit that has a row does not take its ack"
+
+    def ask(self, event: Any) -> Any:
+        self.requests += 1
+        self.asked[self.requests] = event
+        self.apply(event, self.requests)
+        return self.answers.get(self.requests)
+
+    def answered(self, event: Any, reply: Any) -> None:
+        if isinstance(event, FetchRows | FetchRound) and isinstance(reply, Granted):
+            self.granted(event, reply)
+        elif isinstance(event, RowsCreated):
+            unit = self.units[event.unit]
+            if isinstance(reply, RowsAccepted):
+                self.known.update(event.rows)
+                unit.learn({task: [event.rows[k] for k in at] for task, at in reply.commits.items()})
+            else:
+                assert isinstance(reply, AsyncFlowError)
+                for row in event.rows:
+                    unit.rows.pop(row, None)
+
+    def granted(self, event: Any, lease: Granted) -> None:
+        again = lease.token in self.holds.setdefault(event.owner, {})
+        if isinstance(event, FetchRound):
+            self.check_round(event, lease)
+        for row in lease.rows:
+            assert event.task != "train" or row not in self.trained, "a trained row was handed out again"
+            assert self.held.get((event.task, row), lease.token) == lease.token, "a row is in two hands"
+            self.held[event.task, row] = lease.token
+        held = Held(event.task, lease.token, lease.partition, list(lease.rows))
+        if isinstance(event, FetchRound):
+            held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
+            held.round_rows, held.last = lease.round_rows, lease.last
+        else:
+            assert not again and lease.rows
+            if event.task == "ref":
+                assert lease.rows == sorted(lease.rows), "order is not kept"
+        assert all(lease.groups.count(group) <= SIZE for group in lease.groups)
+        self.holds[event.owner][lease.token] = held
+        self.where.setdefault(lease.token, {}).update(zip(lease.rows, lease.units, strict=True))
+
+    def check_round(self, event: FetchRound, lease: Granted) -> None:
+        key = (event.partition, event.round_index)
+        assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
+        assert len(lease.rows) <= lease.round_rows
+        del self.waiting[event.rank]
+        self.place[event.rank] = (event.partition, event.round_index + 1)
+
+    # Units
+
+    def connect(self, name: str) -> None:
+        unit = self.units[name]
+        unit.connected = True
+        for fence in unit.owed:
+            unit.fence(fence)
+        unit.owed.clear()
+        unit.unsure.clear()
+        unit.announced.clear()
+        reply = self.ask(unit.inventory())
+        self.met.add(name)
+        self.remember()
+        assert isinstance(reply, UnitAccepted)
+        self.known.update(unit.rows)
+        for row in reply.drop:
+            unit.rows.pop(row, None)
+        unit.learn(reply.commits)
+
+    def remember(self) -> None:
+        """What the shell makes durable when a unit goes, or losses change."""
+        for partition, rows in self.state.finished_rows().items():
+            self.finished_durably[partition] = sorted({*self.finished_durably.get(partition, ()), *rows})
+
+    def flush(self, name: str) -> None:
+        unit = self.units[name]
+        while unit.outbox:
+            self.deliver_one(unit)
+
+    def deliver_one(self, unit: FakeUnit) -> None:
+        event = unit.outbox.pop(0)
+        if isinstance(event, RowsCreated):
+            try:
+                self.ask(event)
+            except PeerRefused:
+                for row in event.rows:
+                    unit.rows.pop(row, None)
+        else:
+            self.apply(event)
+
+    def announce(self, unit: FakeUnit, rows: list[int], partition: int) -> None:
+        rows = [row for row in rows if row not in unit.rows]
+        if not rows:
+            return
+        for row in rows:
+            unit.rows[row] = Stored({"x"})
+        groups = [row // SIZE for row in rows]
+        unit.outbox.append(RowsCreated(unit.name, partition, rows, groups, ["x"], [1] * len(rows), 1, SIZE))
+
+    @staticmethod
+    def forget_outbox(unit: FakeUnit) -> None:
+        """What was not delivered is in the next inventory, and not confirmed to anybody before that."""
+        for event in unit.outbox:
+            if isinstance(event, RowsCreated):
+                unit.announced += event.rows
+            elif event.task == "train":
+                unit.unsure.update(dict.fromkeys(event.rows, event.token))
+        unit.outbox.clear()
+
+    def unconfirmed(self, row: int, token: int) -> None:
+        """An ack that the controller never heard of: the trainer was not told that it counts, and gives it again."""
+        known = self.state._book.rows.rows.get(row)
+        for holds in self.holds.values():
+            if token in holds and known is not None and "train" in self.state._book.rows.tasks(known.left):
+                holds[token].rows.append(row)
+                self.trained.discard(row)
+                self.held["train", row] = token
+
+    # Consumers
+
+    def owner(self, name: str) -> str:
+        return f"{name}#{self.lives[name]}"
+
+    def finish(self, owner: str, held: Held, rows: list[int]) -> None:
+        for row in rows:
+            unit = self.units[self.where[held.token][row]]
+            try:
+                if not unit.connected:
+                    raise Superseded("unreachable")  # like a TransportError here: the ack may be told to the controller
+                new = unit.commit(held.task, held.token, [row])
+            except Superseded:
+                self.not_stored(owner, held, row)
+                continue
+            if held.task == "train" and new:
+                assert row not in self.trained, "a row was trained twice"
+                self.trained.add(row)
+            held.rows.remove(row)
+            self.held.pop((held.task, row), None)
+
+    def not_stored(self, owner: str, held: Held, row: int) -> None:
+        if held.task == "train":
+            try:
+                self.apply(AckLost("train", held.token, [row]))
+            except Superseded:
+                held.rows.remove(row)
+            except PeerRefused:
+                pass
+            else:
+                assert row not in self.trained, "a row was trained twice"
+                self.trained.add(row)
+                held.rows.remove(row)
+                self.held.pop(("train", row), None)
+        elif owner in self.holds:
+            self.apply(GiveBack(held.task, held.token, [row]))
+            held.rows.remove(row)
+
+    def holds_of(self, owner: str) -> list[Held]:
+        """What a client vouches for: rows whose ack was not confirmed are among them."""
+        holds = []
+        for token, held in self.holds.get(owner, {}).items():
+            unsure = [row for unit in self.units.values() for row, by in unit.unsure.items() if by == token]
+            if held.rows or unsure or held.round_index >= 0:
+                fields = {name: getattr(held, name) for name in Held.__struct_fields__}
+                holds.append(Held(**{**fields, "rows": sorted({*held.rows, *unsure})}))
+        return holds
+
+    def carry_out(self, fence: Fence | FenceAll) -> None:
+        names = fence.units if isinstance(fence, FenceAll) else tuple(fence.rows)
+        for name in names:
+            if self.units[name].connected:
+                self.units[name].fence(fence)
+                self.flush(name)
+            else:
+                self.units[name].owed.append(fence)
+        for (task, row), token in list(self.held.items()):
+            if isinstance(fence, FenceAll):
+                claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
+                void = token < fence.token and not (token in fence.alive and claimed)
+            else:
+                void = token < fence.token and any(row in rows for rows in fence.rows.values())
+            if task == fence.task and void:
+                del self.held[task, row]
+        self.apply(Fenced(fence.task, fence.token))

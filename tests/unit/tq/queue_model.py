@@ -1,0 +1,142 @@
+"""What random tests know of a queue: its tasks, a unit that does what it must, counters that can be recounted."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncflow.errors import Superseded
+from tq import TaskSpec
+from tq.control.events import Fence, FenceAll
+from tq.control.state import ControlState
+from tq.messages import OutputsWritten, RegisterUnit, RowRecords
+
+SIZE = 2
+ROWS = 8
+PARTITIONS = (1, 2, 3)
+TASKS = (
+    TaskSpec("rollout", frozenset({"x"}), frozenset({"rollout"}), whole_groups=True),
+    TaskSpec("ref", frozenset({"x", "rollout"}), frozenset({"ref"})),
+    TaskSpec("train", frozenset({"rollout", "ref"}), whole_groups=True, keeps_leases=True),
+)
+NAMES = [task.name for task in TASKS]
+OUTPUTS = {task.name: task.outputs for task in TASKS}
+OWNERS = ("a", "b", "c")
+UNITS = ("u0", "u1")
+RANKS = (0, 1)
+
+
+@dataclass
+class Stored:
+    """A row at a unit."""
+
+    columns: set[str]
+    commits: dict[str, int] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=dict)
+
+
+class FakeUnit:
+    """What a unit must do, with the notifications that it still has to deliver."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.life = 1
+        self.connected = False
+        self.start()
+
+    def start(self) -> None:
+        self.rows: dict[int, Stored] = {}
+        self.acks: dict[int, int] = {}
+        self.unsure: dict[int, int] = {}
+        self.announced: list[int] = []
+        self.finished: dict[int, list[int]] = {}
+        self.outbox: list[Any] = []
+        self.owed: list[Fence | FenceAll] = []
+        self.floors: dict[str, tuple[int, frozenset[int]]] = {}
+
+    def inventory(self) -> RegisterUnit:
+        records = [
+            RowRecords(
+                partition_of(row), [row], [row // SIZE], [SIZE], [1], [1], sorted(it.columns), sorted(it.commits)
+            )
+            for row, it in self.rows.items()
+        ]
+        return RegisterUnit(self.name, str(self.life), records, {p: list(rows) for p, rows in self.finished.items()})
+
+    def commit(self, task: str, token: int, rows: list[int]) -> list[int]:
+        """Store outputs; returns the rows that were not stored before."""
+        floor, alive = self.floors.get(task, (0, frozenset()))
+        new = []
+        for row in rows:
+            it = self.rows.get(row)
+            if it is None:
+                raise Superseded("not here")
+            if it.commits.get(task) == token:
+                continue
+            if task in it.commits or token < it.fences.get(task, 0) or (token < floor and token not in alive):
+                raise Superseded("somebody else's")
+            new.append(row)
+        for row in new:
+            self.rows[row].commits[task] = token
+            if task == "train":
+                self.acks[row] = token
+            self.rows[row].columns |= OUTPUTS[task]
+        if self.connected:
+            self.outbox.append(OutputsWritten(self.name, task, token, rows, sorted(OUTPUTS[task]), [1] * len(rows), 1))
+        self.sweep()
+        return new
+
+    def fence(self, fence: Fence | FenceAll) -> None:
+        if isinstance(fence, FenceAll):
+            self.floors[fence.task] = (fence.token, frozenset(fence.alive))
+            return
+        for row in fence.rows.get(self.name, ()):
+            if row in self.rows:
+                self.rows[row].fences[fence.task] = max(fence.token, self.rows[row].fences.get(fence.task, 0))
+
+    def learn(self, commits: dict[str, list[int]]) -> None:
+        for task, rows in commits.items():
+            for row in rows:
+                if row in self.rows:
+                    self.rows[row].commits.setdefault(task, -1)
+        self.sweep()
+
+    def sweep(self) -> None:
+        for row in [row for row, it in self.rows.items() if len(it.commits) == len(TASKS)]:
+            del self.rows[row]
+            self.finished.setdefault(partition_of(row), []).append(row)
+
+
+def partition_of(row: int) -> int:
+    return row // ROWS + 1
+
+
+def check_counters(state: ControlState) -> None:
+    """What a controller counts equals a recount."""
+    book = state._book
+    table = book.rows
+    assert table.num_bytes == sum(row.num_bytes for row in table.rows.values())
+    for unit in {id(row.unit): row.unit for row in table.rows.values()}.values():
+        assert unit.num_rows == sum(1 for row in table.rows.values() if row.unit is unit)
+    for number, info in table.partitions.items():
+        assert info.num_live == sum(1 for row in table.rows.values() if row.partition == number)
+        assert info.num_live + info.num_finished <= ROWS
+        assert sorted(table.numbers(number)) == sorted(n for n, row in table.rows.items() if row.partition == number)
+    for task in book.tasks.values():
+        rows = {number: row for number, row in table.rows.items() if row.left & task.bit}
+        assert task.num_left == len(rows)
+        assert task.leases.holders.keys() <= rows.keys()
+        assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
+        for number, row in rows.items():
+            waits = number in task.leases.fencing or number in task.leases.stale or number in task.leases.holders
+            ready = not task.inputs & ~row.written and row.available and not waits
+            assert ready == bool(row.queued & task.bit)
+        for number, part in task.partitions.items():
+            assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)
+            live_done = sum(1 for row in table.rows.values() if row.partition == number and not row.left & task.bit)
+            finished = table.partitions[number].num_finished
+            assert part.num_done == live_done + finished, (
+                task.spec.name,
+                number,
+                part.num_done,
+                live_done,
+                finished,
+            )

@@ -1,0 +1,232 @@
+"""`QueueClient` over services that answer from memory, on a clock that only they move."""
+
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from asyncflow.errors import ConfigError, PeerRefused, TransportError
+from asyncflow.transport.handshake import Credentials
+from tq.batch import Column
+from tq.client.queue_client import QueueClient
+from tq.config import QueueConfig
+from tq.directory import Directory
+from tq.messages import (
+    AckLost,
+    Alive,
+    ClearPartition,
+    Columns,
+    CutSnapshot,
+    Done,
+    GetColumns,
+    Granted,
+    Heartbeat,
+    HoldPuts,
+    Message,
+    PutOutputs,
+    SnapshotWritten,
+    Stored,
+    WriteSnapshot,
+)
+from tq.wire import describe
+
+TIMEOUT_S = 10.0
+LEASE = Granted("score", 7, 1, [3, 4], [3, 4], ["storage-0", "storage-1"])
+Y = {"y": Column.of_scalars(torch.zeros(2))}
+
+
+class Services:
+    """Stands for the channels to all services: notes what they are told, and how long their answers were waited for.
+
+    Attributes:
+        alive: answers to heartbeats; the last one again and again.
+        answer_s: how long every answer takes.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.answer_s = 0.0
+        self.alive = [Alive(True, {"storage-0": 0, "storage-1": 0}, [], 0)]
+        self.told: list[tuple[str, Message]] = []
+        self.waited_s: list[float] = []
+        self.closed = False
+
+    def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> "Service":
+        return Service(self, service)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def units_told(self, kind: type[Message]) -> list[str]:
+        return [service for service, message in self.told if isinstance(message, kind)]
+
+
+class Service:
+    """One of them."""
+
+    def __init__(self, services: Services, name: str) -> None:
+        self.services, self.name = services, name
+
+    def submit(self, message: Message, payload: Any = None) -> "Answer":
+        if not isinstance(message, Heartbeat):
+            self.services.told.append((self.name, message))
+        return Answer(self.services, message)
+
+
+class Answer:
+    """A future whose result takes time."""
+
+    def __init__(self, services: Services, message: Message) -> None:
+        self.services, self.message = services, message
+
+    def result(self, timeout_s: float) -> Any:
+        services, message = self.services, self.message
+        if isinstance(message, Heartbeat):
+            services.now += 1
+            return (services.alive.pop(0) if len(services.alive) > 1 else services.alive[0]), None
+        if isinstance(message, AckLost):
+            raise PeerRefused("the row is not lost")
+        services.waited_s.append(timeout_s)
+        services.now += min(services.answer_s, timeout_s)
+        if services.answer_s > timeout_s:
+            raise FutureTimeout
+        if isinstance(message, GetColumns):
+            headers, payload = describe({"x": Column.of_scalars(torch.tensor(message.rows))}, narrow=False)
+            values = torch.empty(payload.num_bytes, dtype=torch.uint8)
+            payload.write(values)
+            return Columns(headers), values
+        if isinstance(message, WriteSnapshot):
+            return SnapshotWritten([], 0, 0), None
+        return (Stored(0) if isinstance(message, PutOutputs) else Done()), None
+
+
+@pytest.fixture(name="services")
+def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
+    monkeypatch.setattr("tq.client.services._RETRY_S", 0.0)
+    return Services()
+
+
+@pytest.fixture(name="client")
+def _client(services: Services) -> QueueClient:
+    config = QueueConfig(request_timeout_s=TIMEOUT_S)
+    client = QueueClient(Credentials(HashStore(), b"secret"), "me", config=config)  # type: ignore[arg-type]
+    client._services._links = services  # type: ignore[assignment]
+    client._services._clock = lambda: services.now
+    client._services.__dict__["directory"] = Directory(("controller-0",), ("score", "train"))
+    return client
+
+
+CALLS: dict[str, Callable[[QueueClient], object]] = {
+    "get": lambda client: client.get(LEASE, ["x"]),
+    "put": lambda client: client.put("score", LEASE, LEASE.rows, Y),
+    "ack": lambda client: client.ack("score", LEASE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_all_units_share_the_deadline_of_one_call(client: QueueClient, services: Services, call: str) -> None:
+    services.answer_s = 0.4 * TIMEOUT_S
+    CALLS[call](client)
+    assert services.waited_s == pytest.approx([TIMEOUT_S, 0.6 * TIMEOUT_S])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_units_that_are_slow_one_after_the_other_do_not_add_up(
+    client: QueueClient, services: Services, call: str
+) -> None:
+    services.answer_s = 0.7 * TIMEOUT_S
+    with pytest.raises(TransportError, match="storage-1 did not answer"):
+        CALLS[call](client)
+    assert services.now == pytest.approx(TIMEOUT_S, abs=0.1)
+
+
+def test_silent_unit_leaves_those_asked_after_it_some_time(client: QueueClient, services: Services) -> None:
+    services.answer_s = TIMEOUT_S
+    with pytest.raises(TransportError, match="storage-1 did not answer"):
+        client.put("score", LEASE, LEASE.rows, Y)
+    assert services.waited_s == [TIMEOUT_S, 0.5]
+
+
+def test_lease_of_another_task_is_refused_by_name(client: QueueClient, services: Services) -> None:
+    refusal = "the lease 7 is score's, not train's"
+    with pytest.raises(ConfigError, match=refusal):
+        client.put("train", LEASE, LEASE.rows, Y)
+    with pytest.raises(ConfigError, match=refusal):
+        client.ack("train", LEASE)
+    with pytest.raises(ConfigError, match=refusal):
+        client.give_back("train", LEASE)
+    assert services.told == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"x": [1, 2]}, r"column 'x' is a list; make it a column: tq\.column\(\[\.\.\.\]\)"),
+        ({"x": torch.zeros(2)}, "column 'x' is a Tensor; make it a column"),
+        ({"y": Y["y"], "x": "ab"}, "column 'x' is a str; make it a column"),
+        ([1, 2], "a put needs columns by name, not a list"),
+    ],
+)
+def test_what_is_no_column_is_refused_by_name(
+    client: QueueClient, services: Services, columns: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        client.put_rows(columns)
+    with pytest.raises(ConfigError, match=message):
+        client.put("score", LEASE, LEASE.rows, columns)
+    assert services.told == []
+
+
+@pytest.mark.parametrize(
+    ("partition", "num_rows", "message"),
+    [(-1, 4, "partition: -1"), (1, -4, "num_rows: -4"), ("one", 4, "partition: not a whole number")],
+)
+def test_partition_that_cannot_be_is_refused(
+    client: QueueClient, services: Services, partition: Any, num_rows: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        client.open_partition(partition, num_rows)
+    assert services.told == []
+
+
+def alive(*units: str, away: tuple[str, ...] = ()) -> Alive:
+    return Alive(True, dict.fromkeys(units, 0), list(away), 0)
+
+
+def test_clearing_waits_for_a_unit_that_is_away(client: QueueClient, services: Services) -> None:
+    services.alive = [alive("storage-0", away=("storage-1",))] * 2 + [alive("storage-0", "storage-1")]
+    client.clear_partition(1)
+    assert services.units_told(ClearPartition) == ["storage-0", "storage-1"]
+
+
+def test_unit_that_stays_away_is_named_at_the_deadline(client: QueueClient, services: Services, tmp_path: Path) -> None:
+    services.alive = [alive("storage-0", away=("storage-1", "storage-2"))]
+    with pytest.raises(TransportError, match="away: storage-1 storage-2"):
+        client.clear_partition(1)
+    assert services.now == pytest.approx(TIMEOUT_S, abs=1.1)
+    with pytest.raises(TransportError, match="away: storage-1 storage-2"):
+        client.snapshot(tmp_path / "snapshot")
+    assert services.told == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commits_and_counts_go_on_without_a_unit_that_is_away(client: QueueClient, services: Services) -> None:
+    services.alive = [alive("storage-0", away=("storage-1",))]
+    client.commit(3)
+    assert [service for service, _ in services.told] == ["storage-0"]
+
+
+def test_snapshot_of_units_of_which_one_went_meanwhile_is_no_snapshot(
+    client: QueueClient, services: Services, tmp_path: Path
+) -> None:
+    both = alive("storage-0", "storage-1")
+    services.alive = [alive("storage-0", away=("storage-1",)), both, both, alive("storage-0", away=("storage-1",))]
+    with pytest.raises(TransportError, match="storage-1 went while it was taken"):
+        client.snapshot(tmp_path / "snapshot")
+    told = [services.units_told(kind) for kind in (HoldPuts, CutSnapshot, WriteSnapshot)]
+    assert told == [["storage-0", "storage-1"], ["storage-0", "storage-1"], ["storage-0"]]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,57 @@
+"""Whoever waits for a service that is away can be told to stop waiting."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from asyncflow.errors import TransportError
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials, ask_key
+from tq.config import QueueConfig
+from tq.messages import CONTROLLER_REPLIES
+from tq.service_channels import ServiceChannels
+from tq.unit.storage import StorageUnit
+
+AT_ONCE_S = 1.0
+
+
+@pytest.fixture(name="credentials")
+def _credentials() -> Credentials:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return Credentials(store, b"secret", timeout_s=30.0)
+
+
+def asked_for(credentials: Credentials, service: str) -> None:
+    """Wait until somebody asks an absent service for a channel."""
+    credentials.own_store().queue_pop(ask_key(service))
+
+
+def test_closing_ends_the_wait_for_a_service_that_is_away(credentials: Credentials) -> None:
+    links = ServiceChannels(credentials, "me", Limits(), lambda *_: None)
+    ended: list[str] = []
+
+    def connect() -> None:
+        with pytest.raises(TransportError) as caught:
+            links.get("controller-0", CONTROLLER_REPLIES)
+        ended.append(str(caught.value))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    asked_for(credentials, "controller-0")
+    links.close()
+    connecting.join(AT_ONCE_S)
+    assert ended == ["me: closed while controller-0 was asked for a channel"]
+    with pytest.raises(TransportError, match="me: the queue client is closed"):
+        links.get("controller-0", CONTROLLER_REPLIES)
+
+
+def test_unit_whose_controller_is_away_closes_at_once(credentials: Credentials) -> None:
+    unit = StorageUnit(credentials, "storage-0", QueueConfig(), controllers=["controller-0"])
+    asked_for(credentials, "controller-0")
+    began = time.monotonic()
+    unit.close()
+    assert time.monotonic() - began < AT_ONCE_S
+    assert not [one.name for one in threading.enumerate() if one.name == "link-controller-0"]

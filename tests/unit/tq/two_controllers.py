@@ -1,0 +1,338 @@
+"""Two controllers that serve different tasks, beside units, producers and consumers, for random tests to drive."""
+
+from typing import Any
+
+from held_unit import ALL_TASKS, OUTPUTS, Change, HeldUnit
+from queue_model import PARTITIONS, ROWS, SIZE, UNITS, partition_of
+
+from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from tq.control.events import (
+    Answer,
+    Commit,
+    DoneElsewhere,
+    Fence,
+    FenceAll,
+    Fenced,
+    Lost,
+    OwnerGone,
+    RowsFinished,
+    RowsLost,
+    UnitGone,
+)
+from tq.control.recovery import Recovering
+from tq.control.state import ControlState
+from tq.messages import (
+    AckLost,
+    FetchRows,
+    GiveBack,
+    Granted,
+    Held,
+    Join,
+    OpenPartition,
+    RowRecords,
+    RowsCreated,
+    UnitAccepted,
+)
+
+SERVED = {"lead": frozenset({"rollout", "train", "judge"}), "other": frozenset({"ref", "look"})}
+CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}
+OWNERS = ("a", "b", "trainer")
+ALL_ROWS = range(ROWS * len(PARTITIONS))
+
+
+class Controller:
+    """One incarnation after another of a control state, with what its shell makes durable."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.starts = 0
+        self.finished: dict[int, list[int]] = {}
+        self.lost: list[RowRecords] = []
+
+    def boot(self, recovering: Recovering | None) -> None:
+        """Start, with what the earlier incarnation left."""
+        self.starts += 1
+        self.fences: list[Fence | FenceAll] = []
+        self.parked: dict[int, FetchRows] = {}
+        first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
+        self.state = ControlState(ALL_TASKS, served=SERVED[self.name], first_token=first, recovering=recovering)
+
+    def save(self, *, unit_gone: bool) -> None:
+        """What the shell makes durable after an event, before anybody hears of it."""
+        if unit_gone or self.state.losses_changed:
+            for partition, rows in self.state.finished_rows().items():
+                self.finished[partition] = sorted({*self.finished.get(partition, ()), *rows})
+        if self.state.losses_changed:
+            self.lost = self.state.lost_rows()
+
+
+class TwoControllers:
+    """Asserts that nobody gets what another holds, or what was acked."""
+
+    def reset(self) -> None:
+        self.controllers = {name: Controller(name) for name in SERVED}
+        self.units = {name: HeldUnit(name, tuple(SERVED)) for name in UNITS}
+        self.requests = 0
+        self.answers: dict[int, Any] = {}
+        self.leases: dict[tuple[str, int], Held] = {}
+        self.where: dict[tuple[int, int], tuple[str, int]] = {}
+        self.held: dict[tuple[str, int], int] = {}
+        self.acked: set[tuple[str, int]] = set()
+        self.worked_on: set[tuple[str, int]] = set()
+        """Stored at a unit or acked; a consumer may never hear that its ack counted."""
+        self.to_put: set[int] = set(ALL_ROWS)
+        self.acks_to_tell: list[tuple[str, AckLost]] = []
+        self.lives = dict.fromkeys(OWNERS, 0)
+        for name in SERVED:
+            self.boot(name, None)
+        for unit in UNITS:
+            for name in SERVED:
+                self.connect(unit, name)
+
+    # Controllers
+
+    def ask_lead(self) -> None:
+        """The other controller asks who was done with what it lost."""
+        other, lead = self.controllers["other"].state, self.controllers["lead"].state
+        rows, partitions = other.missing()
+        done = lead.done(rows, partitions)
+        self.apply("other", DoneElsewhere({task: [rows[k] for k in places] for task, places in done.items()}))
+
+    def boot(self, name: str, recovering: Recovering | None) -> None:
+        controller = self.controllers[name]
+        controller.boot(recovering)
+        for partition in PARTITIONS:
+            self.apply(name, OpenPartition(partition, ROWS))
+        for partition, rows in controller.finished.items():
+            self.apply(name, RowsFinished(partition, tuple(rows)))
+        self.apply(name, RowsLost(tuple(controller.lost)))
+
+    def apply(self, name: str, event: Any) -> Any:
+        """Tell a controller; returns the answer of a request, if it has one already."""
+        controller = self.controllers[name]
+        self.requests += 1
+        request = self.requests
+        if isinstance(event, FetchRows):
+            controller.parked[request] = event
+        instructions = controller.state.handle(event, request)
+        controller.save(unit_gone=isinstance(event, UnitGone))
+        for instruction in instructions:
+            match instruction:
+                case Answer():
+                    assert instruction.request not in self.answers, "a request was answered twice"
+                    self.answers[instruction.request] = instruction.reply
+                    fetch = controller.parked.pop(instruction.request, None)
+                    if fetch is not None and isinstance(instruction.reply, Granted):
+                        self.granted(fetch, instruction.reply)
+                case Fence() | FenceAll():
+                    controller.fences.append(instruction)
+                case Lost() if name == "lead":
+                    self.to_put.update(instruction.rows)
+                case Commit():
+                    self.pass_on(instruction)
+        return self.answers.get(request)
+
+    def pass_on(self, order: Commit) -> None:
+        for unit, rows in order.rows.items():
+            for row in rows:
+                try:
+                    self.units[unit].commit(order.task, order.token, row)
+                except Superseded:
+                    assert row not in self.units[unit].rows or order.task in self.units[unit].rows[row].commits
+
+    def carry_out(self, name: str, fence: Fence | FenceAll) -> None:
+        """The units carry out a fence, and confirm when the controller knows what they had stored."""
+        controller = self.controllers[name]
+        controller.fences.remove(fence)
+        for unit in fence.units if isinstance(fence, FenceAll) else tuple(fence.rows):
+            link = self.units[unit].links[name]
+            if link.connected:
+                self.units[unit].fence(fence)
+                self.flush(unit, name)
+            else:
+                link.owed.append(fence)
+        for (task, row), token in list(self.held.items()):
+            if task == fence.task and token < fence.token:
+                alive = isinstance(fence, FenceAll) and token in fence.alive and self.claimed(task, row, token)
+                if not alive and (isinstance(fence, FenceAll) or any(row in rows for rows in fence.rows.values())):
+                    del self.held[task, row]
+        self.apply(name, Fenced(fence.task, fence.token))
+
+    def claimed(self, task: str, row: int, token: int) -> bool:
+        return any(it.task == task and it.token == token and row in it.rows for it in self.leases.values())
+
+    # Units
+
+    def connect(self, unit: str, name: str) -> None:
+        """A unit registers, after it heard what it missed."""
+        held_unit, link = self.units[unit], self.units[unit].links[name]
+        if not link.noticed:
+            self.notice(unit, name)
+        for fence in link.owed:
+            held_unit.fence(fence)
+        link.owed.clear()
+        link.connected = True
+        reply = self.apply(name, held_unit.inventory())
+        assert isinstance(reply, UnitAccepted)
+        held_unit.accepted(name, reply)
+        self.hear(held_unit)
+
+    def notice(self, unit: str, name: str) -> None:
+        """A controller sees the end of a channel."""
+        self.units[unit].links[name].noticed = True
+        self.apply(name, UnitGone(unit))
+
+    def break_link(self, unit: str, name: str) -> None:
+        link = self.units[unit].links[name]
+        link.outbox.clear()
+        link.connected, link.noticed = False, not link.connected and link.noticed
+
+    def flush(self, unit: str, name: str) -> None:
+        while self.units[unit].links[name].outbox:
+            self.deliver(unit, name)
+
+    def deliver(self, unit: str, name: str, *, answer_arrives: bool = True) -> None:
+        """A controller hears the oldest message of a link."""
+        message, change = self.units[unit].links[name].outbox.pop(0)
+        try:
+            reply = self.apply(name, message)
+        except PeerRefused as error:
+            reply = error
+        assert reply is not None or not isinstance(message, RowsCreated), "nothing limits the queue"
+        if answer_arrives:
+            self.units[unit].answered(name, change, reply)
+            self.hear(self.units[unit])
+
+    def hear(self, unit: HeldUnit) -> None:
+        """Clients hear the outcome of their puts."""
+        for change in unit.settled:
+            if change.kind == "commit":
+                self.commit_counts(change)
+        for change in unit.failed:
+            if change.kind in ("create", "confirm"):
+                self.to_put.update(change.rows)
+        unit.settled.clear()
+        unit.failed.clear()
+
+    def commit_counts(self, change: Change) -> None:
+        (row,) = change.rows
+        for lease in self.leases.values():
+            if (lease.task, lease.token) == (change.task, change.token) and row in lease.rows:
+                lease.rows.remove(row)
+                self.count(change.task, row)
+
+    def unit_dies(self, unit: str) -> None:
+        """It starts again, empty: acks that were not confirmed are given again, new rows are put again."""
+        for change in self.units[unit].changes:
+            if change.kind == "commit" and OUTPUTS[change.task]:  # made again, by whomever
+                self.held.pop((change.task, change.rows[0]), None)
+        self.units[unit].start()
+        self.hear(self.units[unit])
+        for name in SERVED:
+            self.break_link(unit, name)
+
+    # Consumers
+
+    def owner(self, name: str) -> str:
+        return f"{name}#{self.lives[name]}"
+
+    def granted(self, fetch: FetchRows, lease: Granted) -> None:
+        for row, unit in zip(lease.rows, lease.units, strict=True):
+            if OUTPUTS[fetch.task] and not self.values_exist(fetch.task, row):
+                self.acked.discard((fetch.task, row))
+            assert (fetch.task, row) not in self.acked, f"row {row} was acked by {fetch.task}, and is handed out again"
+            assert (fetch.task, row) not in self.held, f"row {row} is in two hands of {fetch.task}"
+            self.held[fetch.task, row] = lease.token
+            self.where[lease.token, row] = (unit, self.units[unit].life)
+        self.leases[fetch.owner, lease.token] = Held(fetch.task, lease.token, lease.partition, list(lease.rows))
+
+    def values_exist(self, task: str, row: int) -> bool:
+        return any(row in unit.rows and OUTPUTS[task] <= unit.rows[row].columns for unit in self.units.values())
+
+    def count(self, task: str, row: int) -> None:
+        """A consumer is told that its ack counts."""
+        assert (task, row) not in self.acked, f"row {row} was acked twice by {task}"
+        self.acked.add((task, row))
+        self.worked_on.add((task, row))
+        self.held.pop((task, row), None)
+
+    def finish(self, owner: str, lease: Held, row: int, *, told: str = "all") -> None:
+        """A holder, dead or alive, is done with a row. `told`: who hears of an ack of a lost row, now or later."""
+        unit, life = self.where[lease.token, row]
+        try:
+            if self.units[unit].life != life:
+                raise Superseded("that unit is gone")
+            self.units[unit].commit(lease.task, lease.token, row)
+            self.worked_on.add((lease.task, row))
+            self.hear(self.units[unit])
+        except Superseded:
+            if not OUTPUTS[lease.task]:
+                self.ack_lost(owner, lease, row, told)
+            else:
+                self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, [row]))
+                lease.rows.remove(row)
+
+    def ack_lost(self, owner: str, lease: Held, row: int, told: str) -> None:
+        ack = AckLost(lease.task, lease.token, [row])
+        first, second = sorted(SERVED, key=lambda name: name != CONTROLLER_OF[lease.task])
+        try:
+            self.apply(first, ack)
+        except Superseded:
+            lease.rows.remove(row)
+        except PeerRefused:
+            pass  # again later
+        else:
+            lease.rows.remove(row)
+            self.count(lease.task, row)
+            if told == "all":
+                self.apply(second, ack)
+            elif told == "later":
+                self.acks_to_tell.append((second, ack))
+
+    def holds_of(self, owner: str) -> list[Held]:
+        return [
+            Held(lease.task, lease.token, lease.partition, sorted(lease.rows))
+            for (holder, _), lease in self.leases.items()
+            if holder == owner and lease.rows
+        ]
+
+    def consumer_dies(self, name: str) -> None:
+        for controller in SERVED:
+            self.apply(controller, OwnerGone(self.owner(name)))
+        self.lives[name] += 1
+
+    def controller_dies(self, name: str) -> None:
+        """All its channels end with it; consumers join the next incarnation."""
+        for unit in UNITS:
+            self.break_link(unit, name)
+            self.units[unit].links[name].noticed = True
+        owners = [self.owner(owner) for owner in OWNERS]
+        self.boot(name, Recovering(frozenset(UNITS), frozenset(owners)))
+        for owner in owners:
+            self.apply(name, Join(owner, self.holds_of(owner)))
+
+    # Producers
+
+    def put(self, unit: str, rows: list[int]) -> None:
+        """A client puts rows of one partition; it hears the outcome later."""
+        self.to_put.difference_update(rows)
+        try:
+            self.units[unit].create(rows)
+        except RowsExist:
+            self.to_put.update(row for row in rows if not self.at_a_unit(row))
+
+    def at_a_unit(self, row: int) -> bool:
+        return any(row in unit.rows or row in unit.finished for unit in self.units.values())
+
+    def missing(self) -> list[int]:
+        """Return rows that somebody wants to put and that are at no unit."""
+        return sorted(row for row in self.to_put if not self.at_a_unit(row))
+
+
+def groups(rows: list[int]) -> list[list[int]]:
+    """Sort rows by group."""
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(row // SIZE, []).append(row)
+    assert all(partition_of(members[0]) == partition_of(members[-1]) for members in found.values())
+    return list(found.values())

@@ -1,0 +1,100 @@
+"""What a controller remembers beyond its process: facts are durable before they are acted on or told.
+
+Shell of `DurableMark`; used by `ControllerService` and, through it, by admission. Thread-safe.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from tq.control.admission import AdmissionMark
+from tq.control.durable_mark import DurableMark
+from tq.control.events import Event, Quarantined, RowsFinished, RowsLost
+from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
+
+Finished = Mapping[int, Collection[int]]
+"""Partition -> rows that all tasks are done with."""
+
+
+class Memory:
+    """The facts of one controller, as they were saved last."""
+
+    def __init__(self, durable: DurableMark, *, version: int) -> None:
+        """Recall.
+
+        Args:
+            durable: reads and writes.
+            version: step of the weights at the start, at least.
+        """
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._saving_losses = threading.Lock()
+        self._mark = durable.load()
+        self._mark.newest_version = max(version, self._mark.newest_version)
+
+    @property
+    def newest_version(self) -> int:
+        """Newest published weights."""
+        return self._mark.newest_version
+
+    @property
+    def admission(self) -> AdmissionMark | None:
+        """Where admission stands; None without it."""
+        return self._mark.admission
+
+    def events(self) -> Iterator[Event]:
+        """Return what a new control state must be told."""
+        for partition, num_rows in self._mark.partitions.items():
+            yield OpenPartition(partition, num_rows)
+        for partition, rows in self._mark.finished.items():
+            yield RowsFinished(partition, tuple(rows))
+        if lost := self._durable.load_lost():
+            yield RowsLost(tuple(lost))
+        if self._mark.stopped:
+            yield Stop()
+
+    def remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
+        """Somebody said so."""
+        with self._lock:
+            match event:
+                case OpenPartition():
+                    self._mark.partitions[event.partition] = event.num_rows
+                case PublishVersion():
+                    self._mark.newest_version = max(self._mark.newest_version, event.step)
+                case Stop():
+                    self._mark.stopped = True
+            self._durable.save(self._mark)
+
+    def remember_admission(self, mark: AdmissionMark) -> None:
+        """Admission goes on."""
+        with self._lock:
+            self._mark.admission = mark
+            self._durable.save(self._mark)
+
+    def remember_finished(self, finished: Finished) -> None:
+        """A unit went away, and with it what it knew of freed rows: a restarted controller must not wait for them."""
+        if not any(finished.values()):
+            return
+        with self._lock:
+            for partition, rows in finished.items():
+                known = self._mark.finished.get(partition, [])
+                self._mark.finished[partition] = sorted({*known, *rows})
+            self._durable.save(self._mark)
+
+    def remember_losses(self, state: Callable[[], "tuple[Finished, list[RowRecords]]"]) -> None:
+        """Rows were lost, or tasks are done with some of them: before anybody hears of it.
+
+        Args:
+            state: returns what is finished and what is lost, of one moment: a lost row that gets finished is known to
+                no unit. Called one at a time, so that the newest is saved last.
+        """
+        with self._saving_losses:
+            finished, lost = state()
+            self.remember_finished(finished)
+            self._durable.save_lost(lost)
+
+    def shrink(self, quarantined: Quarantined) -> None:
+        """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""
+        with self._lock:
+            if quarantined.partition in self._mark.partitions:
+                self._mark.partitions[quarantined.partition] -= quarantined.num_rows
+                self._durable.save(self._mark)

@@ -1,0 +1,120 @@
+"""What one unit has still to be told, in order. A thread of its own tells it, so that no unit waits for another.
+
+    add --> told --> settled, forgotten
+        '-> the unit cannot be reached --> settled, owed --(the next `add`, or `catch_up`)--> told --> forgotten
+
+Used by `UnitOrders`. The unit may hear a message twice; it is none the wiser.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from asyncflow.errors import PeerRefused, Superseded, TransportError
+from tq.messages import Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Entry:
+    message: Message
+    settled: "Future[None]" = field(default_factory=Future)
+    is_settled: bool = False
+
+
+class UnitBacklog:
+    """Owned by a `UnitOrders`."""
+
+    def __init__(self, unit: str, tell: Callable[[str, Message], None]) -> None:
+        """Start the thread.
+
+        Args:
+            unit: whom to tell.
+            tell: tells a unit something and waits until it confirms; raises TransportError.
+        """
+        self._unit = unit
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._entries: dict[_Entry, None] = {}
+        self._fresh = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"orders-{unit}", daemon=True)
+        self._thread.start()
+
+    def add(self, message: Message) -> "Future[None]":
+        """Have it told after everything that was added before.
+
+        Returns:
+            A future that completes when the unit confirmed, or when it could not be reached and is owed the message.
+        """
+        entry = _Entry(message)
+        with self._changed:
+            self._entries[entry] = None
+            self._fresh = True
+            self._changed.notify()
+        return entry.settled
+
+    def catch_up(self) -> None:
+        """Tell everything now, in the caller's thread: that of the backlog may wait for an earlier life of the unit.
+
+        Raises:
+            TransportError: the unit does not answer; what it was not told is still owed.
+        """
+        for entry in self._all():
+            self._tell_once(entry)
+        with self._changed:
+            self._fresh = True  # the thread may just be told that the earlier life does not answer
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not self._fresh:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                self._fresh = False
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        reachable = True
+        for entry in self._all():
+            try:
+                if reachable:
+                    self._tell_once(entry)
+            except TransportError as error:
+                logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
+                reachable = isinstance(error, PeerRefused | Superseded)
+            self._settle(entry)
+
+    def _all(self) -> list[_Entry]:
+        with self._changed:
+            return list(self._entries)
+
+    def _tell_once(self, entry: _Entry) -> None:
+        with self._changed:
+            if entry not in self._entries:
+                return  # the other thread was faster
+        self._tell(self._unit, entry.message)
+        with self._changed:
+            self._entries.pop(entry, None)
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        with self._changed:
+            before, entry.is_settled = entry.is_settled, True
+        if not before:
+            entry.settled.set_result(None)
