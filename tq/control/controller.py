@@ -20,7 +20,7 @@ from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control.admission import AdmissionState
+from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import DurableMark
 from tq.control.events import (
     Answer,
@@ -46,6 +46,7 @@ from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
 from tq.control.sessions import Sessions
 from tq.control.state import ControlState
+from tq.control.task_rates import TaskRates
 from tq.control.task_state import TaskSpec
 from tq.control.unit_graces import UnitGraces
 from tq.control.unit_orders import UnitOrders
@@ -80,7 +81,6 @@ from tq.timers import Timers
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 8
-_RATE_WINDOW_S = 10.0
 _TOKENS_PER_START = 40
 """Bits of a token that count leases; those above count starts of the controller."""
 
@@ -127,8 +127,7 @@ class ControllerService:
         self._calls = KeptCalls(self._timers, lambda request: self._apply(DeadlinePassed(request)))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
         self._sessions = Sessions()
-        self._done_before: dict[str, tuple[float, int]] = {}
-        self._started = time.monotonic()
+        self._rates = TaskRates(time.monotonic())
         self._closed = False
         recovering = None
         self._awaited: set[str] = set()
@@ -378,10 +377,8 @@ class ControllerService:
     def _make_admitting(
         self, schedule: ScheduleConfig, prompts: PromptSource, *, version: int, last_step: int
     ) -> PromptAdmitter:
-        if self._memory.admission is None:
-            state = AdmissionState(schedule, version=version, last_step=last_step)
-        else:
-            state = AdmissionState.from_mark(self._memory.admission, schedule, last_step=last_step)
+        mark = self._memory.admission or AdmissionMark(version, next_step=version + 1)
+        state = AdmissionState.from_mark(mark, schedule, last_step=last_step)
         return PromptAdmitter(
             state,
             self._client,
@@ -412,10 +409,7 @@ class ControllerService:
             for task in stats.tasks:
                 task.controller = self._name
                 task.oldest_request_s = now - oldest.get(task.task, now)
-                before, done = self._done_before.get(task.task, (self._started, 0))
-                task.rows_per_s = (task.acked - done) / max(now - before, 1e-3)
-                if now - before > _RATE_WINDOW_S:
-                    self._done_before[task.task] = (now, task.acked)
+            self._rates.note(stats.tasks, now)
         return stats
 
 

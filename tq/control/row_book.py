@@ -79,9 +79,7 @@ class RowBook:
 
     def add_lost(self, number: int, row: LiveRow) -> None:
         """A row is known, but no unit has it; the units may prove otherwise."""
-        row.unit = self._nowhere
-        if self._nowhere not in self.rows.dead_units:
-            self.rows.dead_units.append(self._nowhere)
+        row.unit = self._lost_unit()
         self.add(row.partition, [(number, row)])
         self.lost_now.append(number)
         self.lost.add(number)
@@ -268,6 +266,16 @@ class RowBook:
         self.lost_now += [number for number in numbers if number in self.rows.rows]
         self.losses_changed |= bool(numbers)
 
+    def misplace(self, numbers: Sequence[int]) -> None:
+        """A unit let go of rows that are elsewhere, as another controller says: where that is will be told, or not."""
+        for number in numbers:
+            row = self.rows.rows[number]
+            self.rows.move(row, self._lost_unit(), row.num_bytes)
+            self.refresh(number)
+        self.lost.update(numbers)
+        self.lost_now += numbers
+        self.losses_changed |= bool(numbers)
+
     def unit(self, name: str) -> UnitInfo:
         """Return a unit that is up, made when new."""
         return self.rows.units.setdefault(name, UnitInfo(name))
@@ -351,6 +359,11 @@ class RowBook:
         self._put_again.discard(number)
         self.moved.discard(number)
         self._ended(number)
+
+    def _lost_unit(self) -> UnitInfo:
+        if self._nowhere not in self.rows.dead_units:
+            self.rows.dead_units.append(self._nowhere)
+        return self._nowhere
 
     def _ended(self, number: int) -> None:
         self.lost.discard(number)

@@ -333,6 +333,9 @@ class ControlState:
         if event.reason is RemovalReason.QUARANTINED:
             self._book.quarantines.remove(here)
             return
+        if event.reason is RemovalReason.DROPPED:
+            self._book.misplace(here)
+            return
         for number in here:
             self._book.remove(number)
         if event.reason is RemovalReason.CLEARED:

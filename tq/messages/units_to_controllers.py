@@ -110,8 +110,9 @@ class OutputsWritten(Message):
 
 
 class RemovalReason(StrEnum):
-    """Why rows left the queue before every task was done with them."""
+    """Why rows left a unit before every task was done with them; dropped: a controller said that they are elsewhere."""
 
+    DROPPED = "dropped"
     CLEARED = "cleared"
     REFUSED = "refused"
     QUARANTINED = "quarantined"

@@ -67,13 +67,13 @@ class ControllerLinks:
         """Whether controllers must agree on new rows."""
         return len(self._links) > 1
 
-    def tell(self, message: Message, timeout_s: float, *, but: Sequence[str] = ()) -> Told:
-        """Tell every controller that counts, except `but`; the unit's lock is held since the change was made."""
+    def tell(self, message: Message, timeout_s: float) -> Told:
+        """Tell every controller that counts; the unit's lock is held since the change was made."""
         everybody = not self.registered()
         return {
             controller: link.notify(message, timeout_s)
             for controller, link in self._links.items()
-            if (everybody or link.counts) and controller not in but
+            if everybody or link.counts
         }
 
     def flush(self, *, here: bool = True) -> None:

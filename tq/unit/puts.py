@@ -27,7 +27,6 @@ from tq.messages import (
     Stored,
 )
 from tq.unit.block import Block, BlockStore
-from tq.unit.controller_link import is_refusal
 from tq.unit.controller_links import ControllerLinks, Told
 from tq.unit.holds import Holds
 from tq.unit.records import Repeated
@@ -125,13 +124,13 @@ class UnitPuts:
                 stored = self._creating.get(message.rows[0]) or self._done()
         stored.add_done_callback(partial(_answer, call))
         if repeated is None:
-            when_all(list(told.values()), partial(self._conclude, message, told, stored))
+            when_all(list(told.values()), partial(self._conclude, message, stored))
             self._links.flush()
 
-    def _conclude(self, message: PutRows, told: Told, stored: "Future[Stored]", outcome: Outcome) -> None:
+    def _conclude(self, message: PutRows, stored: "Future[Stored]", outcome: Outcome) -> None:
         """All controllers agreed to the new rows, or one will not have them."""
         if not isinstance(outcome, list):
-            self._take_back(message, told, stored, outcome)
+            self._take_back(message, stored, outcome)
             return
         with self._lock:
             self._learn(message, outcome)
@@ -164,13 +163,13 @@ class UnitPuts:
                 rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
                 self._state.learn_commits(rows)
 
-    def _take_back(self, message: PutRows, told: Told, stored: "Future[Stored]", error: BaseException) -> None:
+    def _take_back(self, message: PutRows, stored: "Future[Stored]", error: BaseException) -> None:
+        """All hear of it: who refused may have taken a part of the rows with an inventory."""
         with self._lock:
             self._creating.pop(message.rows[0], None)
-            refused = [name for name, one in told.items() if one.done() and is_refusal(one.exception())]
             for partition, rows in self._state.remove(message.rows).items():
                 removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
-                self._links.tell(removal, self._timeout_s, but=refused)
+                self._links.tell(removal, self._timeout_s)
         self._links.flush(here=False)
         self._poke()
         stored.set_exception(error)

@@ -150,7 +150,9 @@ class StorageUnit:
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
-        self._state.remove(reply.drop)
+        for partition, rows in self._state.remove(reply.drop).items():
+            self._links.tell(RowsRemoved(self.name, partition, rows, RemovalReason.DROPPED), self._timeout_s)
+            self._links.wake()
         self._state.set_tasks(reply.tasks)
         new = self._state.learn_commits(reply.commits)
         if new:

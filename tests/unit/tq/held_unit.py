@@ -51,7 +51,6 @@ class Change:
     task: str = ""
     token: int = 0
     waiting: set[str] = field(default_factory=set)
-    refused: list[str] = field(default_factory=list)
     failed: bool = False
 
 
@@ -127,15 +126,14 @@ class HeldUnit:
 
     # Controllers
 
-    def tell(self, change: Change, message: Any, *, but: list[str] | None = None) -> None:
+    def tell(self, change: Change, message: Any) -> None:
         """Every controller hears of a change, or finds it in the next inventory."""
         if change not in self.changes:
             self.changes.append(change)
         for name, link in self.links.items():
-            if name not in (but or []):
-                change.waiting.add(name)
-                if link.connected:
-                    link.outbox.append((message, change))
+            change.waiting.add(name)
+            if link.connected:
+                link.outbox.append((message, change))
 
     def inventory(self) -> RegisterUnit:
         """Return what is here."""
@@ -151,13 +149,15 @@ class HeldUnit:
 
     def accepted(self, controller: str, reply: UnitAccepted) -> None:
         """A controller took the inventory, which covers everything that it was not told of."""
-        for row in reply.drop:
-            self.rows.pop(row, None)
+        dropped = [row for row in reply.drop if self.rows.pop(row, None) is not None]
+        for row in dropped:
+            removed = RowsRemoved(self.name, partition_of(row), [row], RemovalReason.DROPPED)
+            self.tell(Change("remove", [row]), removed)
         new = self.learn(reply.commits)
         covered = [change for change in self.changes if controller in change.waiting]
         for change in covered:
-            dropped = change.kind == "create" and not set(reply.drop).isdisjoint(change.rows)
-            self.answered(controller, change, RowsExist("elsewhere") if dropped else None)
+            elsewhere = change.kind == "create" and not set(reply.drop).isdisjoint(change.rows)
+            self.answered(controller, change, RowsExist("elsewhere") if elsewhere else None)
         if new:
             rows = sorted({row for known in new.values() for row in known})
             commits = {task: [rows.index(row) for row in known] for task, known in new.items()}
@@ -169,7 +169,6 @@ class HeldUnit:
         if change.failed:
             return
         if isinstance(reply, PeerRefused):
-            change.refused.append(controller)
             if change.kind == "create":
                 self.take_back(change)
             return
@@ -209,7 +208,7 @@ class HeldUnit:
         gone = [row for row in change.rows if self.rows.pop(row, None) is not None]
         if gone:
             removed = RowsRemoved(self.name, partition_of(gone[0]), gone, RemovalReason.REFUSED)
-            self.tell(Change("remove", gone), removed, but=change.refused)
+            self.tell(Change("remove", gone), removed)
 
     def fence(self, fence: Fence | FenceAll) -> None:
         """Refuse commits under void leases."""
