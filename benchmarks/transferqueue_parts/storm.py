@@ -75,7 +75,7 @@ def storm(
     kills: int,
     seed: int = 0,
     num_units: int = 2,
-    num_controllers: int = 1,
+    num_controllers: int = 2,
     num_producers: int = 2,
     num_consumers: int = 2,
     longest_pause_s: float = 0.5,

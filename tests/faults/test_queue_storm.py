@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from transferqueue_parts.storm import storm
 
 
-def test_rows_are_acked_exactly_once_though_processes_die(tmp_path: Path) -> None:
-    report = storm(tmp_path, kills=12, seed=1)
+@pytest.mark.parametrize("num_controllers", [1, 2])
+def test_rows_are_acked_exactly_once_though_processes_die(tmp_path: Path, num_controllers: int) -> None:
+    report = storm(tmp_path, kills=12, seed=num_controllers, num_controllers=num_controllers)
     assert report.faultless, report
     assert sum(report.kills.values()) == 12
     assert report.verdict.rows > 100

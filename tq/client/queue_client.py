@@ -10,11 +10,11 @@ to another one, and acks need no row.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.errors import ConfigError, PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
@@ -23,6 +23,7 @@ from tq.client.deadline import Deadline
 from tq.client.held_leases import HeldLeases
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
 from tq.client.services import GRACE_S, QueueServices, expect
+from tq.client.somewhere import put_somewhere
 from tq.client.unit_loads import UnitLoads
 from tq.config import QueueConfig
 from tq.messages import (
@@ -137,7 +138,7 @@ class QueueClient:
             self._loads.put(unit, stored.num_bytes)
 
         self._services.beats.writes(("rows", *columns))
-        self._on_some_unit(put, timeout_s)
+        put_somewhere(self._services, self._loads, put, timeout_s)
         return indices
 
     def open_partition(self, partition: int, num_rows: int) -> None:
@@ -380,35 +381,6 @@ class QueueClient:
         for service in sorted(directory.controllers, key=lambda name: name != first):
             future = self._services.controller(service, deadline.left_s).submit(lost)
             self._services.answer(future, service, lost, deadline.left_s)
-
-    def _on_some_unit(self, put: Callable[[str], None], timeout_s: float) -> None:
-        """Try units, the emptiest first, until one has taken the rows."""
-        services = self._services
-        unsure: set[str] = set()
-        """Units that may have taken the rows though their answer did not come."""
-        ask_again: set[str] = set()
-
-        def attempt() -> None:
-            if not services.units():
-                services.beats.beat(services.directory.lead)
-            units = services.units()
-            unit = self._loads.emptiest({name: units[name] for name in ask_again & units.keys()} or units, unsure)
-            ask_again.clear()
-            try:
-                put(unit)
-            except RowsExist as error:
-                if not unsure:
-                    raise
-                if unit not in unsure:  # an earlier attempt got through, or died and a controller does not know it yet
-                    ask_again.update(unsure)
-                    raise TransportError(str(error)) from error
-            except (PeerRefused, Superseded):
-                raise
-            except TransportError:
-                unsure.add(unit)
-                raise
-
-        services.patiently(attempt, services.deadline(timeout_s))
 
 
 def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:

@@ -20,7 +20,6 @@ from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import DurableMark
 from tq.control.events import (
     Answer,
@@ -165,7 +164,14 @@ class ControllerService:
             )
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
-            self._admitting = self._make_admitting(schedule, prompts, version=version, last_step=last_step)
+            self._admitting = PromptAdmitter(
+                self._memory.admission_state(schedule, version=version, last_step=last_step),
+                self._client,
+                prompts,
+                num_units=config.num_storage_units,
+                save=self._memory.remember_admission,
+                failed=self._fail,
+            )
         with credentials.borrowed_store() as store:
             self._directory.publish(store)
         limits = Limits(payload_bytes=config.max_message_bytes)
@@ -373,20 +379,6 @@ class ControllerService:
                 back = owner in self._sessions.owners
             if back:
                 self._durable.add("owner", owner)
-
-    def _make_admitting(
-        self, schedule: ScheduleConfig, prompts: PromptSource, *, version: int, last_step: int
-    ) -> PromptAdmitter:
-        mark = self._memory.admission or AdmissionMark(version, next_step=version + 1)
-        state = AdmissionState.from_mark(mark, schedule, last_step=last_step)
-        return PromptAdmitter(
-            state,
-            self._client,
-            prompts,
-            num_units=self._config.num_storage_units,
-            save=self._memory.remember_admission,
-            failed=self._fail,
-        )
 
     def _start_admitting(self) -> None:
         """Begin as soon as the state knows which rows exist."""

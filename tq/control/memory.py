@@ -6,7 +6,8 @@ Shell of `DurableMark`; used by `ControllerService` and, through it, by admissio
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from tq.control.admission import AdmissionMark
+from tq.config import ScheduleConfig
+from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import DurableMark
 from tq.control.events import Event, Quarantined, RowsFinished, RowsLost
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
@@ -36,10 +37,10 @@ class Memory:
         """Newest published weights."""
         return self._mark.newest_version
 
-    @property
-    def admission(self) -> AdmissionMark | None:
-        """Where admission stands; None without it."""
-        return self._mark.admission
+    def admission_state(self, schedule: ScheduleConfig, *, version: int, last_step: int) -> AdmissionState:
+        """Return where admission stands; on a first start it begins with the step after `version`."""
+        mark = self._mark.admission or AdmissionMark(version, next_step=version + 1)
+        return AdmissionState.from_mark(mark, schedule, last_step=last_step)
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""

@@ -32,9 +32,9 @@ from tq.control.events import (
     UnitLost,
 )
 from tq.control.fetches import Fetches
-from tq.control.live_rows import UnitInfo
 from tq.control.losses import Losses
 from tq.control.lost_acks import ack_lost
+from tq.control.put_queue import PutQueue
 from tq.control.recovery import Recovering, Recovery
 from tq.control.room import Room
 from tq.control.row_book import RowBook
@@ -98,6 +98,7 @@ class ControlState:
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)
+        self._puts = PutQueue(self._book, self._arrivals, self._losses, self._room)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
@@ -129,7 +130,7 @@ class ControlState:
         """
         self._apply(event, request)
         self._report_losses()
-        self._admit_puts()
+        self._puts.admit()
         self._recover()
         self._fetches.wake()
         out, self._book.out = self._book.out, []
@@ -202,7 +203,7 @@ class ControlState:
     def _apply(self, event: Event, request: int) -> None:
         match event:
             case RowsCreated():
-                self._create(event, request)
+                self._puts.create(event, request)
             case RowsConfirmed():
                 confirmed = self._arrivals.confirm(event)
                 self._losses.forget(event.rows)
@@ -256,7 +257,7 @@ class ControlState:
         """Somebody came or went."""
         match event:
             case RegisterUnit():
-                self._room.cancel(event.unit)
+                self._puts.cancel(event.unit)
                 reply = self._registry.register(event)
                 self._losses.forget(row for record in event.records if not record.pending for row in record.rows)
                 self._book.out.append(Answer(request, reply))
@@ -270,62 +271,22 @@ class ControlState:
                 self._reasons.writes(event.owner, event.columns)
             case UnitGone():
                 unit = self._book.rows.units.get(event.unit)
-                self._room.cancel(event.unit)
+                self._puts.cancel(event.unit)
                 if unit is not None:
                     self._book.set_online(unit, online=False)
             case UnitLost():
                 unit = self._book.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
-                    self._lose(unit)
+                    self._puts.lose(unit)
             case RecoveryDeadline():
                 self._rebuild()
         if self._recovery is not None and self._recovery.collected:
             self._rebuild()
 
-    # Puts
-
-    def _create(self, event: RowsCreated, request: int) -> None:
-        for unit in self._arrivals.left_by(event):
-            self._lose(unit)
-        num_new = self._arrivals.check(event)
-        if num_new and not event.commits:
-            self._room.check(event)
-            if self._room.waiting or not self._fits(event):
-                self._room.waiting[request] = event
-                return
-        self._take(event, request)
-
-    def _take(self, event: RowsCreated, request: int) -> None:
-        accepted = self._arrivals.create(event)
-        if not event.held:
-            self._losses.forget(event.rows)
-        self._book.out.append(Answer(request, accepted))
-
-    def _fits(self, event: RowsCreated) -> bool:
-        return self._room.fits(event, **self._used())
-
-    def _used(self) -> dict[str, int]:
-        """Return what counts toward the limits: rows that are coming, too."""
-        rows, coming = self._book.rows, self._arrivals
-        return {"num_rows": len(rows) + len(coming), "num_bytes": rows.num_bytes + coming.num_bytes}
-
-    def _lose(self, unit: UnitInfo) -> None:
-        self._arrivals.forget(unit.name)
-        self._book.lose(unit)
-
-    def _admit_puts(self) -> None:
-        waiting = self._room.waiting
-        while waiting and self._fits(waiting[first := next(iter(waiting))]):
-            event = waiting.pop(first)
-            try:
-                self._arrivals.check(event)
-            except PeerRefused as error:  # somebody else put these rows meanwhile
-                self._book.out.append(Answer(first, error))
-            else:
-                self._take(event, first)
+    # Rows
 
     def _remove(self, event: RowsRemoved) -> None:
-        self._room.cancel(event.unit, set(event.rows))
+        self._puts.cancel(event.unit, set(event.rows))
         self._arrivals.forget(event.unit, set(event.rows))
         table = self._book.rows.rows
         at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
@@ -389,11 +350,9 @@ class ControlState:
     # Waiting
 
     def _expire(self, request: int) -> None:
-        put = self._room.waiting.pop(request, None)
-        if put is not None:
-            refusal = self._room.refusal(put, **self._used(), because=self._reasons.blocking())
-            self._book.out.append(Answer(request, refusal))
-        elif self._losses.watchers.pop(request, None) is not None:
+        if self._puts.expire(request, self._reasons.blocking):
+            return
+        if self._losses.watchers.pop(request, None) is not None:
             self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
         else:
             self._fetches.expire(request)
