@@ -55,7 +55,7 @@ class Verdict:
         rows: put and confirmed.
         lost: (row, task) without an ack.
         twice: acks beyond the first, except repetitions of work whose result went with a unit.
-        corrupt: rows that came different from how they were put, or with a refused score.
+        corrupt: rows that came different from how they were put, or with a score that had been refused.
         redone: acks beyond the first where the task's outputs were lost with a unit and the row was put again.
         open_intents: (row, task) whose only ack came from a client that died before it heard the answer.
         superseded: (row, task) acks that the queue refused.
@@ -138,8 +138,8 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
     reputs: Counter[int] = Counter()
     acks: dict[str, Counter[int]] = {task: Counter() for task in tasks}
     open_intents: dict[str, Counter[int]] = {task: Counter() for task in tasks}
-    refused: set[tuple[int, int]] = set()
-    seen: set[tuple[int, int]] = set()
+    refused: dict[tuple[int, int], float] = {}
+    seen: dict[tuple[int, int], float] = {}
     for record in records:
         match record.deed:
             case Deed.PUT_DONE:
@@ -155,16 +155,19 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
             case Deed.SUPERSEDED:
                 open_intents[record.task].subtract(record.rows)
                 verdict.superseded += len(record.rows)
-                refused |= {(row, record.token) for row in record.rows if record.task in writers}
+                if record.task in writers:
+                    refused |= {(row, record.token): record.at for row in record.rows}
             case Deed.SEEN:
-                seen |= {(row, record.token) for row in record.rows}
+                seen |= {(row, record.token): record.at for row in record.rows}
             case Deed.CORRUPT:
                 verdict.corrupt += len(record.rows)
                 verdict.blame(f"rows {record.rows} came corrupt to {record.task}")
     verdict.rows = len(put)
-    for row, token in seen & refused:
-        verdict.corrupt += 1
-        verdict.blame(f"row {row} carries the outputs of lease {token}, which were refused")
+    for row, token in seen.keys() & refused.keys():
+        # Outputs may be stored, be seen, and be lost with their unit; the writer that asks again is refused then.
+        if not reputs[row] or seen[row, token] > refused[row, token]:
+            verdict.corrupt += 1
+            verdict.blame(f"row {row} carries the outputs of lease {token}, which were refused")
     for task in tasks:
         again = reputs if task in writers else Counter()
         _count_acks(verdict, task, put, acks[task], open_intents[task], again)

@@ -62,6 +62,16 @@ def test_outputs_of_a_refused_put_must_never_be_seen() -> None:
     assert faults(verdict(*late, *acked(1, 2), Record(Deed.SEEN, [2], "train", 5))) == (0, 0, 1)
 
 
+@pytest.mark.parametrize(("reput", "seen_at", "corrupt"), [(True, 1.0, 0), (True, 3.0, 1), (False, 1.0, 1)])
+def test_outputs_that_were_seen_and_lost_before_the_refusal_are_no_fault(
+    reput: bool, seen_at: float, corrupt: int
+) -> None:
+    refused = Record(Deed.SUPERSEDED, [2], "score", 5, at=2.0)
+    seen = Record(Deed.SEEN, [2], "train", 5, at=seen_at)
+    lost = [Record(Deed.REPUT, [2], at=1.5)] if reput else []
+    assert faults(verdict(*acked(1, 2), seen, refused, *lost)) == (0, 0, corrupt)
+
+
 def test_damaged_rows_are_counted_and_named() -> None:
     found = verdict(*acked(1, 2), Record(Deed.CORRUPT, [2], "train"))
     assert faults(found) == (0, 0, 1)
