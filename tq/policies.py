@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,8 +25,7 @@ from asyncflow.errors import ConfigError
 from tq.balance import partition
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Rows that are handed out together, in ascending order.
 
     Attributes:
@@ -77,6 +76,8 @@ class Fifo:
             if chosen and (rows > want.num_rows or 0 < want.token_budget < tokens):
                 break
             chosen.append(parcel)
+            if rows == want.num_rows:
+                break
         return chosen
 
     def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:

@@ -138,6 +138,8 @@ class PeerArena:
 
     def take_released(self, most: int) -> list[int]:
         """Return up to `most` offsets that the sender may use again and does not know of yet."""
+        if not self._released:
+            return []
         taken: list[int] = []
         with contextlib.suppress(IndexError):
             while len(taken) < most:

@@ -21,7 +21,6 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -248,7 +247,8 @@ class Channel:
 
     def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:
         """Send a frame, with the payload in it."""
-        with self._held(self._frame_lock, timeout_s):
+        self._hold(self._frame_lock, timeout_s)
+        try:
             frame.releases = self._sharing.take_released()
             end = encode_frame(frame, self._out_view)
             if payload is not None:
@@ -260,6 +260,8 @@ class Channel:
                 self._broken = True
                 if self._sharing.pipes is not None:
                     self._sharing.pipes.close_out()  # the peer sees the end even if it does not read
+        finally:
+            self._frame_lock.release()
 
     def _put_frame(self, timeout_s: float | None) -> None:
         pipes = self._sharing.pipes if self._met else None
@@ -277,13 +279,16 @@ class Channel:
         frame.route, frame.num_cuts = Route.WIRE, len(sizes)
         frame.body = b"".join(size.to_bytes(8, "little") for size in sizes) + frame.body
         frame.outside = len(frame.body) > ROOM_BYTES
-        with self._held(self._bulk_lock, timeout_s):
+        self._hold(self._bulk_lock, timeout_s)
+        try:
             self._send(frame, None, timeout_s)
             try:
                 self._send_parts(frame, parts, timeout_s)
             except BaseException:
                 self.abort()  # the peer waits for what was announced
                 raise
+        finally:
+            self._bulk_lock.release()
 
     def _send_parts(self, frame: Frame, parts: list[Tensor | Payload], timeout_s: float | None) -> None:
         in_flight: deque[tuple[dist.Work, Tensor]] = deque()
@@ -347,16 +352,13 @@ class Channel:
         except RuntimeError as error:
             raise self._gone("the peer is gone") from error
 
-    @contextlib.contextmanager
-    def _held(self, lock: threading.Lock, timeout_s: float | None) -> Iterator[None]:
+    def _hold(self, lock: threading.Lock, timeout_s: float | None) -> None:
+        """Take a lock of a channel that works; the caller releases it."""
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             raise TransportError(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
-        try:
-            if self._broken:
-                raise TransportError(f"channel to {self.peer}: closed")
-            yield
-        finally:
+        if self._broken:
             lock.release()
+            raise TransportError(f"channel to {self.peer}: closed")
 
     def _post(self, data: Tensor, tag: int) -> dist.Work:
         try:

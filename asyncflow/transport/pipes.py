@@ -45,6 +45,8 @@ class Pipes:
         self._in, self._in_writer = os.pipe2(os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a user has so many pages for pipes; 16 frames fit without
             fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._frames = select.poll()
+        self._frames.register(self._in, select.POLLIN)
         self._out = -1
         self._closed = False
         self.offer = PipeOffer(self._in_writer, os.fstat(self._in).st_ino)
@@ -94,10 +96,11 @@ class Pipes:
         raise TransportError("closed")
 
     def readable(self, timeout_s: float) -> bool:
-        """Wait until `receive` would not block; False when the timeout passes. The peer's end counts, too."""
-        poll = select.poll()
-        poll.register(self._in, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+        """Wait until `receive` would not block; False when the timeout passes. The peer's end counts, too.
+
+        One thread at a time.
+        """
+        return bool(self._frames.poll(max(0.0, timeout_s) * 1000))
 
     def watch(self, other: int) -> None:
         """Wait for the peer's end, whether or not frames are there, or for the descriptor `other` to be readable."""

@@ -131,9 +131,11 @@ class Sharing:
             TransportError: nothing was lent there.
         """
         own = self._own
+        if not frame.releases:
+            return
         if own is not None:
             own.release(frame.releases)
-        elif frame.releases:
+        else:
             raise TransportError(f"channel to {self._peer}: releases, but no memory is shared")
 
     def end(self) -> None:

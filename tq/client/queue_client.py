@@ -10,7 +10,7 @@ to another one, and acks need no row.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -206,7 +206,8 @@ class QueueClient:
         by_unit = _by_unit(granted.units)
         asked = []
         for unit, positions in by_unit.items():
-            message = GetColumns([granted.rows[i] for i in positions], list(names))
+            rows = granted.rows if len(by_unit) == 1 else [granted.rows[i] for i in positions]
+            message = GetColumns(rows, list(names))
             asked.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message)))
         parts = []
         for unit, message, future in asked:
@@ -383,8 +384,11 @@ class QueueClient:
             self._services.answer(future, service, lost, deadline.left_s)
 
 
-def _by_unit(units: Iterable[str]) -> dict[str, list[int]]:
+def _by_unit(units: Sequence[str]) -> dict[str, Sequence[int]]:
+    """Return unit -> positions."""
+    if units and units.count(units[0]) == len(units):
+        return {units[0]: range(len(units))}
     by_unit: dict[str, list[int]] = {}
     for position, unit in enumerate(units):
         by_unit.setdefault(unit, []).append(position)
-    return by_unit
+    return dict(by_unit)

@@ -125,22 +125,23 @@ class PartitionQueue:
         Raises:
             PeerRefused: the policy does not keep its promises; nothing was taken.
         """
-        popped: list[Parcel] = []
-        chosen: list[Parcel] = []
+        shown: dict[int, Parcel] = {}
+        taken: set[int] = set()
         try:
-            chosen = policy.pick(self._front(popped), want)
-            names = [parcel.rows[0] for parcel in chosen]
-            if (popped and not names) or len(set(names)) != len(names) or not set(chosen) <= set(popped):
-                names, chosen = [], []
+            chosen = policy.pick(self._front(shown), want)
+            names = {parcel.rows[0] for parcel in chosen}
+            unknown = any(shown.get(parcel.rows[0]) != parcel for parcel in chosen)
+            if (shown and not names) or len(names) != len(chosen) or unknown:
                 raise PeerRefused(f"{policy!r} chose parcels that it was not shown, or the same one twice, or none")
+            taken = names
         finally:
-            taken = set(chosen)
-            self._queue.put_back([parcel.rows[0] for parcel in popped if parcel not in taken])
+            self._queue.put_back([name for name in shown if name not in taken])
         for parcel in chosen:
             self._claim(parcel)
         return chosen
 
-    def _front(self, popped: list[Parcel]) -> Iterator[Parcel]:
+    def _front(self, shown: dict[int, Parcel]) -> Iterator[Parcel]:
+        """Yield parcels in order, and note them by their first rows."""
         rows = self._rows.rows
         while (number := self._queue.pop()) is not None:
             row = rows.get(number)
@@ -153,7 +154,7 @@ class PartitionQueue:
                 parcel = Parcel(members, sum(rows[member].tokens for member in members))
             else:
                 parcel = Parcel((number,), row.tokens)
-            popped.append(parcel)
+            shown[number] = parcel
             yield parcel
 
     def _claim(self, parcel: Parcel) -> None:

@@ -354,17 +354,19 @@ def _check_distinct(rows: Sequence[int]) -> None:
 
 
 def _parts(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
+    try:
+        places = [row.places[name] for row in rows]
+    except KeyError:
+        number = next(number for number, row in zip(numbers, rows, strict=True) if name not in row.places)
+        raise PeerRefused(f"row {number}: column {name!r} is not written") from None
     parts: list[tuple[Block, list[int]]] = []
     last: Block | None = None
-    for number, row in zip(numbers, rows, strict=True):
-        place = row.places.get(name)
-        if place is None:
-            raise PeerRefused(f"row {number}: column {name!r} is not written")
-        block, position = place
+    for block, position in places:
         if block is not last:
-            parts.append((block, []))
+            found: list[int] = []
+            parts.append((block, found))
             last = block
-        parts[-1][1].append(position)
+        found.append(position)
     return [(block, _as_range(positions)) for block, positions in parts]
 
 
