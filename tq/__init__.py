@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tq.columns import column_of as column
     from tq.config import QueueConfig, TaskConfig
     from tq.control.controller import ControllerService
-    from tq.control.task_state import TaskSpec
     from tq.local import LocalQueue, connect
     from tq.local import LocalQueue as start  # noqa: N813
+    from tq.task_spec import TaskSpec
     from tq.unit.storage import StorageUnit
 
 __all__ = [
@@ -59,7 +59,7 @@ _HOMES = {
     "StorageUnit": "tq.unit.storage",
     "StreamingDataLoader": "tq.client.dataloader",
     "TaskConfig": "tq.config",
-    "TaskSpec": "tq.control.task_state",
+    "TaskSpec": "tq.task_spec",
     "column": "tq.columns:column_of",
     "connect": "tq.local",
     "start": "tq.local:LocalQueue",

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from asyncflow.errors import ConfigError, TransportError
+from asyncflow.store_server import connect_store
 from asyncflow.transport.handshake import Credentials
 from tq.config import QueueConfig, TaskConfig
-from tq.control.task_state import TaskSpec
+from tq.task_spec import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,6 @@ class QueueAddress:
         Raises:
             TransportError: nobody answers there.
         """
-        from torch.distributed import DistError  # imports torch
-
-        from asyncflow.store_server import connect_store
-
         timeout_s = self.config.request_timeout_s
         try:
             store = connect_store(self.host, self.port, timedelta(seconds=timeout_s))
@@ -67,16 +66,20 @@ class QueueAddress:
         """Read the file.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or it is no queue's.
         """
         try:
             fields = json.loads(path.read_text())
+            return QueueAddress(
+                fields["host"],
+                fields["port"],
+                bytes.fromhex(fields["secret"]),
+                QueueConfig.model_validate(fields["config"]),
+                tuple(TaskConfig.model_validate(task) for task in fields["tasks"]),
+            )
         except FileNotFoundError as error:
             raise ConfigError(f"queue: {path} does not exist; start a queue there first") from error
-        return QueueAddress(
-            fields["host"],
-            fields["port"],
-            bytes.fromhex(fields["secret"]),
-            QueueConfig.model_validate(fields["config"]),
-            tuple(TaskConfig.model_validate(task) for task in fields["tasks"]),
-        )
+        except OSError as error:
+            raise ConfigError(f"queue: {path} cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:  # also pydantic's
+            raise ConfigError(f"queue: {path} is no queue's address; give the path of LocalQueue.address") from error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 _Subset = tuple[int, list[int]]  # (sum of weights, indices)
 
 
-def partition(weights: Sequence[int], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
+def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) -> list[list[int]]:
     """Split weights into parts of nearly equal sum; the sums differ by the largest weight at most.
 
     The largest differencing method: partial partitions are joined, those with the widest spread first, the heaviest

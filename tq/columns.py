@@ -236,14 +236,14 @@ def column_of(data: Any) -> Column:
     if isinstance(data, Column):
         return data
     if isinstance(data, (Tensor, np.ndarray)):
-        return Column.of_dense(torch.as_tensor(data))
+        return Column.of_dense(_dense(data))
     if not isinstance(data, (list, tuple)):
         raise ConfigError(f"a column cannot be made of {type(data).__name__}; give a tensor or a list of rows")
     rows = list(data)
     if not rows:
         raise ConfigError("an empty list says nothing about its rows; name a constructor, as in Column.of_texts([])")
     if all(isinstance(row, (Tensor, np.ndarray)) for row in rows):
-        return Column.of_rows([torch.as_tensor(row) for row in rows])
+        return Column.of_rows([_dense(row) for row in rows])
     if all(isinstance(row, str) for row in rows):
         return Column.of_texts(rows)
     if all(isinstance(row, (bytes, bytearray, memoryview)) for row in rows):
@@ -274,6 +274,17 @@ def _encode_json(value: Any) -> bytes:
     if msgspec.json.decode(data) != value:
         raise ValueError(f"{value!r:.80} would come back as {data[:80]!r}")
     return data
+
+
+def _dense(data: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(data)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a column cannot be made of this array: {error}") from error
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        sort = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else "sparse"
+        raise ConfigError(f"a column cannot be made of a {sort} tensor; give a dense one, as in tensor.to_dense()")
+    return tensor
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from asyncflow.settings import Settings
 from tq.backends.config import BackendConfig
 
 if TYPE_CHECKING:
-    from tq.control.task_state import TaskSpec
+    from tq.task_spec import TaskSpec
 
 
 class ScheduleMode(StrEnum):
@@ -60,6 +60,9 @@ class QueueConfig(Settings):
     """Deadline of one request to a storage unit, and how long a fetch parks before it is asked again (s)."""
     lease_timeout_s: float = Field(30.0, gt=0)
     """A consumer that is silent for so long loses its leases (s); heartbeats go out four times as often."""
+    unit_timeout_s: float = Field(5.0, gt=0)
+    """A storage unit that is silent for so long counts as away (s), as if its process had died; signs of life go out
+    four times as often."""
     unit_grace_s: float = Field(10.0, ge=0)
     """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
     max_deliveries: int = Field(5, ge=0)
@@ -119,8 +122,8 @@ class TaskConfig(Settings):
 
     def spec(self, queue: QueueConfig) -> "TaskSpec":
         """Return it as a controller wants it."""
-        from tq.control.task_state import TaskSpec
         from tq.policies import load_policy
+        from tq.task_spec import TaskSpec
 
         deliveries = 0 if self.keeps_leases else queue.max_deliveries
         policy = queue.policy if self.keeps_leases else "fifo"

@@ -1,6 +1,6 @@
 """Who serves the queue: published in the job store once, read by every client. Names only, nothing secret.
 
-Called by the process that starts the queue (`publish`) and by clients (`read`). Units are not listed: they come and
+Called by controllers (`publish`) and by clients (`read`). Units are not listed: they come and
 go, and the lead controller's heartbeat answers name those that are up.
 """
 
@@ -13,6 +13,7 @@ from asyncflow.errors import TransportError
 
 _KEY = "tq/directory"
 _NEXT_ROW = "tq/next_row"
+_MOST_COUNTED = 2**61
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,13 @@ def allocate_rows(store: dist.Store, number: int) -> range:
     """Return global row indices that nobody else has or will have (queues without admission)."""
     end = int(store.add(_NEXT_ROW, number))
     return range(end - number, end)
+
+
+def reserve_rows(store: dist.Store, beyond: int) -> int:
+    """Let no later `allocate_rows` return a row up to `beyond`; returns where it goes on.
+
+    Two callers at once may leave more out than they need. Rows from 2**61 on are left alone: no counter gets there.
+    """
+    end = int(store.add(_NEXT_ROW, 0))
+    missing = min(beyond + 1, _MOST_COUNTED) - end
+    return int(store.add(_NEXT_ROW, missing)) if missing > 0 else end

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from tq.directory import Directory
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 _RESTART_DELAY_S = 0.2
 _MAX_EARLY_ENDS = 3
@@ -51,7 +51,7 @@ class LocalQueue:
         num_units: int | None = None,
         num_controllers: int | None = None,
         config: QueueConfig | None = None,
-        log_dir: Path | None = None,
+        log_dir: Path | str | None = None,
     ) -> None:
         """Start the services and wait until they work.
 
@@ -67,20 +67,19 @@ class LocalQueue:
         """
         numbers = {"num_storage_units": num_units, "num_controllers": num_controllers}
         update = {name: number for name, number in numbers.items() if number is not None}
+        _check_counts(update)
+        if config is not None and not isinstance(config, QueueConfig):
+            raise ConfigError(f"queue: config is a {type(config).__name__}; make it a tq.QueueConfig(...)")
         config = (config or QueueConfig()).model_copy(update=update)
-        if config.num_storage_units < 1 or config.num_controllers < 1:
-            raise ConfigError(f"queue: {update} is too few; at least one of each")
-        if log_dir is not None and not log_dir.is_dir():
+        if log_dir is not None and not Path(log_dir).is_dir():
             raise ConfigError(f"queue: {log_dir} is no directory; make it first")
-        declared = tuple(_declared(name, task, config) for name, task in tasks.items())
-        if not declared:
-            raise ConfigError("queue: declare at least one task")
+        declared = _declared(tasks, config)
         self._directory = tempfile.TemporaryDirectory(prefix="tq-")
         self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
         self.address = Path(self._directory.name) / "queue.json"
         """What another process needs to `tq.connect`; readable by this user only."""
         QueueAddress(LOOPBACK, port, secrets.token_bytes(32), config, declared).save(self.address)
-        self._log_dir = log_dir
+        self._log_dir = None if log_dir is None else Path(log_dir)
         self._giving_up = threading.Event()
         self._services: dict[str, _Service] = {}
         self._clients: list[QueueClient] = []
@@ -135,8 +134,13 @@ class LocalQueue:
         self._clients.clear()
         for service in self._services.values():
             service.end()
-        for service in self._services.values():
-            service.join()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        late = [service for service in self._services.values() if not service.left(deadline)]
+        for service in late:
+            service.kill()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for service in late:
+            service.left(deadline)
         self._directory.cleanup()
 
     def __enter__(self) -> "LocalQueue":
@@ -167,14 +171,44 @@ class LocalQueue:
         self._services[name] = _Service(self.address, name, log, self._giving_up)
 
 
-def _declared(name: str, task: Sequence[str] | TaskConfig, queue: QueueConfig) -> TaskConfig:
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for what, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ConfigError(f"queue: {what} is {count!r}; give a whole number")
+        if count < 1:
+            raise ConfigError(f"queue: {what} is {count}, which is too few; at least one")
+
+
+def _declared(tasks: Mapping[str, Sequence[str] | TaskConfig], queue: QueueConfig) -> tuple[TaskConfig, ...]:
+    if not isinstance(tasks, Mapping):
+        raise ConfigError(f"queue: tasks are a {type(tasks).__name__}; give their inputs by name: {{'score': ['x']}}")
+    declared = tuple(_declared_task(name, task, queue) for name, task in tasks.items())
+    if not declared:
+        raise ConfigError("queue: declare at least one task")
+    writers: dict[str, str] = {}
+    for task in declared:
+        for column in task.outputs:
+            if writers.setdefault(column, task.name) != task.name:
+                raise ConfigError(f"queue: {writers[column]} and {task.name} both write column {column!r}")
+    return declared
+
+
+def _declared_task(name: str, task: Sequence[str] | TaskConfig, queue: QueueConfig) -> TaskConfig:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"queue: a task is named {name!r}; name it with a string")
     if isinstance(task, str):
         raise ConfigError(f"task {name}: the inputs are a list of columns; write [{task!r}]")
-    declared = task if isinstance(task, TaskConfig) else TaskConfig(name=name, inputs=tuple(task))
-    if declared.name != name:
-        raise ConfigError(f"task {name}: its configuration is that of {declared.name!r}")
-    declared.spec(queue)  # loads the policy
-    return declared
+    if not isinstance(task, TaskConfig):
+        if not isinstance(task, Collection) or isinstance(task, Mapping):
+            raise ConfigError(f"task {name}: the inputs are a list of columns, not {task!r}")
+        wrong = [column for column in task if not isinstance(column, str) or not column]
+        if wrong:
+            raise ConfigError(f"task {name}: an input is named {wrong[0]!r}; name it with a string")
+        task = TaskConfig(name=name, inputs=tuple(task))
+    if task.name != name:
+        raise ConfigError(f"task {name}: its configuration is that of {task.name!r}")
+    task.spec(queue)  # loads the policy
+    return task
 
 
 def connect(address: Path | str, name: str, *, stop: threading.Event | None = None) -> QueueClient:
@@ -186,7 +220,7 @@ def connect(address: Path | str, name: str, *, stop: threading.Event | None = No
         stop: once set, services that are gone are not waited for.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or it is another one.
         TransportError: the queue has been closed.
     """
     queue = QueueAddress.load(Path(address))
@@ -221,12 +255,16 @@ class _Service:
         if process is not None:
             process.terminate()
 
-    def join(self) -> None:
-        """Wait until it has left; kill it when that takes too long."""
-        self._thread.join(_STOP_TIMEOUT_S)
-        if self._thread.is_alive() and self._process is not None:
-            self._process.kill()
-            self._thread.join(_STOP_TIMEOUT_S)
+    def left(self, deadline: float) -> bool:
+        """Wait until it has left; returns whether it has. `deadline` is one of `time.monotonic`."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """End it at once, also when it is stopped."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def _run(self) -> None:
         early = 0

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from asyncflow.errors import ConfigError
-from tq.balance import partition
+from tq.balance import split_evenly
 
 
 class Parcel(NamedTuple):
@@ -165,8 +165,8 @@ class TokenBalanced:
         return sorted(_fitting(seen[:1] + nearest, want))
 
     def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
-        """Share by the largest differencing method; see `balance.partition`."""
-        shares = partition([parcel.tokens for parcel in parcels], num_ranks, equal_counts=self.equal_counts)
+        """Share by the largest differencing method; see `balance.split_evenly`."""
+        shares = split_evenly([parcel.tokens for parcel in parcels], num_ranks, equal_counts=self.equal_counts)
         return [[parcels[i] for i in share] for share in shares]
 
 
@@ -203,7 +203,7 @@ class GroupAffinity:
             shares = [[i for i, n in enumerate(numbers) if n % num_ranks == rank] for rank in range(num_ranks)]
         else:
             tokens = [sum(parcel.tokens for parcel in group) for group in groups.values()]
-            shares = partition(tokens, num_ranks, equal_counts=False)
+            shares = split_evenly(tokens, num_ranks, equal_counts=False)
         return [[parcel for i in share for parcel in groups[numbers[i]]] for share in shares]
 
 

@@ -1,6 +1,6 @@
 """Channels of one process: one to each service, made on first use, made again when one broke.
 
-Used by `QueueServices` and by a controller's `UnitOrders`. Never decides what is sent.
+Used by `QueueServices`, and by a controller's `UnitOrders` and `LeadQuestions`. Never decides what is sent.
 """
 
 import threading
@@ -34,6 +34,7 @@ class ServiceChannels:
         self._lock = threading.Lock()
         self._links: dict[str, Connection] = {}
         self._connecting: dict[str, threading.Lock] = {}
+        self._stops: dict[str, threading.Event] = {}
         self._closing = threading.Event()
 
     @property
@@ -56,6 +57,7 @@ class ServiceChannels:
             one_at_a_time = self._connecting.setdefault(service, threading.Lock())
         with one_at_a_time:
             with self._lock:
+                stop = self._stops.setdefault(service, threading.Event())
                 connection = self._links.get(service)
                 self._refuse_closed()
             if connection is not None and not connection.closed:
@@ -67,7 +69,7 @@ class ServiceChannels:
                 replies,
                 limits=self._limits,
                 timeout_s=timeout_s,
-                stop=self._closing,
+                stop=stop,
             )
             try:
                 self._greet(service, connection)
@@ -79,10 +81,20 @@ class ServiceChannels:
                 raise
         return connection
 
+    def give_up_waiting(self, service: str) -> None:
+        """The service started anew: who still connects to its earlier life gets an error, and delays nobody."""
+        with self._lock:
+            self._connecting.pop(service, None)
+            stop = self._stops.pop(service, None)
+        if stop is not None:
+            stop.set()
+
     def close(self) -> None:
         """Say goodbye everywhere, and open no more: whoever waits for a service gets an error. Idempotent."""
         with self._lock:
             self._closing.set()
+            for stop in self._stops.values():
+                stop.set()
             links = list(self._links.values())
             self._links.clear()
         for link in links:
@@ -90,7 +102,7 @@ class ServiceChannels:
 
     def _refuse_closed(self) -> None:
         if self.closed:
-            raise TransportError(f"{self._name}: the queue client is closed")
+            raise TransportError(f"{self._name}: its channels are closed")
 
 
 def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: float) -> Reply:

@@ -1,7 +1,11 @@
 """A snapshot of a queue on disk: one directory, files of every unit, a manifest that makes them a snapshot.
 
-    DIRECTORY/storage-0-0000-CHECKSUM.safetensors ...    written by the units (`snapshot_files`)
+    DIRECTORY/storage-0-0000-CHECKSUM.safetensors ...    written by the units (`tq.unit.snapshot_files`)
     DIRECTORY/queue.json                                 written last, by the client that took the snapshot
+
+A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows
+differ in shape, `k/shapes/COLUMN` (int32 [N, R]). Its metadata holds the rest as JSON (`ChunkRecord`). The name
+ends with the file's checksum, so that the manifest needs no second pass over the data.
 
 Rows come back as chunks that any number of units can take. Values are the very bits that were put.
 """
@@ -10,17 +14,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from asyncflow.errors import CheckpointError, TransportError
+from asyncflow.transport.payload import Payload, Piece
 from tq.batch import Column
-from tq.unit.snapshot_files import METADATA_KEY, ChunkRecord, checksum, chunk_payload
-from tq.wire import unpack
+from tq.wire import ColumnHeader, unpack
 
 MANIFEST = "queue.json"
+METADATA_KEY = "chunks"
 _FORMAT = 1
+_READ_BYTES = 2**24
+_DAMAGED = (OSError, KeyError, SafetensorError, msgspec.DecodeError, TransportError)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -37,6 +48,24 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int
     num_rows: int
     files: list[FileEntry]
+
+
+class ChunkRecord(msgspec.Struct):
+    """Rows that were alike: put again with one `PutRows`.
+
+    Attributes:
+        partition, group_size: of all of them.
+        rows, groups: parallel.
+        columns: of the tensors.
+        commits: task -> positions in `rows`.
+    """
+
+    partition: int
+    group_size: int
+    rows: list[int]
+    groups: list[int]
+    columns: list[ColumnHeader]
+    commits: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +123,13 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         CheckpointError: a file is missing or was changed, or there is no manifest that can be read.
     """
+    manifest = _manifest(directory)
+    for entry in manifest.files:
+        _verify(directory / entry.name, entry)
+    return manifest
+
+
+def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -106,7 +142,6 @@ def read_manifest(directory: Path) -> Manifest:
     for entry in manifest.files:
         if Path(entry.name).name != entry.name:
             raise CheckpointError(f"queue snapshot: {path} names {entry.name!r}, which is outside of the snapshot")
-        _verify(directory / entry.name, entry)
     return manifest
 
 
@@ -121,20 +156,64 @@ def read_snapshot(directory: Path) -> Iterator[SnapshotChunk]:
         yield from _read_file(directory / entry.name)
 
 
+def last_rows(directory: Path) -> list[int]:
+    """Return the largest row of every chunk; reads no values.
+
+    Raises:
+        CheckpointError: a file does not hold what a unit writes.
+    """
+    largest = []
+    for entry in _manifest(directory).files:
+        path = directory / entry.name
+        try:
+            with safe_open(path, framework="pt") as file:
+                largest += [max(record.rows) for record in _records(file) if record.rows]
+        except _DAMAGED as error:
+            raise CheckpointError(f"queue snapshot: {path} cannot be read: {error}") from error
+    return largest
+
+
+def checksum(path: Path) -> str:
+    """Return the xxh3-64 of a file as 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return str(digest.hexdigest())
+
+
 def _read_file(path: Path) -> Iterator[SnapshotChunk]:
     try:
         with safe_open(path, framework="pt") as file:
-            records = msgspec.json.decode(file.metadata()[METADATA_KEY], type=list[ChunkRecord])
             keys = set(file.keys())
-            for number, record in enumerate(records):
+            for number, record in enumerate(_records(file)):
                 names = [f"{number}/{part}/{header.name}" for header in record.columns for part in ("values", "shapes")]
                 tensors = {name: file.get_tensor(name) for name in names if name in keys}
-                columns = unpack(record.columns, chunk_payload(record, tensors, number))
+                columns = unpack(record.columns, _chunk_payload(record, tensors, number))
                 yield SnapshotChunk(
                     record.partition, record.group_size, record.rows, record.groups, columns, record.commits
                 )
-    except (OSError, KeyError, SafetensorError, msgspec.DecodeError, TransportError) as error:
+    except _DAMAGED as error:
         raise CheckpointError(f"queue snapshot: {path} cannot be read: {error}") from error
+
+
+def _records(file: Any) -> list[ChunkRecord]:
+    return msgspec.json.decode(file.metadata()[METADATA_KEY], type=list[ChunkRecord])
+
+
+def _chunk_payload(record: ChunkRecord, tensors: dict[str, Tensor], number: int) -> Tensor:
+    """Return a chunk's columns as the payload that its headers describe."""
+    pieces = []
+    for header in record.columns:
+        values = tensors[f"{number}/values/{header.name}"]
+        pieces.append(Piece((values,), values.dtype))
+        shapes = tensors.get(f"{number}/shapes/{header.name}")
+        if shapes is not None:
+            pieces.append(Piece((shapes,), torch.int32))
+    payload = Payload(pieces)
+    out = torch.empty(payload.num_bytes, dtype=torch.uint8)
+    payload.write(out)
+    return out
 
 
 def _verify(path: Path, entry: FileEntry) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from asyncflow.job import Job
 from tq.config import ScheduleMode
-from tq.control.task_state import TaskSpec
 from tq.policies import load_policy
+from tq.task_spec import TaskSpec
 from workers.algorithms.graph import algorithm_tasks
 from workers.config import RunConfig
 from workers.dataflow import SERVICES, PlacedTask, place_tasks

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, TransportError
+from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store
@@ -155,6 +155,13 @@ class ChannelServer:
                 channel.abort()
                 thread.join(timeout=1)
 
+    def cut_off(self, session: int) -> None:
+        """End a client's channel as if the client had died; one that is gone already is passed over."""
+        with self._lock:
+            channel, _ = self._channels.get(session, (None, None))
+        if channel is not None:
+            channel.abort()
+
     def _accept(self) -> None:
         store: dist.TCPStore | None = None
         while True:
@@ -225,20 +232,23 @@ class ChannelServer:
                     break
                 if frame.kind is not FrameKind.REQUEST:
                     raise TransportError(f"channel to {session.client}: a reply from the asking side")
-                self._run(Call(channel, frame.request_id, session, self._decoder.decode(meta), payload))
+                self._run(Call(channel, frame.request_id, session, None, payload), meta)
                 del payload  # else the last request's bytes live until the next one
         except TransportError as error:
             logger.info("%s: %s", self._service, error)
-            channel.abort()
-        except UNREADABLE as error:
-            logger.warning("%s: %s sent a message that cannot be read (%s)", self._service, session.client, error)
             channel.abort()
         finally:
             self._handler.disconnected(session)
             with self._lock:
                 self._channels.pop(session.number, None)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call, meta: bytes) -> None:
+        try:
+            call.message = self._decoder.decode(meta)
+        except UNREADABLE as error:
+            logger.warning("%s: %s sent a message that cannot be read (%s)", self._service, call.session.client, error)
+            call.refuse(PeerRefused(f"a request of {call.session.client} cannot be read: {error}"))
+            return
         try:
             self._handler.handle(call)
         except AsyncFlowError as error:

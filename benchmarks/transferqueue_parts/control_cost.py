@@ -11,8 +11,8 @@ import torch
 from tq.batch import column_of
 from tq.control.events import Answer
 from tq.control.state import ControlState
-from tq.control.task_state import TaskSpec
 from tq.messages import FetchRows, Granted, OutputsWritten, RowsCreated
+from tq.task_spec import TaskSpec
 from transferqueue_parts.our_queue import OurQueue
 from transferqueue_parts.part import Result, Settings
 
@@ -67,11 +67,11 @@ def _requests_s(num_rows: int) -> list[float]:
 
 def _finish(state: ControlState, scored: Granted, number: int) -> None:
     tokens = [0] * len(scored.rows)
-    state.handle(OutputsWritten("storage-0", "score", scored.token, scored.rows, ["score"], tokens, 0))
+    state.handle(OutputsWritten("storage-0", "score", scored.rows, ["score"], tokens, 0))
     (answer,) = state.handle(FetchRows("train", "owner", len(scored.rows), 0, 60.0), _REQUESTS + number)
     assert isinstance(answer, Answer)
     assert isinstance(answer.reply, Granted)
-    state.handle(OutputsWritten("storage-0", "train", answer.reply.token, answer.reply.rows, [], tokens, 0))
+    state.handle(OutputsWritten("storage-0", "train", answer.reply.rows, [], tokens, 0))
 
 
 def _puts(first: int, number: int) -> Iterator[RowsCreated]:

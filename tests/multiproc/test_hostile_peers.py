@@ -73,8 +73,6 @@ def _release(offset: int) -> Callable[[Channel], None]:
         pytest.param(_garbage, id="no frame"),
         pytest.param(_frame(kind=FrameKind.REPLY, body=b"\x80"), id="reply to a server"),
         pytest.param(_frame(kind=FrameKind.HELLO, body=b"\x80"), id="second hello"),
-        pytest.param(_frame(kind=FrameKind.REQUEST, body=b"\xc1"), id="message that cannot be read"),
-        pytest.param(_frame(kind=FrameKind.REQUEST, body=b"\x81\xa4type\xa4Nope"), id="unknown type"),
         pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=2**20 + 8), id="oversized"),
         pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=80), id="cuts that do not add up"),
         pytest.param(_handle(0), id="handle to the token"),
@@ -96,6 +94,29 @@ def test_broken_protocol_ends_its_channel_only(
     serving.join(20)
     lines = [record for record in caplog.records if record.name == "asyncflow.transport.server"]
     assert len(lines) == 1, caplog.text
+    culprit.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(msgspec.Raw(b"\xc1"), id="no msgpack"),
+        pytest.param({"type": "Nope"}, id="unknown type"),
+        pytest.param({"type": "Ping", "text": 3}, id="field of another type"),
+        pytest.param({"type": "Ping"}, id="field left out"),
+    ],
+)
+def test_request_that_cannot_be_read_is_refused_and_its_channel_goes_on(
+    bystander: Connection, credentials: Credentials, message: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "asyncflow.transport.server")
+    culprit = Connection(credentials, "here", "culprit", Pong)
+    for _ in range(2):
+        with pytest.raises(PeerRefused, match="a request of culprit cannot be read"):
+            culprit.call(message, Payload.of(torch.ones(2**16, dtype=torch.uint8)), timeout_s=20)
+    assert culprit.call(Ping("better"), timeout_s=20)[0].text == "better"
+    lines = [record for record in caplog.records if record.name == "asyncflow.transport.server"]
+    assert len(lines) == 2, caplog.text
     culprit.close()
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from peers import sleeper
 
 import tq
-from asyncflow.errors import ConfigError, PeerRefused, QueueFull, RowsExist, Superseded
+from asyncflow.errors import ConfigError, QueueFull, RowsExist, Superseded
 from asyncflow.transport.connection import Connection
 from tq.address import QueueAddress
 from tq.messages import (
@@ -87,6 +88,37 @@ def test_the_address_is_for_this_user_only_and_another_process_may_connect(queue
         tq.connect(Path("/tmp/nowhere.json"), "other")
 
 
+@pytest.mark.parametrize("text", [None, "", "{", "{}", "[]", '{"host": 1, "port": "x", "secret": 3}'])
+def test_a_file_that_is_no_address_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "queue.json"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"queue\.json (is no queue's address|cannot be read)"):
+        tq.connect(str(path), "other")
+
+
+def test_rows_that_were_put_by_index_are_not_taken_for_new_ones() -> None:
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts(*"abcd"), rows=range(4))
+        for other in (client, queue.client("other")):
+            assert not set(other.put_rows(prompts(*"abcd"))) & set(range(4))
+        assert client.stats()[0].live_rows == 12
+
+
+def test_stopped_services_are_killed_together() -> None:
+    with tq.start(TASKS, config=FAST) as queue:
+        pids = queue.pids()
+        for name in ("storage-0", "storage-1"):
+            os.kill(pids[name], signal.SIGSTOP)
+        began = time.monotonic()
+        queue.close()
+        assert time.monotonic() - began < 15
+        assert not [pid for pid in pids.values() if psutil.pid_exists(pid)]
+
+
 def test_services_listen_on_loopback_only(queue: tq.LocalQueue) -> None:
     port = json.loads(queue.address.read_text())["port"]
     here = [c for c in psutil.Process().net_connections("inet") if c.laddr.port == port and not c.raddr]
@@ -127,7 +159,7 @@ def test_clearing_a_partition_supersedes_work_on_it(queue: tq.LocalQueue) -> Non
 
 
 def test_an_unknown_task_is_refused_by_name(queue: tq.LocalQueue) -> None:
-    with pytest.raises(PeerRefused, match="'judge'.*score"):
+    with pytest.raises(ConfigError, match="'judge'.*score"):
         queue.client("me").fetch("judge", num_rows=1)
 
 
@@ -274,6 +306,9 @@ def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tm
         assert dict(zip(batch.indices, batch["score"].values.tolist(), strict=True)) == scored
         assert client.restore(whole) == num_rows, "putting the same again changes nothing"
         assert client.stats()[0].live_rows == num_rows
+        new = client.put_rows(prompts(*"abcdefgh"))  # what the rows 0 to 7 hold
+        assert client.stats()[0].live_rows == num_rows + 8
+        assert min(new) >= num_rows
 
 
 def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
@@ -290,7 +325,21 @@ def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
         ({"score": tq.TaskConfig(name="score", inputs=("prompt",), policy="fifa")}, {}, "fifa"),
         ({"score": ["prompt"]}, {"num_units": 0}, "num_storage_units.*too few"),
         ({"score": ["prompt"]}, {"num_controllers": 0}, "num_controllers.*too few"),
+        ({"score": ["prompt"]}, {"num_units": "2"}, "num_storage_units is '2'; give a whole number"),
+        ({"score": ["prompt"]}, {"num_units": 1.5}, r"num_storage_units is 1\.5"),
+        ({"score": ["prompt"]}, {"config": {}}, "config is a dict"),
         ({"score": ["prompt"]}, {"log_dir": Path("/nowhere")}, "/nowhere"),
+        ({"score": ["prompt"]}, {"log_dir": "/nowhere"}, "/nowhere"),
+        (None, {}, "tasks are a NoneType"),
+        (["score"], {}, "tasks are a list"),
+        ({"score": None}, {}, "task score: the inputs are a list of columns, not None"),
+        ({1: ["prompt"]}, {}, "a task is named 1"),
+        ({"score": ["prompt", 2]}, {}, "task score: an input is named 2"),
+        (
+            {name: tq.TaskConfig(name=name, inputs=("prompt",), outputs=("y",)) for name in ("score", "judge")},
+            {},
+            "score and judge both write column 'y'",
+        ),
     ],
 )
 def test_a_queue_that_cannot_be_is_refused_before_anything_starts(

@@ -43,7 +43,7 @@ def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
         "storage-0", 1, [0, 1], [4, 4], ["prompts", "x"], [3, 5], 8 * 8 + 2 * 4
     )
     done(client.put("ref", 3, [1], {"ref": numbers(2)}))
-    assert controller.hears(OutputsWritten) == OutputsWritten("storage-0", "ref", 3, [1], ["ref"], [0], 4)
+    assert controller.hears(OutputsWritten) == OutputsWritten("storage-0", "ref", [1], ["ref"], [0], 4)
     read = client.get([1, 0], "prompts")["prompts"]
     assert [row.tolist() for row in read.rows()] == [[0, 1, 2, 3, 4], [0, 1, 2]]
     assert read.values.dtype is torch.int64
@@ -109,11 +109,11 @@ def test_cleared_partition_is_told_and_its_bytes_return(bench: Bench) -> None:
     controller.hears(RowsCreated), controller.hears(RowsCreated)
     assert isinstance(client.ask(ClearPartition(1)), Done)
     assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 1, [0, 1], RemovalReason.CLEARED)
-    assert client.ask(QuarantineRows("ref", 2, [2, 99])) == Done()
-    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.QUARANTINED, "ref", 2)
+    assert client.ask(QuarantineRows([2, 99])) == Done()
+    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.QUARANTINED)
     assert stats(client).num_bytes == 0
     done(client.create([2], {"x": numbers(2)}))
-    assert client.ask(QuarantineRows("ref", 2, [2])) == Done()
+    assert client.ask(QuarantineRows([2])) == Done()
     assert stats(client).num_rows == 0
 
 
@@ -148,10 +148,10 @@ def test_survivors_of_a_large_put_do_not_hold_all_of_it(bench: Bench) -> None:
     rows = Column.of_dense(torch.arange(20 * 10_000.0).reshape(20, 10_000))
     done(client.create(list(range(20)), {"x": rows}))
     held = stats(client).num_bytes
-    client.ask(QuarantineRows("ref", 1, list(range(18))))
+    client.ask(QuarantineRows(list(range(18))))
     until(lambda: stats(client).num_bytes < held / 5)
     assert torch.equal(client.get([19, 18], "x")["x"].values, rows.select([19, 18]).values)
-    client.ask(QuarantineRows("ref", 1, [18, 19]))
+    client.ask(QuarantineRows([18, 19]))
     assert stats(client).num_bytes == 0
 
 

@@ -2,23 +2,29 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 
 from asyncflow.errors import ConfigError
 from tq.batch import Column
 from tq.messages import Granted
 
 _MOST = 2**63 - 1
+_LONGEST_S = 10**9
 
 
 def common_length(columns: Mapping[str, Column]) -> int:
     """Return the number of rows of a put's columns.
 
     Raises:
-        ConfigError: these are no columns, or not equally long.
+        ConfigError: these are no columns, or not equally long, or one has no name.
     """
     if not isinstance(columns, Mapping):
         raise ConfigError(f"a put needs columns by name, not a {type(columns).__name__}")
+    if "" in columns:
+        raise ConfigError('a column is named ""; give it a name')
     for name, column in columns.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"a column is named {name!r}, a {type(name).__name__}; name it with a string")
         if not isinstance(column, Column):
             raise ConfigError(f"column {name!r} is a {type(column).__name__}; make it a column: tq.column([...])")
     lengths = {name: len(column) for name, column in columns.items()}
@@ -27,20 +33,67 @@ def common_length(columns: Mapping[str, Column]) -> int:
     return next(iter(lengths.values()))
 
 
-def check_numbers(what: str, numbers: Iterable[int]) -> None:
-    """Refuse what is no row, group or partition; ConfigError says which."""
+def check_names(names: Sequence[str]) -> list[str]:
+    """Return the columns that are asked for; ConfigError when these are no names."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigError(f"columns are asked for by a list of names, not by {names!r}")
+    asked = list(names)
+    wrong = [name for name in asked if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError(f"a column is asked for by {wrong[0]!r}, a {type(wrong[0]).__name__}; give its name")
+    return asked
+
+
+def check_numbers(what: str, numbers: Iterable[int], *, least: int = 0, most: int = _MOST) -> list[int]:
+    """Return rows, groups, partitions, ... as plain integers; ConfigError says which is none."""
     try:
-        beyond = [number for number in numbers if not 0 <= operator.index(number) <= _MOST]
+        plain = [int(operator.index(number)) for number in numbers]
     except TypeError as error:
         raise ConfigError(f"{what}: not a whole number ({error})") from error
+    beyond = [number for number in plain if not least <= number <= most]
     if beyond:
-        raise ConfigError(f"{what}: {beyond[0]} is not in 0 .. 2**63 - 1")
+        raise ConfigError(f"{what}: {beyond[0]} is not in {least} .. {'2**63 - 1' if most == _MOST else most}")
+    return plain
+
+
+def check_number(what: str, number: int, *, least: int = 0, most: int = _MOST) -> int:
+    """Like `check_numbers`, for one."""
+    return check_numbers(what, [number], least=least, most=most)[0]
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Return a timeout (s) as a plain number; ConfigError when it is none, or not in 0 .. 10**9."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 <= timeout_s <= _LONGEST_S:
+        raise ConfigError(f"timeout_s: {timeout_s!r} is no number of seconds in 0 .. 10**9")
+    return float(timeout_s)
+
+
+def check_marks(commits: Mapping[str, Sequence[int]], num_rows: int) -> dict[str, list[int]]:
+    """Return what tasks are done with from the start; ConfigError when these are no positions of the put's rows."""
+    if not isinstance(commits, Mapping) or not all(isinstance(task, str) for task in commits):
+        raise ConfigError(f"commits are positions of rows by a task's name, not {commits!r}")
+    return {
+        task: check_numbers(f"commits of {task}", positions, most=num_rows - 1) for task, positions in commits.items()
+    }
+
+
+def check_task(task: str, known: Sequence[str]) -> None:
+    """Refuse a task that the queue does not have; ConfigError says which there are."""
+    if task not in known:
+        raise ConfigError(f"no task is named {task!r}; known: {' '.join(known)}")
+
+
+def check_granted(granted: Granted) -> None:
+    """Refuse what is no lease, such as the `NoRows` of a fetch that came back with nothing."""
+    if not isinstance(granted, Granted):
+        raise ConfigError(f"a lease is what a fetch grants (Granted), not a {type(granted).__name__}")
 
 
 def check_lease(task: str, granted: Granted, rows: Sequence[int]) -> None:
     """Refuse a lease of another task, and rows that are not in it."""
+    check_granted(granted)
     if granted.task != task:
         raise ConfigError(f"the lease {granted.token} is {granted.task}'s, not {task}'s")
-    foreign = set(rows).difference(granted.rows)
+    foreign = set(check_numbers("rows", rows)).difference(granted.rows)
     if foreign:
         raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {granted.token}")

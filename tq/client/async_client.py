@@ -6,7 +6,8 @@
         await queue.put("rewards", granted, batch.indices, {"rewards": await score(batch)})
 
 Fetches park for long, so they have threads of their own: they never keep a put waiting. A fetch that is cancelled
-gives back what it is granted later. A put that is cancelled is carried out nevertheless.
+gives back what it is granted later, but not a round's share: who asks for that round again is granted it again. A put
+that is cancelled is carried out nevertheless.
 """
 
 import asyncio
@@ -14,13 +15,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from asyncflow.errors import AsyncFlowError, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.queue_client import QueueClient
-from tq.messages import Granted, NoRows, QueueStats
+from tq.messages import FetchRound, Granted, LostRows, NoRows, QueueStats, UnitStats
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class AsyncQueueClient:
     def __init__(self, client: QueueClient, *, max_fetches: int = 16, max_calls: int = 8) -> None:
         """Args:
         client: does the work; closed by `close`.
-        max_fetches: fetches that park at the same time; others wait for a thread.
+        max_fetches: fetches and watches for lost rows that park at the same time; others wait for a thread.
         max_calls: other calls at the same time.
         """
         self._client = client
@@ -58,11 +60,26 @@ class AsyncQueueClient:
         await asyncio.to_thread(self._fetches.shutdown, cancel_futures=True)
 
     async def fetch(
-        self, task: str, *, num_rows: int, version: int = 0, timeout_s: float | None = None, token_budget: int = 0
+        self,
+        task: str,
+        *,
+        num_rows: int,
+        version: int = 0,
+        timeout_s: float | None = None,
+        token_budget: int = 0,
+        replica: str = "",
+        sequence: int = 0,
     ) -> Granted | NoRows:
         """See `QueueClient.fetch`."""
         call = partial(
-            self._client.fetch, task, num_rows=num_rows, version=version, timeout_s=timeout_s, token_budget=token_budget
+            self._client.fetch,
+            task,
+            num_rows=num_rows,
+            version=version,
+            timeout_s=timeout_s,
+            token_budget=token_budget,
+            replica=replica,
+            sequence=sequence,
         )
         self._refuse_when_closed()
         future = self._fetches.submit(call)
@@ -71,6 +88,14 @@ class AsyncQueueClient:
         except asyncio.CancelledError:
             future.add_done_callback(partial(self._return, task))
             raise
+
+    async def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+        """See `QueueClient.fetch_round`."""
+        return await self._park(self._client.fetch_round, request)
+
+    async def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
+        """See `QueueClient.lost_rows`."""
+        return await self._park(self._client.lost_rows, after, timeout_s=timeout_s)
 
     async def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
         """See `QueueClient.get`."""
@@ -88,6 +113,10 @@ class AsyncQueueClient:
         """See `QueueClient.give_back`."""
         await self._call(self._client.give_back, task, granted, rows)
 
+    async def forget(self, task: str, granted: Granted) -> None:
+        """See `QueueClient.forget`."""
+        await self._call(self._client.forget, task, granted)
+
     async def put_rows(
         self,
         columns: Mapping[str, Column],
@@ -97,6 +126,7 @@ class AsyncQueueClient:
         group_size: int = 0,
         rows: Sequence[int] | None = None,
         timeout_s: float | None = None,
+        commits: Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
         """See `QueueClient.put_rows`. A full queue keeps one of the `max_calls` threads waiting."""
         return await self._call(
@@ -107,6 +137,7 @@ class AsyncQueueClient:
             group_size=group_size,
             rows=rows,
             timeout_s=timeout_s,
+            commits=commits,
         )
 
     async def open_partition(self, partition: int, num_rows: int) -> None:
@@ -116,6 +147,32 @@ class AsyncQueueClient:
     async def publish_version(self, step: int) -> None:
         """See `QueueClient.publish_version`."""
         await self._call(self._client.publish_version, step)
+
+    async def clear_partition(self, partition: int) -> None:
+        """See `QueueClient.clear_partition`."""
+        await self._call(self._client.clear_partition, partition)
+
+    async def commit(self, newest: int) -> None:
+        """See `QueueClient.commit`."""
+        await self._call(self._client.commit, newest)
+
+    async def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:
+        """See `QueueClient.snapshot`."""
+        return await self._call(
+            self._client.snapshot, directory, after_partition=after_partition, forget_acks_of=forget_acks_of
+        )
+
+    async def restore(self, directory: Path) -> int:
+        """See `QueueClient.restore`."""
+        return await self._call(self._client.restore, directory)
+
+    async def checkpoint_wanted(self) -> bool:
+        """See `QueueClient.checkpoint_wanted`."""
+        return await self._call(self._client.checkpoint_wanted)
+
+    async def unit_stats(self) -> dict[str, UnitStats]:
+        """See `QueueClient.unit_stats`."""
+        return await self._call(self._client.unit_stats)
 
     async def stats(self) -> list[QueueStats]:
         """See `QueueClient.stats`."""
@@ -128,6 +185,10 @@ class AsyncQueueClient:
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self._refuse_when_closed()
         return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
+
+    async def _park(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._refuse_when_closed()
+        return await asyncio.wrap_future(self._fetches.submit(function, *args, **kwargs))
 
     def _refuse_when_closed(self) -> None:
         if self._closed:

@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import ConfigError, PeerRefused, TransportError
-from tq.balance import partition as deal
-from tq.balance import split_by_tokens
+from tq.balance import split_by_tokens, split_evenly
 from tq.batch import PackedBatch
 from tq.client.patience import Patience
 from tq.client.queue_client import QueueClient
@@ -67,23 +66,33 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """Reading ahead starts with the first `next_partition` or iteration.
 
         Args:
-            client: this rank's access to the queue; None on ranks of a replica that do not fetch.
+            client: this rank's access to the queue; not used, and may be None, on ranks of a replica that do not fetch.
             task: the training task.
             columns: to read. Ranks of a replica that each fetch may read different ones.
             first_partition, last_partition: the steps, inclusive.
             rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
             token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
             rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that share this rank's rows; None: this rank alone.
+            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say who fetches, the
+                client's config does, so every rank needs its client.
             prefetch: rounds read ahead.
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
             producers_timeout_s: error when nobody who writes the missing rows is connected for so long (s); longer
                 than producers take to start. 0: wait for ever.
 
         Raises:
-            ConfigError: a round has no size.
+            ConfigError: a round has no size, or nobody says who of the replica fetches.
         """
-        assert (client is None) == (replica is not None and not replica.fetches)
+        if replica is not None and replica.fetch is None:
+            if client is None:
+                raise ConfigError(
+                    f"loader of {task}: give every rank of {replica.name} its client, or Replica(fetch=...)"
+                )
+            replica.fetch = client.replica_fetch
+        if replica is not None and not replica.fetches:
+            client = None
+        else:
+            assert client is not None, "a rank that fetches needs a client"
         if rows_per_round <= 0 and token_budget <= 0:
             raise ConfigError(f"loader of {task}: a round has no size; give rows_per_round, token_budget or both")
         self.round_rows = 0
@@ -177,7 +186,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         assert num_rows > 0, "micro_batches needs num_rows or token_budget"
         count = -(-self.round_rows // num_rows)
         filled = min(count, -(-len(batch) // num_rows))
-        parts = deal(tokens, filled, equal_counts=True) if filled else []
+        parts = split_evenly(tokens, filled, equal_counts=True) if filled else []
         return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
 
     def ack(self) -> None:

@@ -67,8 +67,12 @@ class Heartbeats:
             heard = self._heard.get(controller)
             return list(heard.away) if heard is not None else []
 
-    def beat(self, controller: str) -> None:
+    def beat(self, controller: str, *, timeout_s: float | None = None) -> None:
         """Beat once, now.
+
+        Args:
+            controller: for whom.
+            timeout_s: for the answer; default four intervals.
 
         Raises:
             TransportError: the controller is gone or does not answer.
@@ -76,7 +80,7 @@ class Heartbeats:
         with self._lock:
             message = Heartbeat(self._owner, sorted(self._writes))
         future = self._join(controller).submit(message)
-        reply, _ = await_reply(future, controller, "a heartbeat", self._interval_s * 4)
+        reply, _ = await_reply(future, controller, "a heartbeat", timeout_s or self._interval_s * 4)
         assert isinstance(reply, Alive)
         if not reply.known:
             self._rejoin(controller)
@@ -99,3 +103,5 @@ class Heartbeats:
                 logger.warning("%s: %s", self._owner, error)
             except TransportError as error:
                 logger.debug("%s: %s", self._owner, error)
+            except Exception:  # the leases of this client depend on the next beat
+                logger.exception("%s: a heartbeat to %s failed; the next one follows", self._owner, controller)

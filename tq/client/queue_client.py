@@ -18,15 +18,26 @@ from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportErro
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
-from tq.client.arguments import check_lease, check_numbers, common_length
+from tq.client.arguments import (
+    check_granted,
+    check_lease,
+    check_marks,
+    check_names,
+    check_number,
+    check_numbers,
+    check_task,
+    check_timeout,
+    common_length,
+)
 from tq.client.deadline import Deadline
 from tq.client.held_leases import HeldLeases
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
-from tq.client.services import GRACE_S, QueueServices, expect
+from tq.client.services import PUT_GRACE_S, QueueServices, expect
 from tq.client.somewhere import put_somewhere
 from tq.client.unit_loads import UnitLoads
-from tq.config import QueueConfig
+from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
+    NEW_ROWS,
     AckLost,
     ClearPartition,
     Columns,
@@ -53,6 +64,8 @@ from tq.messages import (
 )
 from tq.wire import ColumnHeader, describe, unpack
 
+_MOST_ROWS = 2**31
+
 
 class QueueClient:
     """One consumer or producer. Its leases live as long as its heartbeats."""
@@ -77,6 +90,11 @@ class QueueClient:
     def owner(self) -> str:
         """This consumer with its incarnation: leases are bound to it."""
         return self._services.owner
+
+    @property
+    def replica_fetch(self) -> ReplicaFetch:
+        """Who of the ranks that share rows fetches, as the queue's config says."""
+        return self._config.replica_fetch
 
     def close(self) -> None:
         """Say goodbye everywhere; leases return. Idempotent."""
@@ -115,29 +133,32 @@ class QueueClient:
             RowsExist: a row exists already.
             TransportError: no unit took them in time.
         """
-        timeout_s = timeout_s or self._config.request_timeout_s
+        timeout_s = check_timeout(self._services.seconds(timeout_s))
         number = common_length(columns)
-        check_numbers("partition", [partition])
-        check_numbers("group_size", [group_size])
+        partition = check_number("partition", partition)
+        group_size = check_number("group_size", group_size)
+        rows = None if rows is None else check_numbers("rows", rows)
+        groups = None if groups is None else check_numbers("groups", groups)
         for what, given in (("rows", rows), ("groups", groups)):
             if given is not None and len(given) != number:
                 raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
-            check_numbers(what, given or ())
-        indices = tuple(rows if rows is not None else self._services.new_rows(number))
+        marks = check_marks(commits or {}, number)
+        headers, payload = self._described(columns)
+        if rows is not None:
+            self._services.reserve_rows(rows)
+        indices = tuple(self._services.new_rows(number) if rows is None else rows)
         if groups is None:
             size = max(1, group_size)
             groups = [indices[k - k % size] for k in range(number)]
-        marks = {task: list(positions) for task, positions in (commits or {}).items()}
-        headers, payload = self._described(columns)
 
         def put(unit: str) -> None:
             connection = self._services.unit(unit)
             message = PutRows(partition, list(indices), list(groups), headers, group_size, timeout_s, marks)
             future = connection.submit(message, payload)
-            stored = expect(self._services.answer(future, unit, message, timeout_s + GRACE_S), Stored)
+            stored = expect(self._services.answer(future, unit, message, timeout_s + PUT_GRACE_S), Stored)
             self._loads.put(unit, stored.num_bytes)
 
-        self._services.beats.writes(("rows", *columns))
+        self._services.beats.writes((NEW_ROWS, *columns))
         put_somewhere(self._services, self._loads, put, timeout_s)
         return indices
 
@@ -147,9 +168,8 @@ class QueueClient:
         Raises:
             ConfigError: a negative number.
         """
-        check_numbers("partition", [partition])
-        check_numbers("num_rows", [num_rows])
-        self._services.tell_controllers(OpenPartition(partition, num_rows))
+        message = OpenPartition(check_number("partition", partition), check_number("num_rows", num_rows))
+        self._services.tell_controllers(message)
 
     def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
         """Wait for rows that were lost with a unit: put them again under the same indices.
@@ -158,8 +178,9 @@ class QueueClient:
             after: `sequence` of the last answer; 0 at first.
             timeout_s: then None; default `request_timeout_s`.
         """
-        timeout_s = timeout_s or self._config.request_timeout_s
-        reply = self._services.ask(self._services.directory.lead, WatchLost(after, timeout_s), timeout_s)
+        timeout_s = check_timeout(self._services.seconds(timeout_s))
+        message = WatchLost(check_number("after", after), timeout_s)
+        reply = self._services.ask(self._services.directory.lead, message, timeout_s)
         return reply if isinstance(reply, LostRows) else None
 
     # Consuming
@@ -183,31 +204,48 @@ class QueueClient:
             version: newest weights that this consumer holds (version-gated tasks).
             timeout_s: default `request_timeout_s`.
             token_budget, replica, sequence: see `FetchRows`.
+
+        Raises:
+            ConfigError: no such task, or a number that cannot be.
         """
-        timeout_s = timeout_s or self._config.request_timeout_s
-        return self._fetch(
-            FetchRows(task, self.owner, num_rows, version, timeout_s, token_budget, replica, sequence), timeout_s
+        timeout_s = check_timeout(self._services.seconds(timeout_s))
+        if not isinstance(replica, str):
+            raise ConfigError(f"replica: {replica!r} is no name")
+        message = FetchRows(
+            task,
+            self.owner,
+            check_number("num_rows", num_rows, least=1, most=_MOST_ROWS),
+            check_number("version", version),
+            timeout_s,
+            check_number("token_budget", token_budget),
+            replica,
+            check_number("sequence", sequence),
         )
+        return self._fetch(message, timeout_s)
 
     def fetch_round(self, request: FetchRound) -> Granted | NoRows:
         """Lease this rank's share of a round; see `FetchRound`. Asking again for a formed round grants it again."""
         request.owner = self.owner
-        return self._fetch(request, request.timeout_s)
+        check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
+        return self._fetch(request, check_timeout(request.timeout_s))
 
     def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
         """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
 
         Raises:
+            ConfigError: this is no lease, or these are no names.
             Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
+        check_granted(granted)
+        names = check_names(names)
         deadline = self._services.deadline()
         by_unit = _by_unit(granted.units)
         asked = []
         for unit, positions in by_unit.items():
             rows = granted.rows if len(by_unit) == 1 else [granted.rows[i] for i in positions]
-            message = GetColumns(rows, list(names))
+            message = GetColumns(rows, names)
             asked.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message)))
         parts = []
         for unit, message, future in asked:
@@ -255,6 +293,7 @@ class QueueClient:
             Superseded: the lease is void.
             TransportError: neither unit nor controller answered within `request_timeout_s`; acking again is safe.
         """
+        check_granted(granted)
         rows = granted.rows if rows is None else rows
         check_lease(task, granted, rows)
         deadline = self._services.deadline()
@@ -274,6 +313,7 @@ class QueueClient:
         Raises:
             ConfigError: the lease is another task's, or has no such rows.
         """
+        check_granted(granted)
         rows = granted.rows if rows is None else rows
         check_lease(task, granted, rows)
         service = self._services.directory.controller_of(task)
@@ -282,13 +322,14 @@ class QueueClient:
 
     def forget(self, task: str, granted: Granted) -> None:
         """Another reader of this lease (a rank of the same replica) settles it: this client does not vouch for it."""
+        check_granted(granted)
         self._held.forget(task, granted.token)
 
     # The queue as a whole
 
     def publish_version(self, step: int) -> None:
         """Announce that weights of `step` exist."""
-        self._services.tell_controllers(PublishVersion(step))
+        self._services.tell_controllers(PublishVersion(check_number("step", step)))
 
     def stop(self) -> None:
         """Answer everybody's fetches with `NoRows(stop)` from now on."""
@@ -300,7 +341,7 @@ class QueueClient:
         Raises:
             TransportError: one did not come back within `request_timeout_s`: it still has its rows. Clear again.
         """
-        self._services.tell_units(ClearPartition(partition), Done, every=True)
+        self._services.tell_units(ClearPartition(check_number("partition", partition)), Done, every=True)
 
     def commit(self, newest: int) -> None:
         """A durable checkpoint covers partitions up to and including `newest`: retained rows go.
@@ -317,7 +358,7 @@ class QueueClient:
 
     def restore(self, directory: Path) -> int:
         """Put the rows of a snapshot; see `restore_snapshot`."""
-        return restore_snapshot(self, Path(directory))
+        return restore_snapshot(self, self._services, Path(directory))
 
     def checkpoint_wanted(self) -> bool:
         """Whether rows that only wait for a checkpoint take so much room that one should be saved soon."""
@@ -334,6 +375,7 @@ class QueueClient:
         return self._services.tell_units(GetUnitStats(), UnitStats)
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
+        check_task(message.task, self._services.directory.tasks)
         reply = self._services.ask(self._services.directory.controller_of(message.task), message, timeout_s)
         if isinstance(reply, Granted):
             self._held.granted(message, reply)

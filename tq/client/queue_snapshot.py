@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import CheckpointError, TransportError
 from tq.client.services import QueueServices
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
-from tq.snapshot import read_manifest, read_snapshot, write_manifest
+from tq.snapshot import last_rows, read_manifest, read_snapshot, write_manifest
 
 if TYPE_CHECKING:
     from tq.client.queue_client import QueueClient
@@ -59,8 +59,10 @@ def take_snapshot(
     return num_rows
 
 
-def restore_snapshot(client: "QueueClient", directory: Path) -> int:
+def restore_snapshot(client: "QueueClient", services: QueueServices, directory: Path) -> int:
     """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
+
+    New rows that are put without indices of their own get later ones than these.
 
     Partitions are declared (`open_partition`) by whoever declared them before.
 
@@ -72,6 +74,7 @@ def restore_snapshot(client: "QueueClient", directory: Path) -> int:
         RowsExist: the queue has such a row already.
     """
     read_manifest(directory)
+    services.reserve_rows(last_rows(directory))
     num_rows = 0
     for chunk in read_snapshot(directory):
         num_rows += len(

@@ -61,7 +61,7 @@ class Replica:
         group: dist.ProcessGroup,
         name: str = "replica",
         *,
-        fetch: ReplicaFetch = ReplicaFetch.BROADCAST,
+        fetch: ReplicaFetch | None = None,
         device: torch.device | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
@@ -69,27 +69,33 @@ class Replica:
         group: the replica's ranks, for nothing but this (`asyncflow.device.connect_group`). With `EACH` only its
             ranks matter.
         name: for messages.
-        fetch: who asks the queue.
+        fetch: who asks the queue; None: what the config of the loader's client says (`tq.replica_fetch`).
         device: where `group`'s backend wants its tensors; default the CPU.
         control: a Gloo group of the same ranks for the headers. Without it they go over `group`, where on an
             accelerator a kernel would occupy the device while rank 0 waits for rows.
         """
         self.name = name
-        self.shares = fetch is ReplicaFetch.BROADCAST and group.size() > 1
-        """Whether rank 0's rows are broadcast."""
+        self.fetch = fetch
+        """Who asks the queue; None until a loader has decided it."""
         self._group = group
         self._device = device or _CPU
         self._control = control or group
         self._control_device = self._device if control is None else _CPU
         self._stream = None if self._device == _CPU else torch.Stream(device=self._device)
-        self._fetch = fetch
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._aborted = False
 
     @property
+    def shares(self) -> bool:
+        """Whether rank 0's rows are broadcast."""
+        assert self.fetch is not None, "neither the caller nor a loader decided who fetches"
+        return self.fetch is ReplicaFetch.BROADCAST and self._group.size() > 1
+
+    @property
     def fetches(self) -> bool:
         """Whether this rank talks to the queue."""
-        return self._fetch is ReplicaFetch.EACH or self._group.rank() == 0
+        assert self.fetch is not None, "neither the caller nor a loader decided who fetches"
+        return self.fetch is ReplicaFetch.EACH or self._group.rank() == 0
 
     @property
     def acks(self) -> bool:

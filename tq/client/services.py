@@ -5,10 +5,12 @@ Called by `QueueClient`. It knows who serves what and how long to wait, not what
 A controller that restarts is waited for and joined again; so is any other service, until the caller's deadline.
 """
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -20,14 +22,18 @@ from tq.client.deadline import Deadline
 from tq.client.heartbeat import Heartbeats
 from tq.client.held_leases import HeldLeases
 from tq.config import QueueConfig
-from tq.directory import Directory, allocate_rows
+from tq.directory import Directory, allocate_rows, reserve_rows
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
 from tq.service_channels import ServiceChannels, await_reply
 
 _BEATS_PER_TIMEOUT = 4
 GRACE_S = 30.0
 """Beyond a request's own deadline, which the service keeps, so long does a client wait for the answer (s)."""
+PUT_GRACE_S = 6.0
+"""The same for a put: when a unit is stopped, another one shall take the rows."""
 _RETRY_S = 0.1
+_LOOK_S = 1.0
+"""How often a wait for a unit looks whether the unit is still up (s)."""
 _ROW_BLOCK = 1024
 
 M = TypeVar("M", bound=Message)
@@ -69,6 +75,7 @@ class QueueServices:
         """Sign of life, and what comes back with it."""
         self._rows_lock = threading.Lock()
         self._rows = range(0)
+        self._reserved = 0
 
     @cached_property
     def directory(self) -> Directory:
@@ -82,7 +89,11 @@ class QueueServices:
 
     def deadline(self, timeout_s: float | None = None) -> Deadline:
         """Begin a call that has so long, by default `request_timeout_s`."""
-        return Deadline(timeout_s or self._config.request_timeout_s, self._clock)
+        return Deadline(self.seconds(timeout_s), self._clock)
+
+    def seconds(self, timeout_s: float | None) -> float:
+        """Return how long a call has (s): what was asked for, by default `request_timeout_s`."""
+        return self._config.request_timeout_s if timeout_s is None else timeout_s
 
     def unit(self, name: str, timeout_s: float | None = None) -> Connection:
         """Return the channel to a unit; raises TransportError when it is gone."""
@@ -104,7 +115,7 @@ class QueueServices:
             TransportError: it is gone or does not answer.
             PeerRefused, Superseded: it answered no.
         """
-        wait_s = (timeout_s or self._config.request_timeout_s) + GRACE_S
+        wait_s = self.seconds(timeout_s) + GRACE_S
         return self.controller(controller).call(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
@@ -143,8 +154,27 @@ class QueueServices:
         return self.reply(future, service, message, timeout_s)[0]
 
     def reply(self, future: Any, service: str, message: Message, timeout_s: float | None = None) -> Reply:
-        """Wait for the reply to a submitted message, with its payload."""
-        return await_reply(future, service, type(message).__name__, timeout_s or self._config.request_timeout_s)
+        """Wait for the reply to a submitted message, with its payload.
+
+        Raises:
+            TransportError: none came in time, or the service is a unit that the lead controller counts as away
+                meanwhile: it may be stopped, and another one take the rows.
+        """
+        deadline = self._clock() + self.seconds(timeout_s)
+        while (left_s := deadline - self._clock()) > _LOOK_S:
+            with contextlib.suppress(FutureTimeout):
+                reply: Reply = future.result(_LOOK_S)
+                return reply
+            if service not in self.directory.controllers and self._is_away(service):
+                raise TransportError(f"{service} does not answer {type(message).__name__}, and counts as away")
+        return await_reply(future, service, type(message).__name__, max(0.0, left_s))
+
+    def _is_away(self, unit: str) -> bool:
+        lead = self.directory.lead
+        with contextlib.suppress(TransportError):
+            self.beats.beat(lead, timeout_s=_LOOK_S)
+            return unit not in self.beats.units(lead)
+        return False
 
     def patiently(self, attempt: Callable[[], T], deadline: Deadline) -> T:
         """Try until it works or is refused, while services that are gone may come back."""
@@ -165,6 +195,21 @@ class QueueServices:
                     self._rows = allocate_rows(store, max(number, _ROW_BLOCK))
             taken, self._rows = self._rows[:number], self._rows[number:]
         return taken
+
+    def reserve_rows(self, rows: Sequence[int]) -> None:
+        """Let `new_rows`, here or elsewhere, return none of these; asks the store once per block of ascending rows.
+
+        Rows that another client was given before, and has not put yet, are beyond its reach.
+        """
+        if not rows:
+            return
+        with self._rows_lock:
+            last = max(rows)
+            if min(rows) < self._rows.stop and last >= self._rows.start:
+                self._rows = range(last + 1, max(last + 1, self._rows.stop))
+            if last >= self._reserved:
+                with self._credentials.borrowed_store() as store:
+                    self._reserved = max(last + 1, reserve_rows(store, last + _ROW_BLOCK))
 
     def close(self) -> None:
         """Say goodbye everywhere. Idempotent."""

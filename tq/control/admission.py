@@ -105,6 +105,10 @@ class AdmissionState:
         self._next_step = max(self._next_step, newest + 1)
         return steps
 
+    def untrained(self) -> range:
+        """Return the admitted steps that no weights cover yet."""
+        return range(self._version + 1, self._next_step)
+
     def published(self, version: int) -> None:
         """Weights of `version` exist."""
         self._version = max(self._version, version)
@@ -150,7 +154,7 @@ class AdmissionState:
             Groups of admitted steps that are not trained, each with the rows that are absent.
         """
         missing = []
-        for step in range(self._version + 1, self._next_step):
+        for step in self.untrained():
             there = set(present.get(step, ()))
             for group in self.groups_of(step):
                 absent = tuple(row for row in group.rows if row not in there)

@@ -28,7 +28,6 @@ from tq.control.events import (
     Event,
     Fence,
     FenceAll,
-    Instruction,
     Lost,
     OwnerGone,
     OwnerWrites,
@@ -57,7 +56,6 @@ from tq.messages import (
     Done,
     FetchRound,
     FetchRows,
-    GetDone,
     GetQueueStats,
     GiveBack,
     Heartbeat,
@@ -68,11 +66,13 @@ from tq.messages import (
     QueueStats,
     RegisterUnit,
     RowRecords,
-    RowsAccepted,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
+    TellLost,
+    UnitAlive,
+    UnitLoss,
     WatchLost,
 )
 from tq.timers import Timers
@@ -82,6 +82,10 @@ logger = logging.getLogger(__name__)
 _CHECKS_PER_TIMEOUT = 8
 _TOKENS_PER_START = 40
 """Bits of a token that count leases; those above count starts of the controller."""
+
+
+News = list[tuple[Call, Answer] | Lost | Quarantined]
+"""What is told when the lock is released."""
 
 
 class ControllerService:
@@ -149,7 +153,9 @@ class ControllerService:
         for event in self._memory.events():
             self._state.handle(event)
         self._state.lost_rows()  # durable already
-        self._orders = UnitOrders(credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply)
+        self._orders = UnitOrders(
+            credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, failed=self._fail
+        )
         self._client = QueueClient(credentials, name, config=config)
         self._questions = None
         if not self._lead:
@@ -159,7 +165,7 @@ class ControllerService:
                 self._directory.lead,
                 interval_s=config.lease_timeout_s / _CHECKS_PER_TIMEOUT,
                 timeout_s=config.request_timeout_s,
-                lost=self._missing,
+                losses=self._losses_to_tell,
                 heard=self._apply,
             )
         self._admitting: PromptAdmitter | None = None
@@ -179,6 +185,7 @@ class ControllerService:
             credentials, name, CONTROLLER_REQUESTS, self, limits=limits, max_clients=config.max_clients
         )
         self._look_for_silent()
+        self._look_for_silent_units()
         if recovering is not None:
             self._timers.after(config.lease_timeout_s, self._end_recovery)
         self._start_admitting()
@@ -224,7 +231,7 @@ class ControllerService:
         match message:
             case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
                 self._ask(message, call, message.timeout_s)
-            case RowsConfirmed():
+            case RowsConfirmed() | TellLost():
                 self._ask(message, call)
             case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost():
                 self._apply(message)
@@ -247,14 +254,14 @@ class ControllerService:
                 call.reply(Done())
             case GetQueueStats():
                 call.reply(self._stats())
-            case GetDone():
+            case UnitAlive():
                 with self._lock:
-                    done = self._state.done(message.rows, message.partitions)
-                call.reply(RowsAccepted(done))
+                    self._sessions.unit_heard(call.session.number, time.monotonic())
+                call.reply(Done())
 
     def _ask(
         self,
-        event: FetchRows | FetchRound | WatchLost | RowsCreated | RowsConfirmed,
+        event: FetchRows | FetchRound | WatchLost | RowsCreated | RowsConfirmed | TellLost,
         call: Call,
         timeout_s: float = 0.0,
     ) -> None:
@@ -293,7 +300,7 @@ class ControllerService:
         self._durable.add("unit", message.unit)
         self._orders.catch_up(message.unit)
         with self._lock:
-            self._sessions.registered(call.session.number, message.unit)
+            self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
             answers = self._handle(message, self._calls.keep(call))
         self._send(answers)
@@ -303,43 +310,45 @@ class ControllerService:
             answers = self._handle(event)
         self._send(answers)
 
-    def _handle(self, event: Event, request: int = 0) -> "list[tuple[Call, Answer]]":
+    def _handle(self, event: Event, request: int = 0) -> "News":
         """Apply an event and hand out its instructions; the lock is held."""
-        answers = []
+        news: News = []
         for instruction in self._state.handle(event, request):
-            if isinstance(instruction, Answer):
-                call = self._calls.take(instruction.request)
-                if call is not None:
-                    answers.append((call, instruction))
-            else:
-                self._delegate(instruction)
+            match instruction:
+                case Answer():
+                    call = self._calls.take(instruction.request)
+                    if call is not None:
+                        news.append((call, instruction))
+                case Commit() | Fence() | FenceAll() | Quarantine():
+                    self._orders.add(instruction)
+                case Lost() | Quarantined():
+                    news.append(instruction)
         self._start_admitting()
-        return answers
+        return news
 
-    def _delegate(self, instruction: Instruction) -> None:
-        match instruction:
-            case Commit() | Fence() | FenceAll() | Quarantine():
-                self._orders.add(instruction)
-            case Lost() | Quarantined() if self._admitting is not None:
-                self._admitting.add(instruction)
-            case Quarantined():
-                self._memory.shrink(instruction)
-
-    def _send(self, answers: "list[tuple[Call, Answer]]") -> None:
-        if self._state.losses_changed:
+    def _send(self, news: "News") -> None:
+        """Tell clients, units and admission; the lock is not held."""
+        if self._state.losses_changed or self._memory.remembering_losses:
             self._memory.remember_losses(self._losses)  # before anybody hears of them
-        for call, answer in answers:
-            if isinstance(answer.reply, AsyncFlowError):
-                call.refuse(answer.reply)
-            else:
-                call.reply(answer.reply)
+        for one in news:
+            match one:
+                case Lost() | Quarantined() if self._admitting is not None:
+                    self._admitting.add(one)
+                case Quarantined():
+                    self._memory.shrink(one)
+                case (call, Answer(reply=AsyncFlowError() as error)):
+                    call.refuse(error)
+                case (call, Answer(reply=reply)):
+                    call.reply(reply)
 
-    def _missing(self) -> tuple[list[int], list[int]]:
+    def _losses_to_tell(self) -> list[UnitLoss]:
         with self._lock:
-            return self._state.missing()
+            return self._state.losses()
 
-    def _losses(self) -> tuple[dict[int, list[int]], list[RowRecords]]:
+    def _losses(self) -> tuple[dict[int, list[int]], list[RowRecords]] | None:
         with self._lock:
+            if not self._state.losses_changed:
+                return None
             return self._state.finished_rows(), self._state.lost_rows()
 
     def _look_for_silent(self) -> None:
@@ -351,6 +360,16 @@ class ControllerService:
         self._send(answers)
         self._forget(silent)
         self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent)
+
+    def _look_for_silent_units(self) -> None:
+        """Cut off units that were not heard of, a stopped process say; when they go on they register again."""
+        timeout_s = self._config.unit_timeout_s
+        with self._lock:
+            silent = self._sessions.silent_units(time.monotonic(), timeout_s)
+        for unit, session in silent:
+            logger.warning("%s was silent for %g s; it counts as away", unit, timeout_s)
+            self._server.cut_off(session)
+        self._timers.after(timeout_s / _CHECKS_PER_TIMEOUT, self._look_for_silent_units)
 
     def _give_unit_up(self, unit: str, grace: int) -> None:
         with self._lock:
@@ -364,7 +383,7 @@ class ControllerService:
         self._send(answers)
         self._forget(list(gone))  # else every later start would wait for them, too
 
-    def _give_up(self, owner: str) -> "list[tuple[Call, Answer]]":
+    def _give_up(self, owner: str) -> "News":
         """A consumer was silent for too long; should it live on, it must not wait for an answer that never comes."""
         logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
         parked = self._calls.fetches_of(owner)

@@ -23,6 +23,7 @@ from tq.messages import (
     RowsCreated,
     RowsRemoved,
     Stop,
+    TellLost,
     UnitAccepted,
     WatchLost,
 )
@@ -37,7 +38,7 @@ class OwnerGone:
 
 @dataclass(frozen=True)
 class OwnerWrites:
-    """A consumer that is there puts such columns; `tq.control.wait_reasons.NEW_ROWS` stands for new rows."""
+    """A consumer that is there puts such columns; `tq.messages.NEW_ROWS` stands for new rows."""
 
     owner: str
     columns: tuple[str, ...]
@@ -140,10 +141,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Tell the units to take a group out; they report `RowsRemoved`."""
+    """Tell the units to take rows of groups in quarantine out; they report `RowsRemoved`."""
 
-    task: str
-    group: int
     rows: dict[str, tuple[int, ...]]
 
 
@@ -189,4 +188,5 @@ Event = (
     | RowsFinished
     | RowsLost
     | DoneElsewhere
+    | TellLost
 )

@@ -1,7 +1,7 @@
-"""Who was done with rows that went with a unit: a controller that is not the lead asks the lead, as long as it has any.
+"""Rows that went with a unit: a controller that is not the lead tells the lead, and hears who is done with them.
 
-Only the lead has losses put again, and it does not when it knows that all tasks were done; an ack of rows in hand may
-have reached it alone. Then nobody else would ever hear of these rows.
+Only the lead has losses put again. It may not have met the unit, when both died together. And it may know that all
+tasks were done, since an ack of rows in hand reached it alone: then nobody puts the rows again, and nobody else hears.
 """
 
 import logging
@@ -12,15 +12,12 @@ from asyncflow.errors import TransportError
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import DoneElsewhere
-from tq.messages import CONTROLLER_REPLIES, GetDone
+from tq.messages import CONTROLLER_REPLIES, TellLost, UnitLoss
 from tq.service_channels import ServiceChannels, await_reply
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-
-Lost = tuple[list[int], list[int]]
-"""Rows and, by position, their partitions."""
 
 
 class LeadQuestions:
@@ -34,7 +31,7 @@ class LeadQuestions:
         *,
         interval_s: float,
         timeout_s: float,
-        lost: Callable[[], Lost],
+        losses: Callable[[], list[UnitLoss]],
         heard: Callable[[DoneElsewhere], None],
     ) -> None:
         """Start.
@@ -45,14 +42,14 @@ class LeadQuestions:
             lead: service name.
             interval_s: between two questions.
             timeout_s: deadline of one question.
-            lost: returns the rows to ask about; called from the thread.
+            losses: returns the rows to tell of; called from the thread.
             heard: called from the thread with what the lead knows.
         """
         self._channels = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._lead = lead
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._lost = lost
+        self._losses = losses
         self._heard = heard
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ask-lead", daemon=True)
@@ -66,14 +63,17 @@ class LeadQuestions:
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
-            rows, partitions = self._lost()
-            if rows:
+            losses = self._losses()
+            if losses:
                 try:
-                    self._heard(self._ask(rows, partitions))
+                    answer = self._ask(losses)
                 except TransportError as error:
                     logger.info("%s: %s", self._lead, error)
+                else:
+                    self._heard(answer)
 
-    def _ask(self, rows: list[int], partitions: list[int]) -> DoneElsewhere:
-        answer = self._channels.get(self._lead, CONTROLLER_REPLIES).submit(GetDone(rows, partitions))
-        reply = await_reply(answer, self._lead, "GetDone", self._timeout_s)[0]
+    def _ask(self, losses: list[UnitLoss]) -> DoneElsewhere:
+        answer = self._channels.get(self._lead, CONTROLLER_REPLIES).submit(TellLost(losses))
+        reply = await_reply(answer, self._lead, "TellLost", self._timeout_s)[0]
+        rows = [number for loss in losses for record in loss.records for number in record.rows]
         return DoneElsewhere({task: [rows[k] for k in positions] for task, positions in reply.commits.items()})

@@ -34,12 +34,10 @@ class Fencing:
     """Rows of a void lease.
 
     Attributes:
-        partition: of the rows.
         rows: not handed out before the fence holds.
         counts: whether this is a delivery that failed.
     """
 
-    partition: int
     rows: tuple[int, ...]
     counts: bool
 
@@ -138,7 +136,7 @@ class Leases:
         rows = tuple(row for row in fencing.rows if self.fencing.get(row) == token)
         for row in rows:
             del self.fencing[row]
-        return Fencing(fencing.partition, rows, fencing.counts)
+        return Fencing(rows, fencing.counts)
 
     def forget(self, row: int) -> None:
         """A row is gone for good."""

@@ -81,17 +81,23 @@ class Memory:
                 self._mark.finished[partition] = sorted({*known, *rows})
             self._durable.save(self._mark)
 
-    def remember_losses(self, state: Callable[[], "tuple[Finished, list[RowRecords]]"]) -> None:
+    @property
+    def remembering_losses(self) -> bool:
+        """Whether somebody is just writing them: what is in there is not durable yet."""
+        return self._saving_losses.locked()
+
+    def remember_losses(self, state: Callable[[], "tuple[Finished, list[RowRecords]] | None"]) -> None:
         """Rows were lost, or tasks are done with some of them: before anybody hears of it.
 
         Args:
-            state: returns what is finished and what is lost, of one moment: a lost row that gets finished is known to
-                no unit. Called one at a time, so that the newest is saved last.
+            state: returns what is finished and what is lost, of one moment (a lost row that gets finished is known to
+                no unit), or None when that has been saved since. Called one at a time: the newest is saved last.
         """
         with self._saving_losses:
-            finished, lost = state()
-            self.remember_finished(finished)
-            self._durable.save_lost(lost)
+            facts = state()
+            if facts is not None:
+                self.remember_finished(facts[0])
+                self._durable.save_lost(facts[1])
 
     def shrink(self, quarantined: Quarantined) -> None:
         """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""

@@ -58,6 +58,7 @@ class PromptAdmitter:
         self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
         self._closed = False
         self._missing: list[AdmittedGroup] = []
+        self._reopened: list[int] = []
         self.started = False
         """Whether `start` was called."""
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
@@ -77,6 +78,7 @@ class PromptAdmitter:
         self.started = True
         if known_rows is not None:
             self._missing = self._state.missing(known_rows)
+            self._reopened = list(self._state.untrained())
         self._thread.start()
 
     def add(self, event: int | Lost | Quarantined) -> None:
@@ -92,6 +94,8 @@ class PromptAdmitter:
 
     def _run(self) -> None:
         try:
+            for step in self._reopened:  # the mark is durable before a step is opened
+                self._open(step)
             self._put(self._missing)
             self._admit()
             while (event := self._events.get()) is not None:
@@ -121,10 +125,12 @@ class PromptAdmitter:
 
     def _admit(self) -> None:
         for step in self._state.admissible():
-            groups = self._state.groups_of(step)
             self._save(self._state.mark())
-            self._client.open_partition(step, sum(len(group.rows) for group in groups))
-            self._put(groups)
+            self._open(step)
+            self._put(self._state.groups_of(step))
+
+    def _open(self, step: int) -> None:
+        self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
 
     def _put(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)

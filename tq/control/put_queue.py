@@ -68,8 +68,9 @@ class PutQueue:
         return put is not None
 
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
-        """Parked puts of a unit (with rows: those that name one) will be told again, or not."""
-        self._room.cancel(unit, rows)
+        """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
+        for request in self._room.cancel(unit, rows):
+            self._book.out.append(Answer(request, PeerRefused(f"{unit}: a put that waited for room does so no more")))
 
     def lose(self, unit: UnitInfo) -> None:
         """A unit is gone, with its rows and with what it announced."""

@@ -37,7 +37,7 @@ class Quarantines:
         """Whether a row's group is in quarantine."""
         return (row.partition, row.group) in self._groups
 
-    def begin(self, task: str, row: LiveRow) -> None:
+    def begin(self, row: LiveRow) -> None:
         """Nobody gets anything of this row's group any more, and the units take it out."""
         if self.has(row):
             return
@@ -46,17 +46,15 @@ class Quarantines:
         where = table.by_unit(members)
         self.remove([number for number in members if table.rows[number].unit.lost])
         if where:
-            self._book.out.append(Quarantine(task, row.group, where))
+            self._book.out.append(Quarantine(where))
 
     def keep_out(self, numbers: Sequence[int]) -> None:
         """New rows of a group in quarantine leave at once."""
-        groups: dict[int, list[int]] = {}
-        for number in numbers if self._groups else ():
-            row = self._book.rows.rows.get(number)
-            if row is not None and row.withheld:
-                groups.setdefault(row.group, []).append(number)
-        for group, members in groups.items():
-            self._book.out.append(Quarantine("", group, self._book.rows.by_unit(members)))
+        table = self._book.rows
+        there = [number for number in numbers if number in table.rows] if self._groups else []
+        members = [number for number in there if table.rows[number].withheld]
+        if members:
+            self._book.out.append(Quarantine(table.by_unit(members)))
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Rows of groups in quarantine left the queue."""

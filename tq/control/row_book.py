@@ -11,8 +11,9 @@ from asyncflow.errors import PeerRefused
 from tq.control.events import Fence, Fenced, Instruction
 from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
 from tq.control.quarantines import Quarantines
-from tq.control.task_state import TaskSpec, TaskState
+from tq.control.task_state import TaskState
 from tq.messages import OutputsWritten
+from tq.task_spec import TaskSpec
 
 
 class RowBook:
@@ -99,7 +100,7 @@ class RowBook:
             stale = task.leases.stale
             for number, row in rows if stale else ():
                 if number in stale and row.left & task.bit:
-                    self._fence(task, partition, [number], counts=False)
+                    self._fence(task, [number], counts=False)
         for number in [number for number, row in rows if not row.left]:
             self._finish(number)
 
@@ -151,7 +152,7 @@ class RowBook:
                 task.void(lease.token, [number])
                 task.leases.stale.add(number)
             if number in task.leases.fencing or number in task.leases.stale:
-                self._fence(task, row.partition, [number], counts=False)
+                self._fence(task, [number], counts=False)
             task.refresh(number, row)
             task.changed.add(row.partition)
 
@@ -201,14 +202,13 @@ class RowBook:
 
     def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None) -> None:
         """Rows (default: all) of a lease return, once the units refuse late puts."""
-        lease = task.leases.by_token[token]
         taken = task.void(token, rows)
         lost = [number for number in taken if self.rows.rows[number].unit.lost]
         task.leases.stale.update(lost)
         self.lost_now += lost
         here = [number for number in taken if not self.rows.rows[number].unit.lost]
         if here:
-            self._fence(task, lease.partition, here, counts=True)
+            self._fence(task, here, counts=True)
 
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""
@@ -226,7 +226,7 @@ class RowBook:
                 task.num_given_back += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
                 if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.quarantines.begin(task.spec.name, row)
+                    self.quarantines.begin(row)
             task.refresh(number, row)
 
     # Loss, removal
@@ -336,9 +336,9 @@ class RowBook:
         lease = None if task is None else task.leases.holder(number)
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
-    def _fence(self, task: TaskState, partition: int, numbers: Sequence[int], *, counts: bool) -> None:
+    def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
         token = self.token()
-        task.fence(token, partition, numbers, counts=counts)
+        task.fence(token, numbers, counts=counts)
         self.out.append(Fence(task.spec.name, token, self.rows.by_unit(numbers)))
 
     def _done(self, name: str, number: int, row: LiveRow) -> None:

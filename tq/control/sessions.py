@@ -11,12 +11,19 @@ class _Owner:
     joined: bool = True
 
 
+@dataclass
+class _Unit:
+    session: int
+    last_heard: float
+
+
 class Sessions:
     """Owners and units of open channels. The caller holds the lock and passes the clock (s, monotonic)."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
-        self._units: dict[str, int] = {}
+        self._units: dict[str, _Unit] = {}
+        self._units_looked_at = 0.0
 
     @property
     def owners(self) -> list[str]:
@@ -24,7 +31,7 @@ class Sessions:
         return list(self._owners)
 
     def joined(self, session: int, owner: str, now: float) -> None:
-        """A consumer's first message on a channel; a later channel replaces an earlier one."""
+        """A consumer joins, on a channel that replaces an earlier one, or on the same again since it was given up."""
         self._owners[owner] = _Owner(session, now)
 
     def asked(self, session: int, owner: str, now: float) -> None:
@@ -44,14 +51,31 @@ class Sessions:
             known.last_heard = now
         return known is not None and known.joined
 
-    def registered(self, session: int, unit: str) -> None:
+    def registered(self, session: int, unit: str, now: float) -> None:
         """A unit's first message on a channel."""
-        self._units[unit] = session
+        self._units[unit] = _Unit(session, now)
+
+    def unit_heard(self, session: int, now: float) -> None:
+        """A unit's sign of life."""
+        for unit in self._units.values():
+            if unit.session == session:
+                unit.last_heard = now
+
+    def silent_units(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
+        """Return (unit, session) of those that were not heard of for `timeout_s`.
+
+        When nobody looked for so long, this process was stopped itself: then all get another chance.
+        """
+        late, self._units_looked_at = now - self._units_looked_at > timeout_s, now
+        if late:
+            for unit in self._units.values():
+                unit.last_heard = now
+        return [(name, unit.session) for name, unit in self._units.items() if now - unit.last_heard > timeout_s]
 
     def ended(self, session: int) -> tuple[list[str], list[str]]:
         """A channel ended; returns (owners, units) that were reached over it and no other."""
         owners = [name for name, owner in self._owners.items() if owner.session == session]
-        units = [unit for unit, number in self._units.items() if number == session]
+        units = [name for name, unit in self._units.items() if unit.session == session]
         self._forget(owners, units)
         return owners, units
 

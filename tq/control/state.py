@@ -39,7 +39,6 @@ from tq.control.recovery import Recovering, Recovery
 from tq.control.room import Room
 from tq.control.row_book import RowBook
 from tq.control.stats import count_rows
-from tq.control.task_state import TaskSpec
 from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
 from tq.messages import (
@@ -58,12 +57,16 @@ from tq.messages import (
     RegisterUnit,
     RemovalReason,
     RowRecords,
+    RowsAccepted,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stop,
+    TellLost,
+    UnitLoss,
     WatchLost,
 )
+from tq.task_spec import TaskSpec
 
 
 class ControlState:
@@ -175,24 +178,9 @@ class ControlState:
         self._book.losses_changed, self._book.noted = False, set(self._book.lost)
         return self._registry.lost_records()
 
-    def missing(self) -> tuple[list[int], list[int]]:
-        """Return the rows that went with a unit, and their partitions."""
-        rows = sorted(self._book.lost)
-        return rows, [self._book.rows.rows[number].partition for number in rows]
-
-    def done(self, rows: Sequence[int], partitions: Sequence[int]) -> dict[str, list[int]]:
-        """Return task -> positions in `rows` that it is known to be done with."""
-        table = self._book.rows
-        known: dict[str, list[int]] = {}
-        for k, (number, partition) in enumerate(zip(rows, partitions, strict=True)):
-            row = table.rows.get(number)
-            if row is not None:
-                done = table.every_task & ~row.left
-            else:
-                done = table.every_task if table.is_finished(number, partition) else 0
-            for name in table.tasks(done):
-                known.setdefault(name, []).append(k)
-        return known
+    def losses(self) -> list[UnitLoss]:
+        """Return what went with units, by their lives: what the lead is told (`TellLost`)."""
+        return self._registry.losses()
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
@@ -238,6 +226,10 @@ class ControlState:
                     self._book.drop_finished(name, [event.partition])
             case RowsLost():
                 self._registry.take_lost(event.records)
+            case TellLost():
+                if self._recovery is None:  # else a unit may just not have come back yet
+                    self._registry.adopt(event.losses)
+                self._book.out.append(Answer(request, RowsAccepted(self._done(event))))
             case DoneElsewhere():
                 self._book.may_come_again([number for rows in event.commits.values() for number in rows])
                 for name, rows in event.commits.items():
@@ -284,6 +276,23 @@ class ControlState:
             self._rebuild()
 
     # Rows
+
+    def _done(self, event: TellLost) -> dict[str, list[int]]:
+        """Return task -> positions of rows that it is known to be done with."""
+        table = self._book.rows
+        known: dict[str, list[int]] = {}
+        told = [
+            (number, record.partition) for loss in event.losses for record in loss.records for number in record.rows
+        ]
+        for k, (number, partition) in enumerate(told):
+            row = table.rows.get(number)
+            if row is not None:
+                done = table.every_task & ~row.left
+            else:
+                done = table.every_task if table.is_finished(number, partition) else 0
+            for name in table.tasks(done):
+                known.setdefault(name, []).append(k)
+        return known
 
     def _remove(self, event: RowsRemoved) -> None:
         self._puts.cancel(event.unit, set(event.rows))

@@ -9,40 +9,13 @@ waiting --inputs written, row at hand--> ready --granted--> leased --outputs wri
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from tq.control.leases import Fencing, Leases
 from tq.control.live_rows import LiveRow, LiveRows
 from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Round, Rounds, Share
-from tq.policies import Fifo, Parcel, Policy, Want
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """What a controller must know of a task.
-
-    Attributes:
-        name: unique.
-        inputs: columns that must be written before a row is ready.
-        outputs: columns that the task writes.
-        whole_groups: a group is handed out only when all its rows are ready, and never split.
-        gated: rows depend on the consumer's weight version (the staleness rule).
-        barrier: rows of a partition are handed out only when all of them are ready (`sync`).
-        keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
-        max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
-        policy: which ready rows make a lease, and how a round is shared.
-    """
-
-    name: str
-    inputs: frozenset[str]
-    outputs: frozenset[str] = frozenset()
-    whole_groups: bool = False
-    gated: bool = False
-    barrier: bool = False
-    keeps_leases: bool = False
-    max_deliveries: int = 0
-    policy: Policy = field(default_factory=Fifo)
+from tq.policies import Fifo, Parcel, Want
+from tq.task_spec import TaskSpec as TaskSpec
 
 
 class TaskPartition:
@@ -244,10 +217,10 @@ class TaskState:
         self.partition(partition).num_held -= len(taken)
         return taken
 
-    def fence(self, token: int, partition: int, rows: Sequence[int], *, counts: bool) -> None:
+    def fence(self, token: int, rows: Sequence[int], *, counts: bool) -> None:
         """Rows of void leases wait for a fence."""
         self.leases.stale.difference_update(rows)
-        self.leases.fence(token, Fencing(partition, tuple(rows), counts))
+        self.leases.fence(token, Fencing(tuple(rows), counts))
 
     # Rounds
 

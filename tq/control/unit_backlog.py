@@ -1,6 +1,7 @@
 """What one unit has still to be told, in order. A thread of its own tells it, so that no unit waits for another.
 
     add --> told --> settled, forgotten
+        '-> refused: the unit cannot confirm yet --> told again
         '-> the unit cannot be reached --> settled, owed --(the next `add`, or `catch_up`)--> told --> forgotten
 
 Used by `UnitOrders`. The unit may hear a message twice; it is none the wiser.
@@ -16,6 +17,8 @@ from asyncflow.errors import PeerRefused, Superseded, TransportError
 from tq.messages import Message
 
 logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
 
 
 @dataclass(eq=False)
@@ -40,6 +43,7 @@ class UnitBacklog:
         self._changed = threading.Condition()
         self._entries: dict[_Entry, None] = {}
         self._fresh = False
+        self._again = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"orders-{unit}", daemon=True)
         self._thread.start()
@@ -82,11 +86,13 @@ class UnitBacklog:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not self._fresh:
+                if self._again:
+                    self._changed.wait(_RETRY_S)
+                while not self._closed and not self._fresh and not self._again:
                     self._changed.wait()
                 if self._closed:
                     return
-                self._fresh = False
+                self._fresh = self._again = False
             self._tell_all()
 
     def _tell_all(self) -> None:
@@ -95,9 +101,13 @@ class UnitBacklog:
             try:
                 if reachable:
                     self._tell_once(entry)
+            except (PeerRefused, Superseded) as error:  # it is up, but cannot confirm yet: nobody may rely on it
+                logger.warning("%s is told %s again: %s", self._unit, type(entry.message).__name__, error)
+                self._again = True
+                continue
             except TransportError as error:
                 logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
-                reachable = isinstance(error, PeerRefused | Superseded)
+                reachable = False
             self._settle(entry)
 
     def _all(self) -> list[_Entry]:

@@ -32,7 +32,13 @@ class UnitOrders:
     """Carries orders to the units and reports fences that hold."""
 
     def __init__(
-        self, credentials: Credentials, name: str, *, timeout_s: float, fenced: Callable[[Fenced], None]
+        self,
+        credentials: Credentials,
+        name: str,
+        *,
+        timeout_s: float,
+        fenced: Callable[[Fenced], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         """Tell nobody anything yet.
 
@@ -41,10 +47,12 @@ class UnitOrders:
             name: of the controller.
             timeout_s: deadline of one request.
             fenced: called from a thread when a fence holds at every unit that is up; the others are owed it.
+            failed: called when that thread cannot go on: no row of a void lease would ever come back.
         """
         self._links = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._timeout_s = timeout_s
         self._fenced = fenced
+        self._failed = failed
         self._lock = threading.Lock()
         self._backlogs: dict[str, UnitBacklog] = {}
         self._closed = False
@@ -71,6 +79,7 @@ class UnitOrders:
         with self._lock:
             backlog = self._backlogs.get(unit)
         if backlog is not None:
+            self._links.give_up_waiting(unit)
             backlog.catch_up()
 
     def close(self) -> None:
@@ -93,8 +102,12 @@ class UnitOrders:
         return self._backlogs[unit]
 
     def _report(self) -> None:
-        while (fenced := self._holding.get()) is not None:
-            self._fenced(fenced)
+        try:
+            while (fenced := self._holding.get()) is not None:
+                self._fenced(fenced)
+        except Exception as error:  # the boundary of a thread
+            logger.exception("fences are not reported any more")
+            self._failed(error)
 
     def _tell(self, unit: str, message: Message) -> None:
         connection = self._links.get(unit, UNIT_REPLIES)
@@ -116,4 +129,4 @@ def _messages(order: Order) -> list[tuple[str, Message]]:
         case FenceAll():
             return [(unit, FenceTask(order.task, order.token, list(order.alive))) for unit in order.units]
         case Quarantine():
-            return [(unit, QuarantineRows(order.task, order.group, list(rows))) for unit, rows in order.rows.items()]
+            return [(unit, QuarantineRows(list(rows))) for unit, rows in order.rows.items()]

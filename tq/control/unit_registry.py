@@ -11,7 +11,7 @@ from tq.control.arrivals import Arrivals
 from tq.control.events import Commit
 from tq.control.live_rows import LiveRow, UnitInfo
 from tq.control.row_book import RowBook
-from tq.messages import RegisterUnit, RowRecords, UnitAccepted
+from tq.messages import RegisterUnit, RowRecords, UnitAccepted, UnitLoss
 
 
 class UnitRegistry:
@@ -52,23 +52,37 @@ class UnitRegistry:
             self._book.recount(partition)
         return reply
 
-    def lost_records(self) -> list[RowRecords]:
-        """Return the rows that went with their unit."""
+    def lost_records(self, rows: Iterable[int] | None = None) -> list[RowRecords]:
+        """Return the rows (default: all) that went with their unit."""
         table = self._book.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
-        for number in sorted(self._book.lost):
+        for number in sorted(self._book.lost if rows is None else rows):
             row = table.rows[number]
             key = (row.partition, row.written, row.left)
             if key not in records:
                 done = table.tasks(table.every_task & ~row.left)
                 records[key] = RowRecords(row.partition, [], [], [], [], [], table.columns(row.written), done)
-            record = records[key]
-            record.rows.append(number)
-            record.groups.append(row.group)
-            record.group_sizes.append(row.group_size)
-            record.tokens.append(row.tokens)
-            record.num_bytes.append(row.num_bytes)
+            records[key].append(
+                number, group=row.group, group_size=row.group_size, tokens=row.tokens, num_bytes=row.num_bytes
+            )
         return list(records.values())
+
+    def losses(self) -> list[UnitLoss]:
+        """Return the rows that went with their unit, by the unit's life."""
+        lives: dict[tuple[str, str], list[int]] = {}
+        for number in self._book.lost:
+            unit = self._book.rows.rows[number].unit
+            lives.setdefault((unit.name, unit.incarnation), []).append(number)
+        return [UnitLoss(*life, self.lost_records(rows)) for life, rows in sorted(lives.items())]
+
+    def adopt(self, losses: Iterable[UnitLoss]) -> None:
+        """Another controller lost these: those of a life that was never met here are lost here, too.
+
+        Of a life that was met every row was known, so what is not known any more is done.
+        """
+        for loss in losses:
+            if loss.incarnation and (loss.unit, loss.incarnation) not in self._lives:
+                self.take_lost(loss.records)
 
     def take_lost(self, records: Iterable[RowRecords]) -> None:
         """An earlier incarnation knew that these rows went with their unit."""

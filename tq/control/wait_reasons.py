@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from tq.control.live_rows import LiveRow
 from tq.control.row_book import RowBook
 from tq.control.task_state import TaskState
-from tq.messages import FetchRound, FetchRows
+from tq.messages import NEW_ROWS, FetchRound, FetchRows
 
-NEW_ROWS = "rows"
-"""Among the columns that a consumer writes: it puts new rows."""
 _LOOKED_AT = 4096
 
 

@@ -4,16 +4,17 @@
     unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
     client -> controller        Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
     controller -> unit          FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
+    controller -> controller    TellLost
 
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
 """
 
 from tq.messages.base import Done, Message
 from tq.messages.clients_to_controllers import (
+    NEW_ROWS,
     AckLost,
     FetchRound,
     FetchRows,
-    GetDone,
     GetQueueStats,
     GiveBack,
     Heartbeat,
@@ -22,6 +23,8 @@ from tq.messages.clients_to_controllers import (
     OpenPartition,
     PublishVersion,
     Stop,
+    TellLost,
+    UnitLoss,
     WatchLost,
 )
 from tq.messages.controller_replies import (
@@ -64,6 +67,7 @@ from tq.messages.units_to_controllers import (
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
+    UnitAlive,
 )
 
 CONTROLLER_REQUESTS = (
@@ -72,6 +76,7 @@ CONTROLLER_REQUESTS = (
     | RowsConfirmed
     | OutputsWritten
     | RowsRemoved
+    | UnitAlive
     | Join
     | Heartbeat
     | OpenPartition
@@ -82,7 +87,7 @@ CONTROLLER_REQUESTS = (
     | WatchLost
     | PublishVersion
     | Stop
-    | GetDone
+    | TellLost
     | GetQueueStats
 )
 CONTROLLER_REPLIES = Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | QueueStats
@@ -90,6 +95,7 @@ CONTROLLER_REPLIES = Done | UnitAccepted | RowsAccepted | Joined | Alive | Grant
 __all__ = [
     "CONTROLLER_REPLIES",
     "CONTROLLER_REQUESTS",
+    "NEW_ROWS",
     "UNIT_REPLIES",
     "UNIT_REQUESTS",
     "AckLost",
@@ -104,7 +110,6 @@ __all__ = [
     "FetchRound",
     "FetchRows",
     "GetColumns",
-    "GetDone",
     "GetQueueStats",
     "GetUnitStats",
     "GiveBack",
@@ -136,7 +141,10 @@ __all__ = [
     "Stop",
     "Stored",
     "TaskStats",
+    "TellLost",
     "UnitAccepted",
+    "UnitAlive",
+    "UnitLoss",
     "UnitStats",
     "WatchLost",
     "WriteSnapshot",

@@ -1,10 +1,9 @@
-"""What clients ask a controller."""
+"""What clients ask a controller, and, with `GetDone`, one controller another."""
 
 import msgspec
 
 from tq.messages.base import Message
-
-# Requests to a controller, from clients
+from tq.messages.units_to_controllers import RowRecords
 
 
 class Held(msgspec.Struct):
@@ -22,7 +21,7 @@ class Held(msgspec.Struct):
 
 
 class Join(Message):
-    """First message of a client on a channel. -> `Joined`.
+    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
 
     Attributes:
         owner: the consumer with its incarnation; the same over all channels of one client object.
@@ -33,12 +32,16 @@ class Join(Message):
     holds: list[Held]
 
 
+NEW_ROWS = ""
+"""In `Heartbeat.writes`: this client puts new rows. No column is named so."""
+
+
 class Heartbeat(Message):
     """Renews all leases of `owner`. -> `Alive`."""
 
     owner: str
     writes: list[str] = []
-    """Columns that this client has put so far: whoever waits for them knows that somebody is there."""
+    """Columns that this client has put so far, or `NEW_ROWS`: whoever waits for them knows that somebody is there."""
 
 
 class OpenPartition(Message):
@@ -110,14 +113,22 @@ class AckLost(Message):
     rows: list[int]
 
 
-class GetDone(Message):
-    """From another controller, about rows that went with a unit: which tasks were done with them? -> `RowsAccepted`.
+class UnitLoss(msgspec.Struct):
+    """Rows that went with one life of a unit, as another controller knows them."""
 
-    `rows` and `partitions` are parallel.
+    unit: str
+    incarnation: str
+    records: list[RowRecords]
+
+
+class TellLost(Message):
+    """From another controller to the lead: rows that went with their units, as long as it counts them as lost.
+
+    The lead has those put again of which it never heard. -> `RowsAccepted`, with who is done with which; positions
+    count all rows of `losses` in order.
     """
 
-    rows: list[int]
-    partitions: list[int]
+    losses: list[UnitLoss]
 
 
 class WatchLost(Message):

@@ -1,10 +1,8 @@
-"""What a controller answers units and clients."""
+"""What a controller answers units, clients and other controllers."""
 
 from enum import StrEnum
 
 from tq.messages.base import Message
-
-# Replies of a controller
 
 
 class UnitAccepted(Message):
@@ -21,7 +19,7 @@ class UnitAccepted(Message):
 class RowsAccepted(Message):
     """The rows are known; `commits` (task -> positions) says which tasks were done with them before they were lost.
 
-    Also the answer to `GetDone`.
+    Also the answer to `TellLost`.
     """
 
     commits: dict[str, list[int]] = {}

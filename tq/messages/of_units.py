@@ -3,8 +3,6 @@
 from tq.messages.base import Done, Message
 from tq.wire import ColumnHeader
 
-# Requests to a storage unit
-
 
 class PutRows(Message):
     """New rows with their first columns (a source's put; it needs no lease). Answered by `Stored`.
@@ -63,10 +61,8 @@ class FenceTask(Message):
 
 
 class QuarantineRows(Message):
-    """From a controller: `task` failed too often on this group; take its rows out of the queue."""
+    """From a controller: a task failed too often on the group of these rows; take them out of the queue."""
 
-    task: str
-    group: int
     rows: list[int]
 
 
@@ -112,9 +108,6 @@ class WriteSnapshot(Message):
 
 class GetUnitStats(Message):
     """Answered by `UnitStats`."""
-
-
-# Replies of a storage unit
 
 
 class Stored(Message):

@@ -6,8 +6,6 @@ import msgspec
 
 from tq.messages.base import Message
 
-# Requests to a controller, from units
-
 
 class RowRecords(msgspec.Struct):
     """Rows of an inventory that have the same partition, columns and finished tasks.
@@ -31,6 +29,14 @@ class RowRecords(msgspec.Struct):
     done: list[str]
     deliveries: dict[str, list[int]] = {}
     pending: bool = False
+
+    def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
+        """Add a row; `deliveries` is the caller's."""
+        self.rows.append(number)
+        self.groups.append(group)
+        self.group_sizes.append(group_size)
+        self.tokens.append(tokens)
+        self.num_bytes.append(num_bytes)
 
 
 class RegisterUnit(Message):
@@ -90,11 +96,11 @@ class RowsConfirmed(Message):
 
 
 class OutputsWritten(Message):
-    """A task's outputs for these rows were committed under `token`; the task is done with them.
+    """A task's outputs for these rows were committed; the task is done with them.
 
     Attributes:
         unit: where.
-        task, token, rows: the commit's.
+        task, rows: the commit's.
         columns: written now.
         tokens: per row, by how many tokens it grew.
         num_bytes: by how many bytes all of them grew.
@@ -102,7 +108,6 @@ class OutputsWritten(Message):
 
     unit: str
     task: str
-    token: int
     rows: list[int]
     columns: list[str]
     tokens: list[int]
@@ -118,12 +123,16 @@ class RemovalReason(StrEnum):
     QUARANTINED = "quarantined"
 
 
+class UnitAlive(Message):
+    """Sign of life of a unit that has nothing else to say. -> `Done`."""
+
+    unit: str
+
+
 class RowsRemoved(Message):
-    """Rows left a unit; `task` is the one that failed on them (quarantine)."""
+    """Rows left a unit."""
 
     unit: str
     partition: int
     rows: list[int]
     reason: RemovalReason
-    task: str = ""
-    group: int = -1

@@ -3,7 +3,7 @@
     block of rows 7 8 9:   | values of `responses` | lengths | values of `rewards` |     rows are positions 0 1 2
 
 A block is immutable and goes as a whole, so one surviving row would hold all of it; then the survivors move to a block
-of their own (`BlockStore.compact`). Books about a block are kept by `UnitState`, under the unit's lock; what is here
+of their own (`BlockStore.compact`). Books about a block are kept by `BlockBooks`, under the unit's lock; what is here
 does I/O and never takes that lock.
 """
 

@@ -113,6 +113,11 @@ class ControllerLink:
             thread.start()
 
     @property
+    def up(self) -> bool:
+        """Whether the controller hears what is sent now; lock held."""
+        return self.registered and self._connection is not None
+
+    @property
     def counts(self) -> bool:
         """Whether a change must be told: the controller has an inventory, or is just getting one; lock held."""
         return self._counts_always or self.registered or self._connection is not None

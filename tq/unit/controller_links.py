@@ -22,8 +22,8 @@ Told = dict[str, "Future[Any]"]
 class Holdings(Protocol):
     """What the links tell of; called with the unit's lock held."""
 
-    def inventory(self) -> RegisterUnit:
-        """Return what the unit holds now."""
+    def inventory(self, *, held: bool) -> RegisterUnit:
+        """Return what the unit holds now; `held`: controllers must agree on new rows."""
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller took the inventory and knows this beside it."""
@@ -76,6 +76,13 @@ class ControllerLinks:
             if everybody or link.counts
         }
 
+    def beat(self, message: Message, timeout_s: float) -> None:
+        """Tell the controllers that are up; whoever is not hears enough when it is; lock held."""
+        for link in self._links.values():
+            if link.up:
+                link.notify(message, timeout_s)
+                link.wake()
+
     def flush(self, *, here: bool = True) -> None:
         """Send what was told; see `ControllerLink.flush`."""
         for link in self._links.values():
@@ -101,7 +108,7 @@ class ControllerLinks:
 
     def inventory(self) -> RegisterUnit:
         """See `controller_link.Host`."""
-        return self._holdings.inventory()
+        return self._holdings.inventory(held=self.several)
 
     def accepted(self, reply: UnitAccepted) -> Settled:
         """See `controller_link.Host`."""

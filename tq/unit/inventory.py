@@ -30,11 +30,7 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
             counts = record.deliveries.setdefault(task, [])
             counts += [0] * (len(record.rows) - len(counts))
             counts.append(times)
-        record.rows.append(number)
-        record.groups.append(row.group)
-        record.group_sizes.append(row.group_size)
-        record.tokens.append(row.tokens)
-        record.num_bytes.append(row.num_bytes)
+        record.append(number, group=row.group, group_size=row.group_size, tokens=row.tokens, num_bytes=row.num_bytes)
     for record in records.values():
         for counts in record.deliveries.values():
             counts += [0] * (len(record.rows) - len(counts))

@@ -238,7 +238,7 @@ class UnitPuts:
 
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
-        return OutputsWritten(self._name, message.task, message.token, message.rows, columns, tokens, num_bytes)
+        return OutputsWritten(self._name, message.task, message.rows, columns, tokens, num_bytes)
 
 
 def _extent(block: Block | None, num_rows: int) -> tuple[list[str], list[int], int]:

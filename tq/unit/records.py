@@ -63,6 +63,11 @@ class Row:
     pending: bool = True
     retained: bool = False
 
+    def belongs_with(self, other: "Row") -> bool:
+        """Whether both belong to the same group of the same size, of the same partition."""
+        mine, theirs = ((row.partition, row.group, row.group_size) for row in (self, other))
+        return mine == theirs
+
 
 @dataclass
 class Partition:

@@ -1,9 +1,4 @@
-"""Files of a snapshot, and how a unit writes its own: a few hundred MB of memory however much there is to write.
-
-A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows
-differ in shape, `k/shapes/COLUMN` (int32 [N, R]). Its metadata holds the rest as JSON (`ChunkRecord`). The name
-ends with the file's checksum, so that the reader's manifest needs no second pass over the data.
-"""
+"""How a unit writes its files of a snapshot (`tq.snapshot`): in a few hundred MB of memory, however much there is."""
 
 import os
 import threading
@@ -12,41 +7,20 @@ from pathlib import Path
 
 import msgspec
 import torch
-import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.payload import Piece
+from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
 from tq.unit.block import Block, BlockStore
 from tq.unit.records import CutRow
-from tq.wire import ColumnHeader
 
 CHUNK_BYTES = 2**26
 FILE_BYTES = 2**28
-METADATA_KEY = "chunks"
-_READ_BYTES = 2**24
 _CHUNK_ROWS = 2**14
 
 _Key = tuple[int, int, tuple[str, ...]]
-
-
-class ChunkRecord(msgspec.Struct):
-    """Rows that were alike: put again with one `PutRows`.
-
-    Attributes:
-        partition, group_size: of all of them.
-        rows, groups: parallel.
-        columns: of the tensors.
-        commits: task -> positions in `rows`.
-    """
-
-    partition: int
-    group_size: int
-    rows: list[int]
-    groups: list[int]
-    columns: list[ColumnHeader]
-    commits: dict[str, list[int]]
 
 
 class SnapshotWriter:
@@ -123,30 +97,6 @@ class SnapshotWriter:
         path.rename(self._directory / name)
         names.append(name)
         return num_bytes
-
-
-def checksum(path: Path) -> str:
-    """Return the xxh3-64 of a file as 16 hex digits."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return str(digest.hexdigest())
-
-
-def chunk_payload(record: ChunkRecord, tensors: dict[str, Tensor], number: int) -> Tensor:
-    """Return a chunk's columns as the payload that its headers describe."""
-    pieces = []
-    for header in record.columns:
-        values = tensors[f"{number}/values/{header.name}"]
-        pieces.append(Piece((values,), values.dtype))
-        shapes = tensors.get(f"{number}/shapes/{header.name}")
-        if shapes is not None:
-            pieces.append(Piece((shapes,), torch.int32))
-    payload = Payload(pieces)
-    out = torch.empty(payload.num_bytes, dtype=torch.uint8)
-    payload.write(out)
-    return out
 
 
 def _chunks(rows: Sequence[CutRow], chunk_bytes: int) -> "Iterator[Sequence[CutRow]]":

@@ -70,13 +70,14 @@ class UnitState:
         if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
             raise PeerRefused(f"a put of {len(rows)} rows names {len(groups)} groups, or commits beyond its rows")
         self._check_tasks(commits or {})
+        sizes = Counter(groups)
+        arrived = [Row(partition, group, group_size or sizes[group]) for group in groups]
         there = [row for row in rows if row in self._rows or row in self._finished]
         if there:
-            return self._created_before(rows, there, block, partition)
-        sizes = Counter(groups)
+            return self._created_before(rows, there, block, arrived)
         home = self._partition(partition)
-        for number, group in zip(rows, groups, strict=True):
-            self._rows[number] = Row(partition, group, group_size or sizes[group])
+        for number, row in zip(rows, arrived, strict=True):
+            self._rows[number] = row
             home.rows.add(number)
         self._attach(rows, block)
         self.learn_commits({task: [rows[k] for k in known] for task, known in (commits or {}).items()})
@@ -248,13 +249,13 @@ class UnitState:
         return {number: sorted(known.finished) for number, known in self._partitions.items() if known.finished}
 
     def _created_before(
-        self, rows: Sequence[int], there: Sequence[int], block: Block | None, partition: int
+        self, rows: Sequence[int], there: Sequence[int], block: Block | None, arrived: Sequence[Row]
     ) -> Repeated:
         refusal = f"row {there[0]} exists already; row indices are never reused in a run"
         names = frozenset[str]() if block is None else block.names
-        for number in rows:
+        for number, new in zip(rows, arrived, strict=True):
             row = self._rows.get(number)
-            if row is None or row.partition != partition or not names <= row.places.keys():
+            if row is None or not row.belongs_with(new) or not names <= row.places.keys():
                 raise RowsExist(refusal)
         return self._repeated(rows, block, RowsExist(refusal))
 

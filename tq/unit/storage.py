@@ -47,6 +47,7 @@ from tq.messages import (
     RowsConfirmed,
     RowsRemoved,
     UnitAccepted,
+    UnitAlive,
     UnitStats,
     WriteSnapshot,
 )
@@ -63,6 +64,8 @@ from tq.unit.traffic import UnitTraffic
 from tq.unit.upkeep import UnitUpkeep
 
 logger = logging.getLogger(__name__)
+
+_BEATS_PER_TIMEOUT = 4
 
 
 class StorageUnit:
@@ -92,7 +95,6 @@ class StorageUnit:
         """
         self.name = name
         self._closed = False
-        self._several_controllers = len(controllers) > 1
         self._timeout_s = config.request_timeout_s
         self._most_bytes = config.max_message_bytes
         self._incarnation = secrets.token_hex(8)
@@ -122,6 +124,8 @@ class StorageUnit:
         self._snapshots = UnitSnapshots(
             name, state, self._blocks, holds, self._timers, lock=lock, poke=poke, chunk_bytes=chunk_bytes
         )
+        self._beat_s = config.unit_timeout_s / _BEATS_PER_TIMEOUT
+        self._beat()
         self._server = ChannelServer(
             credentials, name, UNIT_REQUESTS, self, limits=limits, max_clients=config.max_clients
         )
@@ -144,9 +148,9 @@ class StorageUnit:
         self._traffic.left(session.number)
         self._snapshots.abandon(session.number)
 
-    def inventory(self) -> RegisterUnit:
+    def inventory(self, *, held: bool) -> RegisterUnit:
         """Return what is here; called by the links with the lock held."""
-        return take_inventory(self.name, self._incarnation, self._state, held=self._several_controllers)
+        return take_inventory(self.name, self._incarnation, self._state, held=held)
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
@@ -199,6 +203,14 @@ class StorageUnit:
             case _:
                 assert_never(message)
 
+    def _beat(self) -> None:
+        """Tell the controllers that this process is not stopped; again and again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._links.beat(UnitAlive(self.name), self._timeout_s)
+        self._timers.after(self._beat_s, self._beat)
+
     def _get(self, message: GetColumns, call: Call) -> None:
         books = self._state.books
         with self._lock:
@@ -242,8 +254,7 @@ class StorageUnit:
     def _quarantine(self, message: QuarantineRows) -> None:
         with self._lock:
             for partition, rows in self._state.remove(message.rows).items():
-                reason = RemovalReason.QUARANTINED
-                removal = RowsRemoved(self.name, partition, rows, reason, message.task, message.group)
+                removal = RowsRemoved(self.name, partition, rows, RemovalReason.QUARANTINED)
                 self._links.tell(removal, self._timeout_s)
         self._links.flush()
         self._upkeep.poke()

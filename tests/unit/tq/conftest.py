@@ -25,7 +25,6 @@ from tq.control.events import (
     UnitLost,
 )
 from tq.control.state import ControlState
-from tq.control.task_state import TaskSpec
 from tq.messages import (
     AckLost,
     FetchRound,
@@ -48,6 +47,7 @@ from tq.messages import (
     UnitAccepted,
     WatchLost,
 )
+from tq.task_spec import TaskSpec
 
 
 class ControlWorld:
@@ -238,7 +238,7 @@ class ControlWorld:
         rows = list(granted.rows if rows is None else rows)
         for unit in sorted({self.unit_of[row] for row in rows}):
             there = [row for row in rows if self.unit_of[row] == unit]
-            self.handle(OutputsWritten(unit, task, granted.token, there, list(columns), [], 0))
+            self.handle(OutputsWritten(unit, task, there, list(columns), [], 0))
 
     def ack_lost(self, task: str, granted: Granted) -> None:
         """A consumer acks rows whose unit is gone."""
@@ -248,11 +248,11 @@ class ControlWorld:
         """A consumer returns rows."""
         self.handle(GiveBack(task, granted.token, list(granted.rows if rows is None else rows)))
 
-    def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1, group: int = -1) -> None:
+    def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1) -> None:
         """The units report that rows left."""
         for unit in sorted({self.unit_of[row] for row in rows}):
             there = [row for row in rows if self.unit_of[row] == unit]
-            self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason), "", group))
+            self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason)))
 
     def lose(self, unit: str) -> None:
         """A unit goes and is given up."""

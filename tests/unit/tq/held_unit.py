@@ -116,7 +116,7 @@ class HeldUnit:
             raise Superseded("its lease ended with an earlier controller")
         kept.commits[task] = token
         kept.columns |= OUTPUTS[task]
-        written = OutputsWritten(self.name, task, token, [row], sorted(OUTPUTS[task]), [1], 1)
+        written = OutputsWritten(self.name, task, [row], sorted(OUTPUTS[task]), [1], 1)
         self.tell(Change("commit", [row], task, token), written)
         self.sweep()
 

@@ -186,7 +186,7 @@ class ModelledQueue:
             if isinstance(event, RowsCreated):
                 unit.announced += event.rows
             elif event.task == "train":
-                unit.unsure.update(dict.fromkeys(event.rows, event.token))
+                unit.unsure.update({row: unit.acks[row] for row in event.rows})
         unit.outbox.clear()
 
     def unconfirmed(self, row: int, token: int) -> None:

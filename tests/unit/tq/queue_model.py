@@ -80,7 +80,7 @@ class FakeUnit:
                 self.acks[row] = token
             self.rows[row].columns |= OUTPUTS[task]
         if self.connected:
-            self.outbox.append(OutputsWritten(self.name, task, token, rows, sorted(OUTPUTS[task]), [1] * len(rows), 1))
+            self.outbox.append(OutputsWritten(self.name, task, rows, sorted(OUTPUTS[task]), [1] * len(rows), 1))
         self.sweep()
         return new
 

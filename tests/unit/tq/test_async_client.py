@@ -1,6 +1,7 @@
 """`AsyncQueueClient` over a client that blocks until told."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from asyncflow.errors import Superseded, TransportError
 from tq.batch import Column
 from tq.client.async_client import AsyncQueueClient
-from tq.messages import Granted, NoRows
+from tq.client.queue_client import QueueClient
+from tq.messages import FetchRound, Granted, NoRows
 
 GRANTED = Granted("t", 1, 1, [3], [3], ["storage-0"])
 X = {"x": Column.of_scalars(torch.zeros(1))}
@@ -34,6 +36,9 @@ class BlockingClient:
         if self.is_closed:
             raise TransportError("closed")
         return GRANTED
+
+    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+        return self.fetch(request.task)
 
     def give_back(self, task: str, granted: Granted, rows: Any = None) -> None:
         self.calls.append(("give_back", task, granted.rows, rows))
@@ -118,6 +123,29 @@ def test_fetch_cancelled_before_it_had_a_thread_asks_nothing() -> None:
         client.rows.set()
         assert await asyncio.gather(*fetches[:2]) == [GRANTED, GRANTED]
         assert not client.fetching.acquire(blocking=False)
+
+    assert run(body).calls == []
+
+
+def _calls(kind: type) -> dict[str, list[str]]:
+    functions = {name: it for name, it in vars(kind).items() if inspect.isfunction(it) and not name.startswith("_")}
+    return {name: list(inspect.signature(it).parameters) for name, it in functions.items()}
+
+
+def test_every_call_of_the_client_is_there_with_the_same_parameters() -> None:
+    assert {name: sorted(it) for name, it in _calls(AsyncQueueClient).items()} == {
+        name: sorted(it) for name, it in _calls(QueueClient).items()
+    }
+
+
+def test_a_cancelled_round_is_not_given_back_since_it_is_granted_again() -> None:
+    async def body(queue: AsyncQueueClient, client: BlockingClient) -> None:
+        fetch = asyncio.create_task(queue.fetch_round(FetchRound("t", "", 1, 0, 1, 0, 1, 60)))
+        await parked(client)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        client.rows.set()
 
     assert run(body).calls == []
 

@@ -189,3 +189,10 @@ def test_columns_are_guessed_from_what_users_have() -> None:
             column_of(data)
     with pytest.raises(ConfigError, match="row 1"):
         column_of(["a", torch.zeros(1)])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_sparse_tensor_makes_no_column(rows: int) -> None:
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(ConfigError, match="sparse tensor; give a dense one"):
+        column_of(sparse if rows == 1 else [sparse, sparse])

@@ -225,7 +225,7 @@ def test_unknown_task_is_refused_and_nothing_stays_parked(make_world: World) -> 
     with pytest.raises(PeerRefused, match="no task is named 'reff'; known: ref"):
         world.ask("reff")
     with pytest.raises(PeerRefused, match="no task"):
-        world.handle(OutputsWritten("storage-0", "reff", 1, [0], [], [], 0))
+        world.handle(OutputsWritten("storage-0", "reff", [0], [], [], 0))
     with pytest.raises(PeerRefused, match="at least 1"):
         world.ask("ref", 0)
     assert world.state.stats().tasks[0].parked_requests == 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.errors import QueueFull
+from asyncflow.errors import PeerRefused, QueueFull
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, UnitGone, UnitLost
 from tq.messages import RowsAccepted
@@ -87,10 +87,11 @@ def test_lost_and_restored_rows_do_not_wait(make_world: World) -> None:
 def test_waiting_put_is_dropped_with_its_unit_or_when_it_is_taken_back(make_world: World) -> None:
     world = make_world(LOOK, row_limit=1)
     world.put([0], "storage-0")
-    world.put([1], "storage-1")
+    taken_back = world.put([1], "storage-1")
     world.put([2], "storage-2")
     world.unit_of[1] = "storage-1"
     world.remove([1])
+    assert isinstance(world.answers[taken_back], PeerRefused), "else the call would be kept for ever"
     world.handle(UnitGone("storage-2"))
     assert world.state.stats().waiting_puts == 0
     world.write("look", world.granted(world.ask("look")))

@@ -54,7 +54,7 @@ def test_group_of_a_row_that_comes_back_too_often_is_withheld_from_every_task(ma
     assert world.quarantines == []
     fail(world, "ref")
     (quarantine,) = world.quarantines
-    assert (quarantine.task, quarantine.group, quarantine.rows) == ("ref", 0, {"storage-0": (0, 1, 2, 3)})
+    assert quarantine.rows == {"storage-0": (0, 1, 2, 3)}
     assert world.granted(world.ask("ref", 9)).rows == [4, 5, 6, 7]
     assert world.granted(world.ask("look", 9)).rows == [4, 5, 6, 7]
 
@@ -70,7 +70,7 @@ def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
     assert [share.rows for share in shares] == [[0], [1]]
     for _ in range(2):
         fail(world, "ref")
-    world.remove([0, 1], reason="quarantined", group=0)
+    world.remove([0, 1], reason="quarantined")
     assert world.quarantined == [Quarantined(1, 0, 2)]
     assert world.state.stats().quarantined_groups == 1
     rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
@@ -91,8 +91,8 @@ def test_group_in_quarantine_is_reported_once_however_its_rows_are_spread(make_w
     world.put([1], "storage-1", size=2, group_size=2)
     for _ in range(2):
         fail(world, "ref")
-    world.remove([0], reason="quarantined", group=0)
-    world.remove([1], reason="quarantined", group=0)
+    world.remove([0], reason="quarantined")
+    world.remove([1], reason="quarantined")
     assert world.quarantined == [Quarantined(1, 0, 2)]
     assert world.state.stats().live_rows == 0
 
@@ -111,7 +111,7 @@ def test_other_controllers_withhold_a_group_when_its_first_rows_leave(make_world
     world = make_world(LOOK, REF, served=["look"])
     world.put([0], "storage-0", size=2, group_size=2)
     world.put([1], "storage-1", size=2, group_size=2)
-    world.remove([0], reason="quarantined", group=0)
+    world.remove([0], reason="quarantined")
     assert world.ask("look") not in world.answers
 
 
@@ -119,7 +119,7 @@ def test_deliveries_that_failed_before_a_restart_count(make_world: World) -> Non
     world = make_world(REF)
     world.register("storage-0", [0], deliveries={"ref": [1]})
     fail(world, "ref")
-    assert [quarantine.group for quarantine in world.quarantines] == [0]
+    assert [quarantine.rows for quarantine in world.quarantines] == [{"storage-0": (0,)}]
 
 
 def test_cleared_partition_is_over_for_whoever_waits_for_it(make_world: World) -> None:

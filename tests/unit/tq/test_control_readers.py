@@ -9,8 +9,7 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
-from tq.control.wait_reasons import NEW_ROWS
-from tq.messages import OutputsWritten
+from tq.messages import NEW_ROWS, OutputsWritten
 from tq.policies import Fifo, Parcel, TokenBalanced, Want
 
 World = Callable[..., Any]
@@ -64,8 +63,8 @@ def test_token_budget_bounds_a_lease_and_fills_a_round(make_world: World) -> Non
 def test_tokens_that_a_task_adds_count_for_later_ones(make_world: World) -> None:
     world = make_world(REF, TRAIN)
     world.put([0, 1], tokens=1)
-    lease = world.granted(world.ask("ref", 2))
-    world.handle(OutputsWritten("storage-0", "ref", lease.token, [0, 1], ["ref"], [9, 2], 0))
+    world.granted(world.ask("ref", 2))
+    world.handle(OutputsWritten("storage-0", "ref", [0, 1], ["ref"], [9, 2], 0))
     assert world.granted(world.ask("train", 2)).tokens == [10, 3]
 
 

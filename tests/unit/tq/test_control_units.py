@@ -214,10 +214,10 @@ def test_row_that_another_unit_has_is_refused_and_the_same_unit_may_repeat_itsel
 def test_late_notification_of_a_lost_unit_changes_nothing(make_world: World) -> None:
     world = make_world(REF)
     world.put([0])
-    granted = world.granted(world.ask("ref"))
+    world.granted(world.ask("ref"))
     lose(world, "storage-0")
     world.put([0], "storage-1")
-    world.handle(OutputsWritten("storage-0", "ref", granted.token, [0], ["ref"], [1], 0))
+    world.handle(OutputsWritten("storage-0", "ref", [0], ["ref"], [1], 0))
     assert world.task("ref").done == 0
 
 

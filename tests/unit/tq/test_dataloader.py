@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from asyncflow.errors import ConfigError, PeerRefused, ProducersGone, Superseded, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.dataloader import ALL_ROWS, StreamingDataLoader
+from tq.config import ReplicaFetch
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
 
 DONE = NoRows(NoRowsReason.PARTITION_DONE, 0)
@@ -91,6 +92,7 @@ def _load(monkeypatch: pytest.MonkeyPatch) -> Any:
 class EachFetches:
     """A rank of a replica whose ranks all fetch."""
 
+    fetch = ReplicaFetch.EACH
     shares = False
     fetches = True
 

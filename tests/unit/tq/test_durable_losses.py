@@ -264,3 +264,31 @@ class Shell:
     def save_lost(self, records: list[RowRecords]) -> None:
         """See `DurableMark`."""
         self.lost = records
+
+
+def test_who_hears_of_a_loss_waits_for_the_thread_that_writes_it(make_world: World) -> None:
+    """Another thread took the records and has not written them yet: answering now would be too early."""
+    world = make_world(LOOK)
+    world.put([0, 1])
+    world.lose("storage-0")
+    shell = Shell(world.state)
+    writing, written = threading.Event(), threading.Event()
+
+    def save(records: list[RowRecords]) -> None:
+        writing.set()
+        assert written.wait(10)
+        shell.lost = records
+
+    shell.save_lost = save  # type: ignore[method-assign]
+    first = threading.Thread(target=shell.service._send, args=([],))
+    first.start()
+    assert writing.wait(10)
+    assert not world.state.losses_changed
+    second = threading.Thread(target=shell.service._send, args=([],))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    written.set()
+    first.join(10)
+    second.join(10)
+    assert shell.lost and not second.is_alive()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import ConfigError
-from tq.balance import partition, split_by_tokens
+from tq.balance import split_by_tokens, split_evenly
 from tq.policies import (
     POLICIES,
     Fifo,
@@ -157,13 +157,13 @@ def test_groups_are_balanced_within_the_largest(queue: list[Parcel], num_ranks: 
 
 @pytest.mark.parametrize("equal_counts", [True, False])
 def test_lengths_that_nobody_knows_are_dealt_by_count(equal_counts: bool) -> None:
-    assert sorted(map(len, partition([0] * 7, 3, equal_counts=equal_counts))) == [2, 2, 3]
+    assert sorted(map(len, split_evenly([0] * 7, 3, equal_counts=equal_counts))) == [2, 2, 3]
     assert [len(share) for share in TokenBudget().deal([Parcel((i,)) for i in range(7)], 3)] == [3, 2, 2]
 
 
 def test_partition_is_the_differencing_method() -> None:
     # Karmarkar & Karp's own example for two parts: differencing leaves 2, though an equal split exists.
-    parts = partition([8, 7, 6, 5, 4], 2, equal_counts=False)
+    parts = split_evenly([8, 7, 6, 5, 4], 2, equal_counts=False)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
 
 

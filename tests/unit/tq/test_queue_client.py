@@ -13,8 +13,9 @@ from asyncflow.errors import ConfigError, PeerRefused, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
+from tq.client.services import PUT_GRACE_S
 from tq.config import QueueConfig
-from tq.directory import Directory
+from tq.directory import Directory, allocate_rows, reserve_rows
 from tq.messages import (
     AckLost,
     Alive,
@@ -27,7 +28,10 @@ from tq.messages import (
     Heartbeat,
     HoldPuts,
     Message,
+    NoRows,
+    NoRowsReason,
     PutOutputs,
+    PutRows,
     SnapshotWritten,
     Stored,
     WriteSnapshot,
@@ -45,11 +49,14 @@ class Services:
     Attributes:
         alive: answers to heartbeats; the last one again and again.
         answer_s: how long every answer takes.
+        beat_s: how long a heartbeat takes.
+        waited_s: for each answer, how long it was waited for.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.answer_s = 0.0
+        self.beat_s = 0.05
         self.alive = [Alive(True, {"storage-0": 0, "storage-1": 0}, [], 0)]
         self.told: list[tuple[str, Message]] = []
         self.waited_s: list[float] = []
@@ -82,17 +89,24 @@ class Answer:
 
     def __init__(self, services: Services, message: Message) -> None:
         self.services, self.message = services, message
+        self.left_s = services.answer_s
+        self.number = -1
 
     def result(self, timeout_s: float) -> Any:
         services, message = self.services, self.message
         if isinstance(message, Heartbeat):
-            services.now += 1
+            services.now += services.beat_s
             return (services.alive.pop(0) if len(services.alive) > 1 else services.alive[0]), None
         if isinstance(message, AckLost):
             raise PeerRefused("the row is not lost")
-        services.waited_s.append(timeout_s)
-        services.now += min(services.answer_s, timeout_s)
-        if services.answer_s > timeout_s:
+        if self.number < 0:
+            self.number = len(services.waited_s)
+            services.waited_s.append(0.0)
+        waited_s = min(self.left_s, timeout_s)
+        services.waited_s[self.number] += waited_s
+        services.now += waited_s
+        self.left_s -= waited_s
+        if self.left_s > 0:
             raise FutureTimeout
         if isinstance(message, GetColumns):
             headers, payload = describe({"x": Column.of_scalars(torch.tensor(message.rows))}, narrow=False)
@@ -101,7 +115,7 @@ class Answer:
             return Columns(headers), values
         if isinstance(message, WriteSnapshot):
             return SnapshotWritten([], 0, 0), None
-        return (Stored(0) if isinstance(message, PutOutputs) else Done()), None
+        return (Stored(0) if isinstance(message, PutOutputs | PutRows) else Done()), None
 
 
 @pytest.fixture(name="services")
@@ -113,7 +127,9 @@ def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
 @pytest.fixture(name="client")
 def _client(services: Services) -> QueueClient:
     config = QueueConfig(request_timeout_s=TIMEOUT_S)
-    client = QueueClient(Credentials(HashStore(), b"secret"), "me", config=config)  # type: ignore[arg-type]
+    credentials = Credentials(store := HashStore(), b"secret")  # type: ignore[arg-type]
+    credentials._idle.append(store)  # type: ignore[arg-type]
+    client = QueueClient(credentials, "me", config=config)
     client._services._links = services  # type: ignore[assignment]
     client._services._clock = lambda: services.now
     client._services.__dict__["directory"] = Directory(("controller-0",), ("score", "train"))
@@ -131,7 +147,7 @@ CALLS: dict[str, Callable[[QueueClient], object]] = {
 def test_all_units_share_the_deadline_of_one_call(client: QueueClient, services: Services, call: str) -> None:
     services.answer_s = 0.4 * TIMEOUT_S
     CALLS[call](client)
-    assert services.waited_s == pytest.approx([TIMEOUT_S, 0.6 * TIMEOUT_S])
+    assert services.waited_s == pytest.approx([0.4 * TIMEOUT_S] * 2)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -145,10 +161,38 @@ def test_units_that_are_slow_one_after_the_other_do_not_add_up(
 
 
 def test_silent_unit_leaves_those_asked_after_it_some_time(client: QueueClient, services: Services) -> None:
-    services.answer_s = TIMEOUT_S
-    with pytest.raises(TransportError, match="storage-1 did not answer"):
+    services.answer_s = 2 * TIMEOUT_S
+    with pytest.raises(TransportError, match="storage-0 did not answer"):
         client.put("score", LEASE, LEASE.rows, Y)
-    assert services.waited_s == [TIMEOUT_S, 0.5]
+    assert services.waited_s == pytest.approx([TIMEOUT_S], rel=0.1)
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_unit_that_counts_as_away_is_not_waited_for_any_longer(
+    client: QueueClient, services: Services, call: str
+) -> None:
+    """It may be stopped: its process lives, so the channel does not end."""
+    services.answer_s = 2 * TIMEOUT_S
+    services.alive = [alive("storage-0", "storage-1"), alive("storage-1", away=("storage-0",))]
+    with pytest.raises(TransportError, match="storage-0 does not answer .*, and counts as away"):
+        CALLS[call](client)
+    assert services.now < 0.5 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 3.0, None])
+def test_call_has_the_time_that_was_asked_for_even_if_that_is_none(
+    client: QueueClient, services: Services, timeout_s: float | None
+) -> None:
+    expected = TIMEOUT_S if timeout_s is None else timeout_s
+    client.put_rows(Y, rows=[3, 4], timeout_s=timeout_s)
+    [(_, put)] = services.told
+    assert isinstance(put, PutRows)
+    assert put.timeout_s == expected
+    assert services.waited_s == [0.0]
+    services.answer_s = 1000.0
+    with pytest.raises(TransportError):
+        client.put_rows(Y, rows=[3, 4], timeout_s=timeout_s)
+    assert services.waited_s[1] == pytest.approx(expected + PUT_GRACE_S, rel=0.1)
 
 
 def test_lease_of_another_task_is_refused_by_name(client: QueueClient, services: Services) -> None:
@@ -169,6 +213,8 @@ def test_lease_of_another_task_is_refused_by_name(client: QueueClient, services:
         ({"x": torch.zeros(2)}, "column 'x' is a Tensor; make it a column"),
         ({"y": Y["y"], "x": "ab"}, "column 'x' is a str; make it a column"),
         ([1, 2], "a put needs columns by name, not a list"),
+        ({"": Y["y"]}, 'a column is named ""; give it a name'),
+        ({1: Y["y"]}, "a column is named 1, a int; name it with a string"),
     ],
 )
 def test_what_is_no_column_is_refused_by_name(
@@ -230,3 +276,85 @@ def test_snapshot_of_units_of_which_one_went_meanwhile_is_no_snapshot(
     told = [services.units_told(kind) for kind in (HoldPuts, CutSnapshot, WriteSnapshot)]
     assert told == [["storage-0", "storage-1"], ["storage-0", "storage-1"], ["storage-0"]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_new_rows_are_none_of_those_that_were_named_before(client: QueueClient) -> None:
+    assert client.put_rows(Y) == (0, 1)
+    client.put_rows(Y, rows=[3, 4])
+    assert client.put_rows(Y) == (5, 6)
+    client.put_rows(Y, rows=[10_000, 10_001])
+    (first, second) = client.put_rows(Y)
+    assert second == first + 1
+    with client._services._credentials.borrowed_store() as store:
+        assert allocate_rows(store, 1)[0] > 10_001
+
+
+def test_ascending_rows_ask_the_store_once_per_block(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def reserve(store: Any, beyond: int) -> int:
+        asked.append(beyond)
+        return reserve_rows(store, beyond)
+
+    monkeypatch.setattr("tq.client.services.reserve_rows", reserve)
+    for row in range(0, 2048, 2):
+        client.put_rows(Y, rows=[row, row + 1])
+    assert len(asked) == 2
+
+
+def test_the_largest_row_may_be_named_and_new_ones_are_still_small(client: QueueClient) -> None:
+    client.put_rows(Y, rows=[2**63 - 2, 2**63 - 1])
+    assert 0 <= client.put_rows(Y)[0] < 2**62
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "scoer"}, "no task is named 'scoer'; known: score train"),
+        ({"task": 3}, "no task is named 3; known: score train"),
+        ({"num_rows": 0}, r"num_rows: 0 is not in 1 \.\. 2147483648"),
+        ({"num_rows": 1.5}, "num_rows: not a whole number"),
+        ({"version": -1}, "version: -1"),
+        ({"version": "new"}, "version: not a whole number"),
+        ({"token_budget": -1}, "token_budget: -1"),
+        ({"timeout_s": float("nan")}, "timeout_s: nan is no number of seconds"),
+        ({"timeout_s": float("inf")}, "timeout_s: inf"),
+        ({"timeout_s": -1}, "timeout_s: -1"),
+        ({"timeout_s": "10"}, "timeout_s: '10'"),
+        ({"replica": 3}, "replica: 3 is no name"),
+    ],
+)
+def test_fetch_that_cannot_be_is_refused(
+    client: QueueClient, services: Services, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        client.fetch(**({"task": "score", "num_rows": 1} | settings))
+    assert services.told == []
+
+
+@pytest.mark.parametrize("names", ["x", [1], ["x", None], 3])
+def test_columns_are_asked_for_by_a_list_of_names(client: QueueClient, services: Services, names: Any) -> None:
+    with pytest.raises(ConfigError, match="asked for by"):
+        client.get(LEASE, names)
+    assert services.told == []
+
+
+def test_what_is_no_lease_and_no_step_is_refused(client: QueueClient, services: Services) -> None:
+    nothing: Any = NoRows(NoRowsReason.DEADLINE, newest_version=0)
+    for call in (
+        lambda: client.get(nothing, ["x"]),
+        lambda: client.put("score", nothing, [3], Y),
+        lambda: client.ack("score", nothing),
+        lambda: client.give_back("score", nothing),
+    ):
+        with pytest.raises(ConfigError, match=r"a lease is what a fetch grants \(Granted\), not a NoRows"):
+            call()
+    with pytest.raises(ConfigError, match="step: -1"):
+        client.publish_version(-1)
+    assert services.told == []
+
+
+def test_commits_of_a_put_are_positions_in_it(client: QueueClient, services: Services) -> None:
+    with pytest.raises(ConfigError, match=r"commits of score: 2 is not in 0 \.\. 1"):
+        client.put_rows(Y, commits={"score": [2]})
+    assert services.told == []

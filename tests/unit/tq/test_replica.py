@@ -9,8 +9,11 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from asyncflow.device import connect_group
-from asyncflow.errors import ProducersGone, Superseded, TransportError
+from asyncflow.errors import ConfigError, ProducersGone, Superseded, TransportError
+from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
+from tq.client.dataloader import StreamingDataLoader
+from tq.client.queue_client import QueueClient
 from tq.client.replica import HEADER_BYTES, Replica, Round
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import Granted, NoRows, NoRowsReason
@@ -44,7 +47,7 @@ def _pair() -> list[Replica]:
 
     def connect(rank: int) -> Replica:
         groups = [connect_group(PrefixStore(name, store), rank, 2, CPU) for name in ("bulk", "control")]
-        return Replica(groups[0], "replica 3", control=groups[1])
+        return Replica(groups[0], "replica 3", control=groups[1], fetch=ReplicaFetch.BROADCAST)
 
     pair: list[Replica] = both(connect)
     return pair
@@ -121,10 +124,33 @@ def test_abort_ends_a_rank_that_waits_and_later_use(pair: list[Replica]) -> None
 
 def test_who_fetches_shares_and_acks(pair: list[Replica]) -> None:
     assert [(one.shares, one.fetches, one.acks) for one in pair] == [(True, True, True), (True, False, False)]
-    config = QueueConfig.model_validate({"replica_fetch": "each"})
-    each = [Replica(one._group, fetch=config.replica_fetch) for one in pair]
+    each = [Replica(one._group, fetch=ReplicaFetch.EACH) for one in pair]
     assert [(one.shares, one.fetches, one.acks) for one in each] == [(False, True, True), (False, True, False)]
 
 
-def test_rank_0_fetches_unless_the_settings_say_otherwise() -> None:
-    assert QueueConfig().replica_fetch is ReplicaFetch.BROADCAST
+@pytest.mark.parametrize(("settings", "fetches"), [({}, [True, False]), ({"replica_fetch": "each"}, [True, True])])
+def test_a_replica_that_does_not_say_who_fetches_goes_by_the_clients_config(
+    pair: list[Replica], settings: dict[str, str], fetches: list[bool]
+) -> None:
+    config = QueueConfig.model_validate(settings)
+    replicas = [Replica(one._group) for one in pair]
+    for replica in replicas:
+        client = QueueClient(Credentials(HashStore(), b"", 1.0), "me", config=config)
+        StreamingDataLoader(
+            client, "train", ["x"], first_partition=1, last_partition=1, rows_per_round=1, replica=replica
+        )
+        client.close()
+    assert [replica.fetches for replica in replicas] == fetches
+
+
+def test_a_rank_without_client_must_be_told_who_fetches(pair: list[Replica]) -> None:
+    with pytest.raises(ConfigError, match=r"give every rank of stage its client"):
+        StreamingDataLoader(
+            None,
+            "train",
+            ["x"],
+            first_partition=1,
+            last_partition=1,
+            rows_per_round=1,
+            replica=Replica(pair[1]._group, "stage"),
+        )

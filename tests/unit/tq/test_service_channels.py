@@ -44,7 +44,7 @@ def test_closing_ends_the_wait_for_a_service_that_is_away(credentials: Credentia
     links.close()
     connecting.join(AT_ONCE_S)
     assert ended == ["me: closed while controller-0 was asked for a channel"]
-    with pytest.raises(TransportError, match="me: the queue client is closed"):
+    with pytest.raises(TransportError, match="me: its channels are closed"):
         links.get("controller-0", CONTROLLER_REPLIES)
 
 
@@ -55,3 +55,31 @@ def test_unit_whose_controller_is_away_closes_at_once(credentials: Credentials) 
     unit.close()
     assert time.monotonic() - began < AT_ONCE_S
     assert not [one.name for one in threading.enumerate() if one.name == "link-controller-0"]
+
+
+def test_who_waits_for_an_earlier_life_of_a_service_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair of a handshake that a dying process answered cannot be interrupted."""
+    entered, release = threading.Event(), threading.Event()
+    made: list[object] = []
+
+    class Slow:
+        closed = False
+
+        def __init__(self, *arguments: object, **fields: object) -> None:
+            made.append(self)
+            if len(made) == 1:
+                entered.set()
+                assert release.wait(10)
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    monkeypatch.setattr("tq.service_channels.Connection", Slow)
+    channels = ServiceChannels(None, "me", Limits(), lambda *_: None)  # type: ignore[arg-type]
+    first = threading.Thread(target=channels.get, args=("storage-0", None))
+    first.start()
+    assert entered.wait(10)
+    channels.give_up_waiting("storage-0")
+    assert channels.get("storage-0", None) is made[1]
+    release.set()
+    first.join(10)

@@ -6,7 +6,7 @@ from tq.control.sessions import Sessions
 def test_a_closed_channel_names_its_owners_and_units() -> None:
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
-    sessions.registered(2, "storage-0")
+    sessions.registered(2, "storage-0", 0.0)
     assert sessions.ended(1) == (["ref@a"], [])
     assert sessions.ended(2) == ([], ["storage-0"])
     assert sessions.ended(2) == ([], [])
@@ -16,8 +16,8 @@ def test_an_older_channel_of_an_owner_that_joined_again_ends_nothing() -> None:
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
     sessions.joined(2, "ref@a", 1.0)
-    sessions.registered(3, "storage-0")
-    sessions.registered(4, "storage-0")
+    sessions.registered(3, "storage-0", 0.0)
+    sessions.registered(4, "storage-0", 0.0)
     assert sessions.ended(1) == ([], [])
     assert sessions.ended(3) == ([], [])
     assert sessions.owners == ["ref@a"]
@@ -53,3 +53,24 @@ def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
     sessions.joined(1, "ref@a", 0.0)
     assert not sessions.elsewhere(1, "ref@a")
     assert sessions.elsewhere(2, "ref@a")
+
+
+def test_units_that_were_not_heard_of_are_silent_until_they_speak() -> None:
+    sessions = Sessions()
+    sessions.registered(3, "storage-0", 0.0)
+    sessions.registered(4, "storage-1", 0.0)
+    assert sessions.silent_units(1.0, 5.0) == []
+    sessions.unit_heard(4, 4.0)
+    assert sessions.silent_units(5.5, 5.0) == [("storage-0", 3)]
+    sessions.unit_heard(3, 5.6)
+    assert sessions.silent_units(6.0, 5.0) == []
+
+
+def test_units_are_not_silent_when_this_process_was_stopped_itself() -> None:
+    sessions = Sessions()
+    sessions.registered(3, "storage-0", 0.0)
+    assert sessions.silent_units(1.0, 5.0) == []
+    assert sessions.silent_units(60.0, 5.0) == []
+    assert sessions.silent_units(66.0, 5.0) == [], "nobody looked for too long"
+    assert sessions.silent_units(70.0, 5.0) == []
+    assert sessions.silent_units(72.0, 5.0) == [("storage-0", 3)]

@@ -111,6 +111,13 @@ def test_same_rows_put_again_are_recognised(unit: World) -> None:
         unit.create([0], {"others": numbers(0)})
 
 
+@pytest.mark.parametrize(("groups", "group_size"), [([0, 0, 2], 0), ([0, 1, 2], 2), ([0, 1, 7], 1)])
+def test_same_rows_of_another_group_are_no_repetition(unit: World, groups: list[int], group_size: int) -> None:
+    block = unit.block([0, 1, 2], {"prompts": numbers(0, 1, 2)})
+    with pytest.raises(RowsExist):
+        unit.state.create([0, 1, 2], block, partition=1, groups=groups, group_size=group_size)
+
+
 def test_malformed_create_leaves_nothing_behind(unit: World) -> None:
     with pytest.raises(PeerRefused, match="1 rows, but the put names 2"):
         unit.create([3, 4], {"prompts": numbers(3)})

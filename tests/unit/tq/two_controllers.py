@@ -31,6 +31,7 @@ from tq.messages import (
     OpenPartition,
     RowRecords,
     RowsCreated,
+    TellLost,
     UnitAccepted,
 )
 
@@ -92,11 +93,12 @@ class TwoControllers:
     # Controllers
 
     def ask_lead(self) -> None:
-        """The other controller asks who was done with what it lost."""
-        other, lead = self.controllers["other"].state, self.controllers["lead"].state
-        rows, partitions = other.missing()
-        done = lead.done(rows, partitions)
-        self.apply("other", DoneElsewhere({task: [rows[k] for k in places] for task, places in done.items()}))
+        """The other controller tells of what it lost, and hears who was done with it."""
+        losses = self.controllers["other"].state.losses()
+        reply = self.apply("lead", TellLost(losses))
+        rows = [row for loss in losses for record in loss.records for row in record.rows]
+        done = {task: [rows[k] for k in places] for task, places in reply.commits.items()}
+        self.apply("other", DoneElsewhere(done))
 
     def boot(self, name: str, recovering: Recovering | None) -> None:
         controller = self.controllers[name]

@@ -1,0 +1,94 @@
+"""Services of a queue of its own that are stopped, or die together."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tq
+from tq.messages import Granted
+
+CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=4, unit_timeout_s=1, unit_grace_s=0.5)
+WAIT_S = 60.0
+
+
+@pytest.fixture(name="stopped")
+def _stopped() -> Iterator[list[int]]:
+    """Processes that go on again whatever happens, so that they can end."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to be"
+        pause.wait(0.05)
+
+
+def unit_of(queue: tq.LocalQueue, client: tq.QueueClient, task: str) -> str:
+    granted = client.fetch(task, num_rows=1, timeout_s=WAIT_S)
+    assert isinstance(granted, Granted)
+    client.give_back(task, granted)
+    return granted.units[0]
+
+
+def finish(client: tq.QueueClient, task: str, number: int) -> list[int]:
+    """Ack so many rows; some may come a moment later, behind the fence of a lease that went with their unit."""
+    rows: list[int] = []
+    while len(rows) < number:
+        granted = client.fetch(task, num_rows=number, timeout_s=WAIT_S)
+        assert isinstance(granted, Granted)
+        client.ack(task, granted)
+        rows += granted.rows
+    return sorted(rows)
+
+
+def test_stopped_unit_is_passed_over_and_its_rows_come_back_elsewhere(tmp_path: Path, stopped: list[int]) -> None:
+    with tq.start({"work": ["x"]}, num_units=2, config=CONFIG, log_dir=tmp_path) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": tq.column(["a"])}, rows=[1])
+        unit = unit_of(queue, client, "work")
+        stopped.append(queue.pids()[unit])
+        os.kill(stopped[0], signal.SIGSTOP)
+        for row in (2, 3):  # one of them would go to the stopped unit
+            client.put_rows({"x": tq.column(["b"])}, rows=[row])
+        lost = client.lost_rows(timeout_s=WAIT_S)
+        assert lost is not None and 1 in lost.rows
+        client.put_rows({"x": tq.column(["a"] * len(lost.rows))}, rows=lost.rows)
+        assert unit not in client.unit_stats()
+        os.kill(stopped[0], signal.SIGCONT)
+        until(lambda: unit in client.unit_stats())
+        assert finish(client, "work", 3) == [1, 2, 3]
+        until(lambda: not any(stats.num_rows for stats in client.unit_stats().values()))
+
+
+def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controller(tmp_path: Path) -> None:
+    tasks = {"look": ["x"], "work": ["x"]}
+    with tq.start(tasks, num_units=2, num_controllers=2, config=CONFIG, log_dir=tmp_path) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
+        unit = unit_of(queue, client, "work")
+        look = client.fetch("look", num_rows=1, timeout_s=WAIT_S)
+        assert isinstance(look, Granted)
+        client.ack("look", look)
+        pids = queue.pids()
+        for name in ("controller-0", unit):
+            os.kill(pids[name], signal.SIGKILL)
+        until(lambda: all(queue.pids().get(name, pids[name]) != pids[name] for name in ("controller-0", unit)))
+        queue.wait_until_up(WAIT_S)
+        lost = client.lost_rows(timeout_s=WAIT_S)
+        assert lost is not None and lost.rows == [1, 2]
+        client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
+        left = [row for row in (1, 2) if row not in look.rows]
+        for task, rows in (("work", [1, 2]), ("look", left)):
+            assert finish(client, task, len(rows)) == rows
+        until(lambda: not any(stats.live_rows for stats in client.stats()))

@@ -1,0 +1,32 @@
+"""A task of a queue as controllers know it. Made from configs, by whoever starts the queue; plain data."""
+
+from dataclasses import dataclass, field
+
+from tq.policies import Fifo, Policy
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a controller must know of a task.
+
+    Attributes:
+        name: unique.
+        inputs: columns that must be written before a row is ready.
+        outputs: columns that the task writes.
+        whole_groups: a group is handed out only when all its rows are ready, and never split.
+        gated: rows depend on the consumer's weight version (the staleness rule).
+        barrier: rows of a partition are handed out only when all of them are ready (`sync`).
+        keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
+        max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
+        policy: which ready rows make a lease, and how a round is shared.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    outputs: frozenset[str] = frozenset()
+    whole_groups: bool = False
+    gated: bool = False
+    barrier: bool = False
+    keeps_leases: bool = False
+    max_deliveries: int = 0
+    policy: Policy = field(default_factory=Fifo)
