@@ -161,11 +161,14 @@ class QueueServices:
                 meanwhile: it may be stopped, and another one take the rows.
         """
         deadline = self._clock() + self.seconds(timeout_s)
+        present = self._clock()
         while (left_s := deadline - self._clock()) > _LOOK_S:
             with contextlib.suppress(FutureTimeout):
                 reply: Reply = future.result(_LOOK_S)
                 return reply
-            if service not in self.directory.controllers and self._is_away(service):
+            if service in self.directory.controllers or not self._is_away(service):
+                present = self._clock()
+            elif self._clock() - present > self._config.unit_timeout_s:  # else the lead may just have started anew
                 raise TransportError(f"{service} does not answer {type(message).__name__}, and counts as away")
         return await_reply(future, service, type(message).__name__, max(0.0, left_s))
 
