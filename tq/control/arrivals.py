@@ -112,10 +112,7 @@ class Arrivals:
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
         """Every controller has agreed to these rows. What was learnt since is told."""
         accepted: Marks = {}
-        done: Counter[int] = Counter()
-        for task, positions in event.commits.items():
-            for k in positions:
-                done[k] |= self._book.bit(task)
+        done = self._done(event.commits)
         partitions = set()
         for k, number in enumerate(event.rows):
             row = self._announced.get(number)
@@ -164,26 +161,31 @@ class Arrivals:
         table = self._book.rows
         unit, written = self._book.unit(event.unit), table.mask(event.columns)
         sizes = Counter(event.groups)
-        left = [table.every_task] * len(event.rows)
-        for task, positions in event.commits.items():
-            for k in positions:
-                left[k] &= ~self._book.bit(task)
+        done = self._done(event.commits)
         size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
         return [
             (
                 number,
                 LiveRow(
                     unit, event.partition, event.groups[k], event.group_size or sizes[event.groups[k]], written,
-                    left[k], event.tokens[k], size + (k < rest),
+                    table.every_task & ~done[k], event.tokens[k], size + (k < rest),
                 ),
             )
             for k, number in enumerate(event.rows)
         ]  # fmt: skip
 
+    def _done(self, commits: Marks) -> Counter[int]:
+        """Return, by position, the tasks (bits) that are done with a row."""
+        done: Counter[int] = Counter()
+        for task, positions in commits.items():
+            bit = self._book.bit(task)
+            for k in positions:
+                done[k] |= bit
+        return done
+
     def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
         """Rows came; some may be in quarantine, and some partitions complete."""
         self._book.quarantines.keep_out(list(rows))
         for partition in partitions:
-            for task in self._book.tasks:
-                self._book.drop_finished(task, [partition])
+            self._book.drop_partition_if_finished(partition)
             self._book.recount(partition)

@@ -310,7 +310,7 @@ class ControllerService:
             answers = self._handle(event)
         self._send(answers)
 
-    def _handle(self, event: Event, request: int = 0) -> "News":
+    def _handle(self, event: Event, request: int = 0) -> News:
         """Apply an event and hand out its instructions; the lock is held."""
         news: News = []
         for instruction in self._state.handle(event, request):
@@ -326,7 +326,7 @@ class ControllerService:
         self._start_admitting()
         return news
 
-    def _send(self, news: "News") -> None:
+    def _send(self, news: News) -> None:
         """Tell clients, units and admission; the lock is not held."""
         if self._state.losses_changed or self._memory.remembering_losses:
             self._memory.remember_losses(self._losses)  # before anybody hears of them
@@ -383,7 +383,7 @@ class ControllerService:
         self._send(answers)
         self._forget(list(gone))  # else every later start would wait for them, too
 
-    def _give_up(self, owner: str) -> "News":
+    def _give_up(self, owner: str) -> News:
         """A consumer was silent for too long; should it live on, it must not wait for an answer that never comes."""
         logger.warning("%s was silent for %g s; its leases return", owner, self._config.lease_timeout_s)
         parked = self._calls.fetches_of(owner)

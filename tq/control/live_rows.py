@@ -148,8 +148,7 @@ class LiveRows:
 
     def is_finished(self, number: int, partition: int) -> bool:
         """Whether all tasks are done with a row that somebody tells of again."""
-        info = self.partitions.get(partition)
-        return info is not None and number in info.finished
+        return number in self.finished(partition)
 
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not here, all at one unit."""

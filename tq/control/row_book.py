@@ -322,6 +322,11 @@ class RowBook:
             for task in self.tasks.values():
                 task.refresh(number, row)
 
+    def drop_partition_if_finished(self, partition: int) -> None:
+        """Forget a partition in every served task that is done with it."""
+        for task in self.tasks.values():
+            task.drop_finished(partition)
+
     def drop_finished(self, name: str, partitions: Iterable[int]) -> None:
         """Forget partitions that a task is done with."""
         task = self.tasks.get(name)

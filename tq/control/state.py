@@ -222,8 +222,7 @@ class ControlState:
                 self._expire(event.request)
             case RowsFinished():
                 self._registry.count_finished(event.partition, set(event.rows))
-                for name in self._book.tasks:
-                    self._book.drop_finished(name, [event.partition])
+                self._book.drop_partition_if_finished(event.partition)
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():

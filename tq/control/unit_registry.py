@@ -47,8 +47,7 @@ class UnitRegistry:
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._book.set_online(unit, online=True)
         for partition in {record.partition for record in event.records} | event.finished.keys():
-            for task in self._book.tasks:
-                self._book.drop_finished(task, [partition])
+            self._book.drop_partition_if_finished(partition)
             self._book.recount(partition)
         return reply
 
