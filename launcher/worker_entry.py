@@ -5,6 +5,7 @@ the launcher itself never imports.
 """
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import sys
@@ -36,6 +37,7 @@ def enter(entrypoint: str, *args: str) -> None:
     if _sys_path:
         sys.path[:] = _sys_path  # multiprocessing put the launcher's there, which may hold the working directory
     _redirect(os.environ[LOG_VARIABLE])
+    faulthandler.enable()  # a crash in C++ leaves every thread's stack in the log
     module, _, function = entrypoint.partition(":")
     try:
         getattr(importlib.import_module(module), function)(*args)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import torch.distributed as dist
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 
 _KEY = "tq/directory"
@@ -60,7 +61,7 @@ class Directory:
             TransportError: nobody published it within the store's timeout.
         """
         try:
-            return msgspec.msgpack.decode(store.get(_KEY), type=Directory)
+            return msgpack_decoder(Directory).decode(store.get(_KEY))
         except dist.DistError as error:
             raise TransportError("the queue's directory is not in the job store; is a controller running?") from error
 

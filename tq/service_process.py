@@ -3,6 +3,7 @@
 Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
 """
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -45,6 +46,7 @@ def serve(address_file: Path, service: str, stop: threading.Event) -> None:
 def main() -> int:
     """Obey SIGTERM and SIGINT."""
     die_with_parent()
+    faulthandler.enable()  # a crash in C++ leaves every thread's stack in the log
     serve_only()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -22,6 +22,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import CheckpointError, TransportError
 from asyncflow.transport.payload import Payload, Piece
 from tq.batch import Column
@@ -132,7 +133,7 @@ def read_manifest(directory: Path) -> Manifest:
 def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = json_decoder(Manifest).decode(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"queue snapshot: {path} does not exist; the snapshot was never completed") from error
     except (OSError, msgspec.DecodeError) as error:
@@ -198,7 +199,7 @@ def _read_file(path: Path) -> Iterator[SnapshotChunk]:
 
 
 def _records(file: Any) -> list[ChunkRecord]:
-    return msgspec.json.decode(file.metadata()[METADATA_KEY], type=list[ChunkRecord])
+    return json_decoder(list[ChunkRecord]).decode(file.metadata()[METADATA_KEY])
 
 
 def _chunk_payload(record: ChunkRecord, tensors: dict[str, Tensor], number: int) -> Tensor:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import connect_group
 from asyncflow.errors import PlanError, WeightSyncError
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
@@ -49,7 +50,7 @@ def agree_on_plan(
     keys.set(f"held/{rank}", msgspec.msgpack.encode(list(held)))  # type: ignore[arg-type]  # the stub lacks bytes
     if rank == 0:
         everybody = [
-            msgspec.msgpack.decode(_wait(keys, f"held/{k}", f"trainer rank {k}"), type=list[ShardSpec])
+            msgpack_decoder(list[ShardSpec]).decode(_wait(keys, f"held/{k}", f"trainer rank {k}"))
             for k in range(members.num_senders)
         ]
         try:
@@ -68,7 +69,7 @@ def read_plan(store: Store, members: Membership) -> TransferPlan:
         PlanError: the trainer could make none; see `plan_transfer`.
     """
     data = _wait(_prefixed(store, members), "plan", "the trainer")
-    published = msgspec.msgpack.decode(data, type=_Published)
+    published = msgpack_decoder(_Published).decode(data)
     if published.plan is None:
         raise PlanError(published.error)
     return published.plan

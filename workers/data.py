@@ -46,9 +46,8 @@ def read_prompt_rows(path: Path, config: DataConfig) -> list[PromptRow]:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a JSONL file") from error
-    decoder = msgspec.json.Decoder()
     lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
-    rows = [_read_row(decoder, text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
+    rows = [_read_row(text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
     if not rows:
         raise ConfigError(f"data.path: {path} holds no rows; write one JSON object a line")
     return rows
@@ -105,9 +104,9 @@ def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
     )
 
 
-def _read_row(decoder: msgspec.json.Decoder[Any], text: bytes, path: Path, line: int, config: DataConfig) -> PromptRow:
+def _read_row(text: bytes, path: Path, line: int, config: DataConfig) -> PromptRow:
     try:
-        row = decoder.decode(text)
+        row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}:{line}: malformed JSON: {error}; write one JSON object a line") from error
     if not isinstance(row, dict):

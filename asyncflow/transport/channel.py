@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.cuts import cut, cut_bytes, place
 from asyncflow.transport.frame import (
@@ -238,11 +239,11 @@ class Channel:
 
     def _meet(self, timeout_s: float) -> None:
         timeout = _timeout(timeout_s)
-        encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+        encode = msgspec.msgpack.encode
         self._send(Frame(FrameKind.HELLO, body=encode(self._sharing.hello)), None, timeout_s)
-        verdict = self._sharing.judge(decode(self._next_frame(timeout).body, type=Hello))
+        verdict = self._sharing.judge(msgpack_decoder(Hello).decode(self._next_frame(timeout).body))
         self._send(Frame(FrameKind.HELLO, body=encode(verdict)), None, timeout_s)
-        self._sharing.settle(decode(self._next_frame(timeout).body, type=Verdict))
+        self._sharing.settle(msgpack_decoder(Verdict).decode(self._next_frame(timeout).body))
         self._met = True
 
     def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:

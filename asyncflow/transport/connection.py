@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
@@ -58,7 +59,7 @@ class Connection:
             TransportError: the service does not answer within the deadline, or fails its proof.
         """
         self.service = service
-        self._decoder = msgspec.msgpack.Decoder(replies | Refused)
+        self._decoder = msgpack_decoder(replies | Refused)
         self._encoder = msgspec.msgpack.Encoder()
         with credentials.borrowed_store() as store:
             wait_s = min(credentials.timeout_s, timeout_s or credentials.timeout_s)

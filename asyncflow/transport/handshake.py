@@ -24,6 +24,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.frame import UNREADABLE
 
@@ -141,7 +142,7 @@ def ask_for_channel(
                 if closing
                 else f"{client}: {service} did not answer; is it running?"
             )
-        offer = msgspec.msgpack.decode(store.get(f"{base}/offer"), type=Offer)
+        offer = msgpack_decoder(Offer).decode(store.get(f"{base}/offer"))
     except dist.DistError as error:
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
     except UNREADABLE as error:

@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
@@ -118,7 +119,7 @@ class ChannelServer:
         """
         self._credentials = credentials
         self._service = service
-        self._decoder = msgspec.msgpack.Decoder(requests)
+        self._decoder = msgpack_decoder(requests)
         self._handler = handler
         self._limits = limits or Limits()
         self._max_clients = max_clients
@@ -174,7 +175,7 @@ class ChannelServer:
             if data == _CLOSE:
                 return
             try:
-                ask = msgspec.msgpack.decode(data, type=Ask)
+                ask = msgpack_decoder(Ask).decode(data)
             except UNREADABLE:
                 logger.warning("%s: an ask that cannot be read was dropped", self._service)
                 continue

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow import errors
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import abort_group
 from asyncflow.errors import AsyncFlowError, TransportError
 from asyncflow.transport.payload import Payload, aligned
@@ -165,7 +166,7 @@ class Replica:
             body = header[_SIZES.size :][:total]
         else:
             body = self._broadcast(torch.empty(total, dtype=torch.uint8), self._group, self._device)
-        envelope = msgspec.msgpack.decode(body[:meta_bytes].numpy().tobytes(), type=_Envelope)
+        envelope = msgpack_decoder(_Envelope).decode(body[:meta_bytes].numpy().tobytes())
         if envelope.failure is not None:
             raise self._error(envelope.failure)
         granted = envelope.answer

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.admission import AdmissionMark
@@ -56,7 +57,7 @@ class DurableMark:
         key = f"{self._base}/mark"
         if not self._call("check", [key]):
             return Mark()
-        return msgspec.msgpack.decode(self._call("get", key), type=Mark)
+        return msgpack_decoder(Mark).decode(self._call("get", key))
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them."""
@@ -68,9 +69,7 @@ class DurableMark:
     def load_lost(self) -> list[RowRecords]:
         """Return the lost rows that were saved last."""
         key = f"{self._base}/lost"
-        return (
-            msgspec.msgpack.decode(self._call("get", key), type=list[RowRecords]) if self._call("check", [key]) else []
-        )
+        return msgpack_decoder(list[RowRecords]).decode(self._call("get", key)) if self._call("check", [key]) else []
 
     def save_lost(self, records: list[RowRecords]) -> None:
         """Write the rows that are lost now; returns when the store has them."""

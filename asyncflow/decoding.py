@@ -1,0 +1,45 @@
+"""Decoders of message types, made one at a time.
+
+msgspec reads a Struct's annotations when the first decoder for it is made; when two threads do that at the same time,
+the process crashes (seen with 0.22). So every typed decoder of the project comes from here; ruff bans the other way.
+"""
+
+import threading
+from functools import cache
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+T = TypeVar("T")
+
+_making = threading.Lock()
+
+
+@overload
+def msgpack_decoder(message: type[T]) -> "msgspec.msgpack.Decoder[T]": ...
+@overload
+def msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]": ...
+def msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """Return the decoder of a type, e.g. a tagged union of Structs; it may be used from any thread."""
+    with _making:
+        return _msgpack_decoder(message)
+
+
+@overload
+def json_decoder(message: type[T]) -> "msgspec.json.Decoder[T]": ...
+@overload
+def json_decoder(message: Any) -> "msgspec.json.Decoder[Any]": ...
+def json_decoder(message: Any) -> "msgspec.json.Decoder[Any]":
+    """Return the JSON decoder of a type; it may be used from any thread."""
+    with _making:
+        return _json_decoder(message)
+
+
+@cache
+def _msgpack_decoder(message: Any) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(message)
+
+
+@cache
+def _json_decoder(message: Any) -> "msgspec.json.Decoder[Any]":
+    return msgspec.json.Decoder(message)
