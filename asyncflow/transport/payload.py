@@ -39,7 +39,7 @@ class Piece:
     @property
     def in_place(self) -> Tensor | None:
         """The bytes as one uint8 tensor where they are already contiguous and of the right dtype, else None."""
-        if len(self.parts) == 1 and self.parts[0].dtype == self.dtype:
+        if len(self.parts) == 1 and self.parts[0].dtype == self.dtype and self.parts[0].stride() == (1,):
             return self.parts[0].view(torch.uint8)
         return None
 

@@ -154,7 +154,7 @@ class _Expected(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the reply; see `Future.result`."""
-        if not self.settled:
+        if not self.settled and not self.done():  # inside a callback it is done, but not marked as settled
             self._turns.read_until(self, timeout)
             timeout = 0.0 if timeout is not None else None
         return super().result(timeout)

@@ -48,6 +48,19 @@ def test_many_threads_share_a_channel_and_each_gets_its_own_answer(server: Any, 
     assert wrong == []
 
 
+def test_callback_may_look_at_the_reply(server: Any, connect: Connect) -> None:
+    seen: list[str] = []
+    called = threading.Event()
+
+    def look(done: Any) -> None:
+        seen.append(done.result()[0].text)
+        called.set()
+
+    connect().submit(Ping("back")).add_done_callback(look)
+    assert called.wait(10)
+    assert seen == ["back"]
+
+
 def test_wrong_secret_is_refused_while_others_are_served(
     server: Any, connect: Connect, credentials: Credentials
 ) -> None:

@@ -37,7 +37,7 @@ def pack(columns: dict[str, Column], *, narrow: bool = False) -> Described:
 
 def same(a: Column, b: Column) -> bool:
     """Equal to the bit: NaN payloads, signs of zero, shapes."""
-    bits = torch.equal(a.values.contiguous().view(torch.uint8), b.values.contiguous().view(torch.uint8))
+    bits = torch.equal(torch.cat([a.values]).view(torch.uint8), torch.cat([b.values]).view(torch.uint8))
     shapes = a.shapes is b.shapes is None or (
         a.shapes is not None and b.shapes is not None and a.shapes.tolist() == b.shapes.tolist()
     )
@@ -107,6 +107,12 @@ def test_no_columns_are_no_bytes() -> None:
 
 def test_values_that_are_not_contiguous_travel_in_their_order() -> None:
     assert unpack(*pack({"a": Column.of_scalars(torch.arange(10)[::2])}))["a"].values.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_one_expanded_value_travels() -> None:
+    column = Column.of_dense(torch.ones(()).expand(1))  # contiguous by torch's word, with stride 0
+    headers, payload = pack({"x": column})
+    assert unpack(headers, payload)["x"].values.tolist() == [1.0]
 
 
 def test_values_that_did_not_travel_narrow_view_the_payload() -> None:
