@@ -3,6 +3,9 @@
 Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
@@ -31,13 +34,13 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
     """Connect a group of processes that share no default group, over the device's own backend.
 
     Args:
-        store: prefixed for this group alone; its timeout bounds the meeting.
+        store: prefixed for this group alone; its timeout bounds the meeting, and with Gloo every collective.
         rank, size: of this process in the group.
         device: whose tensors travel.
     """
     backend = get_default_backend_for_device(device)
     if backend == "gloo":
-        return gloo_group(store, rank, size)
+        return gloo_group(store, rank, size, timeout=store.timeout)  # type: ignore[attr-defined]  # the stub lacks it
     if backend == "nccl":
         from torch.distributed import ProcessGroupNCCL
 
@@ -58,3 +61,45 @@ def abort_group(group: ProcessGroup) -> None:
         abort_gloo(group)
     else:
         group.abort()
+
+
+class CopyStream:
+    """Copies from a device to host memory beside the computation; on the CPU they simply happen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    @contextlib.contextmanager
+    def copying(self) -> "Iterator[CopiesDone]":
+        """Order what is copied inside after the work that the current stream has now; yields what tells its end."""
+        done = CopiesDone()
+        if self._stream is None:
+            yield done
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        with self._stream:
+            yield done
+        done.event = self._stream.record_event()
+
+
+class CopiesDone:
+    """Whether copies of a `CopyStream` have ended."""
+
+    def __init__(self) -> None:
+        self.event: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Block until they have."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Page-lock host memory, so that copies between it and `device` need no intermediate buffer and may overlap.
+
+    Without effect on the CPU, and on devices whose runtime offers no such call to Python (NPU): there, copies are
+    staged by the driver.
+    """
+    if device.type == "cuda" and memory.numel():
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))

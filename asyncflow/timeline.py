@@ -14,12 +14,27 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 _FLUSH_EVERY = 64
 
 logger = logging.getLogger(__name__)
+
+
+class Spans(Protocol):
+    """What records spans: a `Timeline`, or `NoTimeline`."""
+
+    def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]: ...
+
+
+class NoTimeline:
+    """Records nothing, for a component that runs outside of a run."""
+
+    def span(self, name: str, **attributes: int | float | str) -> AbstractContextManager[None]:
+        """Do nothing around the enclosed block."""
+        return contextlib.nullcontext()
 
 
 class Timeline:

@@ -11,6 +11,7 @@ from launcher.torchrun import torchrun_line
 SERVICES = {
     "controller": "leases and readiness of its tasks; the first one admits prompts",
     "storage": "rows x columns of the samples",
+    "weights": "the newest weight versions, in shared memory",
 }
 
 

@@ -1,21 +1,21 @@
 """Decide which gangs a run has and which device every rank gets. Pure: roles and settings in, gangs out.
 
 One rollout rank is one instance, one ref rank one copy; the actor's ranks are one gang. Reward and advantages processes
-take no device. The queue's services come first, because everybody else needs them.
+take no device. Services come first, because everybody else needs them.
 """
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.devices import Devices
 from workers.config import RunConfig
-from workers.dataflow import CONTROLLER, ON_DEVICE, STORAGE
+from workers.dataflow import CONTROLLER, ON_DEVICE, STORAGE, WEIGHTS
 
 ONE_GANG = ("actor", "critic")
 """Roles whose ranks all live and die together."""
 
 
 def place_gangs(config: RunConfig, devices: Devices) -> tuple[GangSpec, ...]:
-    """Return all gangs: controllers, storage units, then roles in `ON_DEVICE`'s order, then those without a device.
+    """Return all gangs: services, then roles in `ON_DEVICE`'s order, then those without a device.
 
     Raises:
         ConfigError: fewer accelerators than ranks, or `launcher.external_gangs` names no gang.
@@ -26,6 +26,7 @@ def place_gangs(config: RunConfig, devices: Devices) -> tuple[GangSpec, ...]:
     names = _device_names(sum(roles[role] for role in on_device), roles, devices)
     gangs = [_service(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     gangs += [_service(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
+    gangs.append(_service(f"{WEIGHTS}-0", WEIGHTS, 0))
     for role in on_device:
         mine, names = names[: roles[role]], names[roles[role] :]
         gangs += _gangs_of(role, mine)

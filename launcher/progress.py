@@ -31,7 +31,9 @@ STARTING = "starting"
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd"})
-ROLE_ORDER = ("rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "controller", "storage")
+ROLE_ORDER = (
+    "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "controller", "storage", "weights",
+)  # fmt: skip
 
 Metrics = Mapping[str, Any]
 

@@ -18,9 +18,11 @@ from launcher.progress import Status, Statuses, role_rows
 from launcher.resume import running_launcher
 from launcher.table import table
 from workers.config import RunConfig
+from workers.dataflow import WEIGHTS
 
 if TYPE_CHECKING:
     from tq.messages import QueueStats, UnitStats
+    from weightsync.messages import AgentStatus
 
 _TIMEOUT_S = 10.0
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -36,6 +38,7 @@ class RunStatus:
         ranks: what each said last.
         controllers: counts of each controller, the lead first.
         units: what each storage unit holds.
+        weights: what each weight agent holds, and who computes with which version.
     """
 
     run_dir: Path
@@ -43,6 +46,7 @@ class RunStatus:
     ranks: Statuses
     controllers: "Sequence[QueueStats]"
     units: "Mapping[str, UnitStats]"
+    weights: "Mapping[str, AgentStatus]"
 
     def as_json(self) -> str:
         """Return everything as one JSON object (SI units)."""
@@ -51,13 +55,15 @@ class RunStatus:
             "ranks": {f"{gang}/{rank}": asdict(status) for (gang, rank), status in self.ranks.items()},
             "controllers": [msgspec.to_builtins(stats) for stats in self.controllers],
             "units": {name: msgspec.to_builtins(stats) for name, stats in self.units.items()},
+            "weights": {name: msgspec.to_builtins(status) for name, status in self.weights.items()},
         }
         return json.dumps(fields, indent=2)
 
     def as_text(self, now: float) -> str:
         """Return tables for a person."""
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
-        return "\n\n".join([str(self.run_dir), table(roles), self._queue(), table(self._tasks()), table(self._units())])
+        tables = [table(rows) for rows in (self._tasks(), self._units(), self._weights())]
+        return "\n\n".join([str(self.run_dir), table(roles), self._queue(), *tables])
 
     def _queue(self) -> str:
         lead = self.controllers[0]
@@ -99,6 +105,14 @@ class RunStatus:
             )
         return rows
 
+    def _weights(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("WEIGHTS", "NEWEST", "MEMORY", "FROM OTHER NODES", "IN USE")]
+        for name, agent in self.weights.items():
+            serving = ", ".join(f"{who}: {version}" for who, version in sorted(agent.serving.items()))
+            newest = "-" if agent.newest is None else str(agent.newest)
+            rows.append((name, newest, _bytes(agent.slot_bytes), _bytes(agent.fetched_bytes), serving or "-"))
+        return rows
+
 
 def ask_status(run_dir: Path) -> RunStatus:
     """Ask a live run.
@@ -116,15 +130,19 @@ def ask_status(run_dir: Path) -> RunStatus:
     from asyncflow.store_server import connect_store
     from asyncflow.transport.handshake import Credentials
     from tq.client.queue_client import QueueClient
+    from weightsync.agent_status import ask_agent
 
     job = Job.load(run_dir)
     config = RunConfig.load(run_dir).tq.model_copy(update={"request_timeout_s": _TIMEOUT_S})
     try:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
+        credentials = Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S)
         ranks = _ranks(job, store)
-        client = QueueClient(Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S), "status", config=config)
+        agents = [gang.name for gang in job.of_role(WEIGHTS)]
+        weights = {agent: ask_agent(credentials, agent, "status", timeout_s=_TIMEOUT_S) for agent in agents}
+        client = QueueClient(credentials, "status", config=config)
         try:
-            return RunStatus(run_dir, job.gangs, ranks, client.stats(), client.unit_stats())
+            return RunStatus(run_dir, job.gangs, ranks, client.stats(), client.unit_stats(), weights)
         finally:
             client.close()
     except DistError as error:

@@ -1,61 +1,73 @@
-"""A bucket's bytes: values, then a trailer that says which version and bucket they are, and their checksum."""
+"""What travels of a bucket: long runs, straight from one region to the other, then a tail.
+
+    sender's region    | w[0:2, :] ......... | b[0:2] | scalar |        runs: as they lie, no copy
+    tail                                     | b[0:2] | scalar | trailer: version, bucket, checksum of all |
+    receiver's region  | w[0:2, :] ......... | <- copied from the tail, then everything is checked
+
+Short pieces and those that are no run of memory (columns) are packed into the tail: a message each would cost more.
+"""
 
 import struct
-from enum import IntEnum
 
 import torch
 import xxhash
-from torch import Tensor
 
 from asyncflow.errors import WeightSyncError
 from weightsync.plan import Bucket
+from weightsync.region import Region
 from weightsync.version import Version
 
 _TRAILER = struct.Struct("<4sIQQQQ")
-TRAILER_BYTES = _TRAILER.size
+_TRAILER_BYTES = _TRAILER.size
 _CHECKSUM_BYTES = 8
-_MAGIC = b"AFWB"
+_MAGIC = b"AFW2"
+_RUN_BYTES = 2**18
+"""Shorter runs go into the tail."""
 
 
-class TrailerKind(IntEnum):
-    """What the message is."""
+class BucketParts:
+    """One end's view of a bucket's transfer; both ends build it from the same plan."""
 
-    WEIGHTS = 1
-    END = 2
+    def __init__(self, region: Region, bucket: Bucket) -> None:
+        """Args:
+        region: where the bucket is, or is to be.
+        bucket: of the region's plan.
+        """
+        self._region = region
+        self._bucket = bucket
+        pieces = [(piece, region.layout.run(piece)) for piece in bucket.pieces]
+        self.runs = [region.bytes_at(*run) for _, run in pieces if run is not None and run[1] >= _RUN_BYTES]
+        """uint8 views of the region."""
+        self._packed = tuple(piece for piece, run in pieces if run is None or run[1] < _RUN_BYTES)
+        packed_bytes = bucket.num_bytes - sum(run.numel() for run in self.runs)
+        self.tail = torch.empty(packed_bytes + _TRAILER_BYTES, dtype=torch.uint8)
+        """uint8: what follows the runs."""
 
+    def seal(self, version: Version) -> int:
+        """Fill the tail from the region; returns the bucket's checksum."""
+        bucket = self._bucket
+        checksum = self._region.checksum(bucket)
+        trailer = bytearray(_TRAILER.pack(_MAGIC, bucket.index, version.lineage, version.step, checksum, 0))
+        trailer[-_CHECKSUM_BYTES:] = xxhash.xxh3_64_digest(bytes(trailer[:-_CHECKSUM_BYTES]))
+        self._region.pack(self._packed, self.tail[:-_TRAILER_BYTES])
+        self.tail[-_TRAILER_BYTES:] = torch.frombuffer(trailer, dtype=torch.uint8)
+        return checksum
 
-def bucket_buffer(bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised uint8 buffer for the bucket and its trailer."""
-    return torch.empty(bucket.numel * dtype.itemsize + TRAILER_BYTES, dtype=torch.uint8)
+    def take(self, version: Version) -> None:
+        """Write what is in the tail to the region, where the runs are already; check all of it.
 
-
-def values_of(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values part, a view of `buffer`."""
-    return buffer[:-TRAILER_BYTES].view(dtype)
-
-
-def seal(buffer: Tensor, bucket: Bucket, version: Version, kind: TrailerKind = TrailerKind.WEIGHTS) -> None:
-    """Write the trailer; the values must be in place (and on the CPU)."""
-    trailer = _TRAILER.pack(_MAGIC, kind, version.lineage, version.step, bucket.index, 0)
-    buffer[-TRAILER_BYTES:] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-    checksum = _checksum(buffer).to_bytes(_CHECKSUM_BYTES, "little")
-    buffer[-_CHECKSUM_BYTES:] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
-
-
-def unseal(buffer: Tensor, bucket: Bucket) -> Version | None:
-    """Check the trailer against the values; returns the version, or None when the sender ended.
-
-    Raises:
-        WeightSyncError: another bucket, or bytes that are not what was sent.
-    """
-    magic, kind, lineage, step, index, checksum = _TRAILER.unpack(buffer[-TRAILER_BYTES:].numpy().tobytes())
-    if magic != _MAGIC or index != bucket.index:
-        raise WeightSyncError(f"bucket {bucket.index}: its trailer says {magic!r}, bucket {index}")
-    if _checksum(buffer) != checksum:
-        raise WeightSyncError(f"bucket {bucket.index} of step {step}: checksum does not match")
-    return None if kind == TrailerKind.END else Version(lineage, step)
-
-
-def _checksum(buffer: Tensor) -> int:
-    """Return the checksum of everything before it: the values and what the trailer says of them."""
-    return int(xxhash.xxh3_64_intdigest(buffer[:-_CHECKSUM_BYTES].numpy().data))
+        Raises:
+            WeightSyncError: another version or bucket, or bytes that are not what was sent.
+        """
+        bucket = self._bucket
+        trailer = self.tail[-_TRAILER_BYTES:].numpy().tobytes()
+        magic, index, lineage, step, checksum, _ = _TRAILER.unpack(trailer)
+        if magic != _MAGIC or trailer[-_CHECKSUM_BYTES:] != xxhash.xxh3_64_digest(trailer[:-_CHECKSUM_BYTES]):
+            raise WeightSyncError(f"bucket {bucket.index} of {version}: its trailer cannot be read")
+        if (index, Version(lineage, step)) != (bucket.index, version):
+            raise WeightSyncError(
+                f"bucket {bucket.index} of {version}: bucket {index} of {Version(lineage, step)} came instead"
+            )
+        self._region.unpack(self._packed, self.tail[:-_TRAILER_BYTES])
+        if self._region.checksum(bucket) != checksum:
+            raise WeightSyncError(f"bucket {bucket.index} of {version}: checksum does not match")

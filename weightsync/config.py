@@ -1,18 +1,103 @@
 """Settings of the weight path."""
 
-from typing import Literal
+import re
+from collections.abc import Iterator
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from asyncflow.settings import Settings
+
+_PLACEHOLDER = re.compile(r"\{(\w*)\}")
+_PLACES = ("directory", "version", "lineage", "step")
+
+
+class NotifyTarget(Settings):
+    """An engine outside the run that is told of every export by an HTTP POST of JSON."""
+
+    url: str
+    """`http://...` or `https://...`, e.g. `http://10.0.0.7:30000/update_weights_from_disk` of an SGLang server."""
+    body: dict[str, JsonValue] = Field({"model_path": "{directory}", "weight_version": "{version}"})
+    """What is sent. `{directory}` becomes the absolute path, `{version}` becomes LINEAGE.STEP; `{lineage}`, `{step}`
+    likewise, as numbers where they stand alone. The default is what SGLang takes. A vLLM server
+    (`VLLM_SERVER_DEV_MODE=1`) takes `{method: reload_weights, kwargs: {weights_path: "{directory}"}}` at
+    `/collective_rpc`, and then `{}` at `/reset_prefix_cache`."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Deadline of one notification, with what is tried again (s). An engine may answer only when it has loaded."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_can_be_called(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        if parts.username is not None:
+            raise ValueError(f"{url!r} has a user name in it, which is not sent; leave it out")
+        if not url.isascii() or not url.isprintable() or " " in url or parts.port == 0:
+            raise ValueError(f"{url!r} is no address that can be called")
+        return url
+
+    @field_validator("body")
+    @classmethod
+    def _places_are_known(cls, body: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for text in _texts(body):
+            for place in _PLACEHOLDER.findall(text):
+                if place not in _PLACES:
+                    raise ValueError(f"{{{place}}} stands for nothing; known: {', '.join(_PLACES)}")
+        return body
+
+
+class ExportConfig(Settings):
+    """Versions of the weights as Hugging Face directories, for engines outside the run."""
+
+    directory: str = "weights"
+    """Where `step_000012/` and the link `latest` appear; relative to the run directory."""
+    every: int = Field(1, ge=1)
+    """Write the versions of every so many steps. A version is left out when the next is there before its turn."""
+    keep_last: int = Field(2, ge=1)
+    """So many exports stay; older ones are removed. With 1, an engine may lose what it is reading."""
+    notify: tuple[NotifyTarget, ...] = ()
+    """Who is told. Targets of one host and port in this order, different ones at the same time."""
 
 
 class WeightSyncConfig(Settings):
     """How new weights reach the roles that hold the policy."""
 
+    path: Literal["staged", "broadcast"] = "staged"
+    """`staged`: the trainer copies its shards to host memory and goes on; each node's weight agent hands them to its
+    receivers. `broadcast`: trainer and receivers meet in a collective over the devices' own backend; both wait. It
+    leaves the version with the agents, too."""
     bucket_bytes: int = Field(64 * 2**20, ge=1024)
-    """Weights travel in buckets of about this size (bytes)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type on the wire; the trainer casts from its own."""
+    """Weights are checked, sent and repaired in buckets of about this size (bytes)."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Element type on the wire and in the slots, to which the trainer casts; null: that of the copies that generate
+    (`model.dtype`)."""
+    num_slots: int = Field(3, ge=2, le=16)
+    """Versions that a node keeps in shared memory, the one that is being written among them. With 2, a trainer may
+    wait for a slow receiver."""
+    max_updating: int | None = Field(None, ge=1)
+    """At most so many generating instances swap their weights at the same time, while the rest go on generating;
+    null: all may."""
+    delta: bool = False
+    """Between nodes, send what changed since the version that the other node has, where that is smaller; lossless."""
     timeout_s: float = Field(300.0, gt=0)
     """Deadline of one whole transfer, from the trainer's first bucket to the receiver's last check (s)."""
+    export: ExportConfig | None = None
+    """Also write versions to disk; null: do not."""
+
+    @model_validator(mode="after")
+    def _delta_needs_an_older_version(self) -> Self:
+        if self.delta and self.num_slots < 3:
+            raise ValueError(
+                "delta needs num_slots of 3 or more: the older version has to stay while the next is written"
+            )
+        return self
+
+
+def _texts(value: JsonValue) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)

@@ -1,168 +1,272 @@
 """From the trainer's shards to buckets and senders. Pure; every process computes or reads the same plan.
 
-Each rank sends exactly the pieces that it holds, so nothing is gathered first: bytes moved are the model, once per
-receiver. A piece is a contiguous run of a flattened parameter; FSDP2's dim-0 shards are such runs.
+Each rank sends exactly what it holds, so nothing is gathered first. A version of the weights is one *region*: all
+tensors in wire format, one after another under their Hugging Face names. A rank's shards, whatever cut them, are boxes
+of these tensors; the plan groups them into buckets, the unit of transfer and of checksums.
 
-    rank 0 holds w[0:6] b[0:2]      buckets:  0 (sender 0): w[0:6] b[0:2]
-    rank 1 holds w[6:12] b[2:4]               1 (sender 1): w[6:12] b[2:4]
+    rank 0 holds w[0:2, :] b[0:2]      buckets:  0 (sender 0): w[0:2, :] b[0:2]
+    rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
+    region: | w ............... | b .... |
+
+A receiver takes whole tensors (a generator, Hugging Face names) or boxes of them (ranks sharded as the trainer is).
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from asyncflow.errors import PlanError
+from weightsync.boxes import Box, first_overlap
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Element types that weights and buffers may have (bytes)."""
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_ALIGN_BYTES = 64
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A tensor as it travels.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: element type on the wire.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class ShardSpec(msgspec.Struct, frozen=True):
+    """What a trainer rank holds of one tensor.
+
+    Attributes:
+        name: Hugging Face name.
+        shape: of the whole tensor.
+        dtype: the trainer's element type; floating ones are cast to the plan's, others travel as they are.
+        box: which part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A contiguous run of one flattened parameter: elements `start` to `start + numel`."""
+    """A box of one tensor inside a bucket."""
 
     name: str
-    start: int
-    numel: int
+    box: Box
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """What travels as one message.
+    """What travels as one message, with one checksum.
 
     Attributes:
         index: position in the plan.
         sender: trainer rank that holds and sends it.
+        num_bytes: of all pieces, packed.
         pieces: in the order of their bytes.
     """
 
     index: int
     sender: int
+    num_bytes: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements in the bucket."""
-        return sum(piece.numel for piece in self.pieces)
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
     """All of one model's transfer.
 
     Attributes:
-        dtype: element type on the wire.
         num_senders: trainer ranks.
-        shapes: of every parameter, in a fixed order.
+        tensors: in the order in which they lie in a region.
         buckets: in sending order; each sender sends its own in this order.
     """
 
-    dtype: str
     num_senders: int
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, TensorSpec]
     buckets: tuple[Bucket, ...]
 
     def of_sender(self, rank: int) -> tuple[Bucket, ...]:
         """Return the buckets that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.sender == rank)
 
-    def offsets(self) -> dict[str, int]:
-        """Return where each parameter starts in one flat buffer of the whole model (elements)."""
-        offsets = {}
-        end = 0
-        for name, shape in self.shapes.items():
-            offsets[name] = end
-            end += math.prod(shape)
-        return offsets
+    def starts(self) -> dict[str, int]:
+        """Return where each tensor starts in a region (bytes, multiples of 64)."""
+        starts, end = {}, 0
+        for name, tensor in self.tensors.items():
+            starts[name] = end
+            end += -(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return starts
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole model."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+    def region_bytes(self) -> int:
+        """Bytes of one version in memory, with what alignment adds."""
+        return sum(-(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one version on the wire, for one receiver."""
-        return self.numel * ELEMENT_BYTES[self.dtype]
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def digest(self) -> str:
+        """Return what tells this plan from every other one."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
-class ShardSpec(msgspec.Struct, frozen=True):
-    """What a trainer rank holds of one parameter; see `Piece`."""
+class Need(msgspec.Struct, frozen=True):
+    """What a receiver wants of one tensor.
 
-    name: str
+    Attributes:
+        shape: of the whole tensor.
+        aliases: other names of it (tied weights); the first that the trainer has counts.
+        box: the part; None: all.
+    """
+
     shape: tuple[int, ...]
-    start: int
-    numel: int
+    aliases: tuple[str, ...] = ()
+    box: Box | None = None
 
 
 def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dtype: str) -> TransferPlan:
     """Map the shards of all trainer ranks to buckets.
 
+    A shard that several ranks hold (replicas of data or tensor parallelism) is sent by the one with the least to send.
+
     Args:
         held: per rank, what it holds, in the order in which it will copy.
         bucket_bytes: about the size of a bucket; a larger shard is cut.
-        dtype: `float32` or `bfloat16`.
+        dtype: element type on the wire of everything that is floating-point.
 
     Raises:
-        PlanError: the ranks disagree on a shape, or a parameter is not covered exactly once.
+        PlanError: the ranks disagree on a tensor, or an element is held by nobody or as parts of different shards.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for specs in held:
+    tensors: dict[str, TensorSpec] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, specs in enumerate(held):
         for spec in specs:
-            if shapes.setdefault(spec.name, spec.shape) != spec.shape:
-                raise PlanError(f"{spec.name}: trainer ranks disagree on its shape: {shapes[spec.name]}, {spec.shape}")
-    _check_cover(held, shapes)
-    limit = max(1, bucket_bytes // ELEMENT_BYTES[dtype])
-    per_rank = [_cut(specs, limit) for specs in held]
+            _check_shard(spec, tensors, dtype)
+            if spec.box.numel:
+                holders.setdefault((spec.name, spec.box), []).append(rank)
+    _check_cover(tensors, list(holders))
+    shares = _assign(holders, tensors, len(held))
+    per_rank = [_fill(share, tensors, bucket_bytes) for share in shares]
     buckets: list[Bucket] = []
     for turn in range(max((len(bins) for bins in per_rank), default=0)):
         for rank, bins in enumerate(per_rank):
             if turn < len(bins):
-                buckets.append(Bucket(len(buckets), rank, tuple(bins[turn])))
-    return TransferPlan(dtype, len(held), shapes, tuple(buckets))
+                num_bytes = sum(piece.box.numel * _element_bytes(tensors, piece.name) for piece in bins[turn])
+                buckets.append(Bucket(len(buckets), rank, num_bytes, tuple(bins[turn])))
+    return TransferPlan(len(held), tensors, tuple(buckets))
 
 
-def check_receiver(plan: TransferPlan, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare with what a receiver's engine needs.
+def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = True) -> dict[str, Piece]:
+    """Return, for every name that a receiver wants, where it is in the trainer's tensors.
+
+    Args:
+        plan: the trainer's.
+        needs: by the receiver's names.
+        whole: the receiver takes the whole model; False: it is one of several ranks that share it.
 
     Raises:
-        PlanError: naming the first parameter that exists on one side only or differs in shape.
+        PlanError: naming the first tensor that exists on one side only or differs in shape.
     """
-    for name, shape in wanted.items():
-        if name not in plan.shapes:
+    matched: dict[str, Piece] = {}
+    for name, need in needs.items():
+        source = next((each for each in (name, *need.aliases) if each in plan.tensors), None)
+        if source is None:
             raise PlanError(f"{name}: the receiver needs it, the trainer does not have it; are the models the same?")
-        if plan.shapes[name] != tuple(shape):
-            raise PlanError(f"{name}: shape {tuple(shape)} at the receiver, {plan.shapes[name]} at the trainer")
-    for name in plan.shapes:
-        if name not in wanted:
-            raise PlanError(f"{name}: the trainer has it, the receiver does not; are the models the same?")
+        shape = plan.tensors[source].shape
+        if shape != tuple(need.shape):
+            raise PlanError(f"{name}: shape {tuple(need.shape)} at the receiver, {shape} at the trainer")
+        box = need.box or Box.whole(shape)
+        if not box.inside(shape):
+            raise PlanError(f"{name}: the receiver wants {box} of shape {shape}")
+        matched[name] = Piece(source, box)
+    if whole:
+        taken = {piece.name for piece in matched.values()}
+        for name in plan.tensors:
+            if name not in taken:
+                raise PlanError(f"{name}: the trainer has it, the receiver does not; are the models the same?")
+    return matched
 
 
-def _check_cover(held: Sequence[Sequence[ShardSpec]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    runs: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
-    for specs in held:
-        for spec in specs:
-            if spec.numel:
-                runs[spec.name].append((spec.start, spec.start + spec.numel))
-    for name, shape in shapes.items():
-        end = 0
-        for start, stop in sorted(runs[name]):
-            if start != end:
-                raise PlanError(
-                    f"{name}: elements {min(start, end)} to {max(start, end)} are held by no rank or by two"
-                )
-            end = stop
-        if end != math.prod(shape):
-            raise PlanError(f"{name}: {math.prod(shape)} elements, but the ranks hold {end}")
+def _check_shard(spec: ShardSpec, tensors: dict[str, TensorSpec], dtype: str) -> None:
+    if spec.dtype not in DTYPE_BYTES:
+        raise PlanError(f"{spec.name}: element type {spec.dtype} cannot travel; use one of {' '.join(DTYPE_BYTES)}")
+    tensor = TensorSpec(spec.shape, dtype if spec.dtype in _FLOATS else spec.dtype)
+    known = tensors.setdefault(spec.name, tensor)
+    if known.shape != tensor.shape:
+        raise PlanError(f"{spec.name}: trainer ranks disagree on its shape: {known.shape}, {tensor.shape}")
+    if known.dtype != tensor.dtype:
+        raise PlanError(f"{spec.name}: trainer ranks disagree on its type: {known.dtype}, {tensor.dtype}")
+    if not spec.box.inside(spec.shape):
+        raise PlanError(f"{spec.name}: a rank holds {spec.box}, outside of shape {spec.shape}")
 
 
-def _cut(specs: Sequence[ShardSpec], limit: int) -> list[list[Piece]]:
+def _check_cover(tensors: Mapping[str, TensorSpec], parts: Sequence[tuple[str, Box]]) -> None:
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for name, box in parts:
+        boxes[name].append(box)
+    for name, tensor in tensors.items():
+        overlap = first_overlap(boxes[name])
+        if overlap is not None:
+            one, other = (boxes[name][k] for k in overlap)
+            raise PlanError(f"{name}: trainer ranks hold {one} and {other}, which overlap")
+        numel, present = math.prod(tensor.shape), sum(box.numel for box in boxes[name])
+        if present != numel:
+            raise PlanError(f"{name}: {numel} elements, but the trainer ranks hold {present}")
+
+
+def _assign(
+    holders: Mapping[tuple[str, Box], Sequence[int]], tensors: Mapping[str, TensorSpec], num_ranks: int
+) -> list[list[Piece]]:
+    shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for (name, box), ranks in holders.items():
+        if len(ranks) == 1:
+            loads[ranks[0]] += box.numel * _element_bytes(tensors, name)
+    for (name, box), ranks in holders.items():
+        rank = min(ranks, key=lambda each: (loads[each], each))
+        if len(ranks) > 1:
+            loads[rank] += box.numel * _element_bytes(tensors, name)
+        shares[rank].append(Piece(name, box))
+    return shares
+
+
+def _fill(share: Sequence[Piece], tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[Piece]]:
+    """Cut one rank's pieces into buckets; one that is nearly full is closed rather than given a crumb."""
     bins: list[list[Piece]] = []
     room = 0
-    for spec in specs:
-        start, left = spec.start, spec.numel
-        while left:
-            if room == 0 or (left > room and room < limit // 4):
+    for piece in share:
+        element_bytes = _element_bytes(tensors, piece.name)
+        pending = [piece.box]
+        while pending:
+            box = pending.pop()
+            first, rest = box.split(room // element_bytes)
+            if first is None and room >= bucket_bytes:  # an empty bucket does not take one row
+                pending.extend(reversed(list(box.cut(max(1, bucket_bytes // element_bytes)))))
+            elif first is None or (rest is not None and room < bucket_bytes // 4):
                 bins.append([])
-                room = limit
-            numel = min(left, room)
-            bins[-1].append(Piece(spec.name, start, numel))
-            start, left, room = start + numel, left - numel, room - numel
+                room = max(bucket_bytes, element_bytes)
+                pending.append(box)
+            else:
+                bins[-1].append(Piece(piece.name, first))
+                room -= first.numel * element_bytes
+                pending.extend(() if rest is None else (rest,))
     return bins
+
+
+def _element_bytes(tensors: Mapping[str, TensorSpec], name: str) -> int:
+    return DTYPE_BYTES[tensors[name].dtype]

@@ -1,173 +1,502 @@
-"""The trainer's side: copy the shards to the host, go on; a thread broadcasts the buckets.
+"""The trainer's side: copy this rank's shards to the node's weight agent and go on.
 
-    trainer thread    | copy v1 | train ...              | copy v2 | train ...
-    sending thread              | bucket 0 | bucket 1 |             | bucket 0 | ...
+    trainer thread    | copy v1 | train ...                 | copy v2 | train ...
+    sender thread               | check, seal | take slot .........|    | check, seal | ...
 
-The only time the trainer waits is the copy, and the rest of the previous transfer when a step is shorter than one.
+The copy goes straight into shared memory that was taken ahead, so it is all that the trainer waits for. An agent that
+died costs nothing either: the copy goes to memory of this process, and to the agent once it is back.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from asyncflow.device import abort_group
-from asyncflow.errors import WeightSyncError
-from weightsync.bucket import TrailerKind, bucket_buffer, seal, values_of
-from weightsync.plan import ShardSpec, TransferPlan
+from asyncflow.device import CopiesDone, CopyStream, pin
+from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
+from asyncflow.timeline import NoTimeline, Spans
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from weightsync.boxes import Box
+from weightsync.broadcast import Broadcaster
+from weightsync.messages import (
+    AwaitRepair,
+    NoRepair,
+    NoRoom,
+    OpenPlan,
+    Repair,
+    Reply,
+    SealBuckets,
+    SlotGranted,
+    TakeSlot,
+    Unneeded,
+)
+from weightsync.plan import Bucket, Piece, ShardSpec, TransferPlan
+from weightsync.region import Region, RegionLayout
+from weightsync.slot_memory import SlotOffer, map_slot, populate, private_memory
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
-_ABORT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+_PAUSE_S = 0.2
+_PATIENCE_S = 10.0
+"""How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
 _LOOK_S = 0.5
 """How often a wait looks at its stop event (s)."""
 
 
 class Shard(Protocol):
-    """One piece of a parameter that this rank holds; `workers.engines.base.LocalShard` is one."""
+    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
 
     @property
     def name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def start(self) -> int: ...
+    def box(self) -> Box: ...
     @property
     def values(self) -> Tensor: ...
 
 
 def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
     """Return what this rank holds, for the plan."""
-    return [ShardSpec(shard.name, tuple(shard.shape), shard.start, shard.values.numel()) for shard in shards]
+    return [
+        ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
+        for shard in shards
+    ]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A version's copy.
+
+    Attributes:
+        version, region: what and where.
+        slot: token of the agent's memory that holds it; None: it is this process's own.
+        copied: whether the copy from the device has ended.
+        checksums: by bucket, as far as they are known.
+    """
+
+    version: Version
+    region: Region
+    slot: bytes | None
+    copied: CopiesDone
+    checksums: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Take:
+    version: Version
+
+
+class _Lost:
+    """The channel broke, or the sender is closing."""
+
+
+_Event = _Take | _Staged | SlotGranted | Unneeded | NoRoom | Repair | PeerRefused | _Lost
 
 
 class WeightSender:
-    """Sends versions from one trainer rank. One thread of the caller publishes."""
+    """Publishes versions from one trainer rank. One thread of the caller publishes."""
 
-    def __init__(self, group: ProcessGroup, plan: TransferPlan, rank: int, device: torch.device) -> None:
-        """Allocate this rank's bucket buffers once.
+    def __init__(
+        self,
+        credentials: Credentials,
+        agent: str,
+        name: str,
+        plan: TransferPlan,
+        rank: int,
+        *,
+        device: torch.device,
+        num_slots: int = 3,
+        timeout_s: float = 300.0,
+        broadcaster: Broadcaster | None = None,
+        timeline: Spans | None = None,
+    ) -> None:
+        """Start connecting to the agent.
 
         Args:
-            group: this rank and all receivers; see `connect_sender`.
+            credentials: store and secret.
+            agent: this node's weight agent.
+            name: of this process.
             plan: agreed on by all ranks.
             rank: this trainer rank.
-            device: where the group's backend wants its tensors.
+            device: where the shards are.
+            num_slots: that the agent has.
+            timeout_s: how long a slot may take to become free.
+            broadcaster: every version is also broadcast, while the trainer waits.
+            timeline: records what the thread does.
         """
-        self._group = group
+        self._timeline = timeline or NoTimeline()
+        self._broadcaster = broadcaster
+        self._credentials = credentials
+        self._agent = agent
+        self._name = name
+        self._plan = plan
+        self._digest = plan.digest()
+        self._rank = rank
         self._device = device
-        self._dtype = getattr(torch, plan.dtype)
+        self._timeout_s = timeout_s
+        self._num_slots = num_slots
+        self._layout = RegionLayout(plan)
         self._buckets = plan.of_sender(rank)
-        self._buffers = [bucket_buffer(bucket, self._dtype) for bucket in self._buckets]
-        self._jobs: queue.SimpleQueue[Version | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._error: Exception | None = None
-        self._closed = False
+        self._copies = CopyStream(device)
+        self._mapped: dict[bytes, Region] = {}
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._weights = threading.Lock()  # held while shards are read, so that `before_update` waits for that
+        self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
+        self._linked: bool | None = None  # None: not yet
+        self._granted: _Staged | None = None
+        self._asked: Version | None = None
+        self._refused: str | None = None
+        self._no_room = ""
+        self._complete: Version | None = None
+        self._staged: _Staged | None = None
+        self._delivered: Version | None = None
+        self._connection: Connection | None = None
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
-        self._thread.start()
+        if self._buckets:
+            self._thread.start()
 
     @property
     def bytes_per_version(self) -> int:
-        """Bytes that this rank sends for one version, to each receiver."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        """Bytes that this rank writes for one version."""
+        return sum(bucket.num_bytes for bucket in self._buckets)
 
     def publish(
         self, version: Version, shards: Iterable[Shard], *, timeout_s: float, stop: threading.Event | None = None
     ) -> float:
-        """Copy the weights and start sending them; returns the seconds that the trainer was held up.
+        """Copy the weights; returns the seconds that the trainer was held up.
 
         Args:
             version: of these weights.
-            shards: this rank's pieces, as described in the plan.
-            timeout_s: deadline for the previous transfer to end.
+            shards: this rank's parts, as described in the plan. They may be read until `before_update`.
+            timeout_s: for memory to become free.
             stop: ends that wait early.
 
         Raises:
-            WeightSyncError: the previous transfer failed or did not end in time, or the sender is closed.
+            WeightSyncError: no memory became free in time, or the sender is closed.
         """
         began = time.monotonic()
-        if self._closed:
-            raise WeightSyncError(f"weights of step {version.step}: the sender is closed")
-        self.wait(timeout_s, stop=stop)
-        flat = {(shard.name, shard.start): shard.values for shard in shards}
-        for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
-            values = values_of(buffer, self._dtype)
-            offset = 0
-            for piece in bucket.pieces:
-                values[offset : offset + piece.numel].copy_(_find(flat, piece.name, piece.start, piece.numel))
-                offset += piece.numel
-        self._idle.clear()
-        self._jobs.put(version)
+        if self._closing.is_set():
+            raise WeightSyncError(f"weights of {version}: the sender is closed")
+        target = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
+        region = None if target is None else target.region
+        copied = CopiesDone()
+        if region is not None:
+            shards = list(shards)
+            with self._weights, self._copies.copying() as copied:
+                self._write(region, shards, self._buckets)
+                self._shards = version, shards
+        checksums: dict[int, int] = {}
+        if self._broadcaster is not None:
+            copied.wait()
+            checksums = self._broadcaster.run(version, region)
+        if target is not None:
+            staged = _Staged(version, target.region, target.slot, copied, checksums)
+            with self._changed:
+                self._staged = staged
+                self._events.put(staged)
         return time.monotonic() - began
 
+    def before_update(self) -> None:
+        """The weights are about to change: wait until nobody reads them any more. Call it before every update."""
+        with self._weights:
+            if self._staged is not None:
+                self._staged.copied.wait()
+            self._shards = None
+
     def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
-        """Wait until the last version has left.
+        """Wait until the agent has this rank's part of the last version.
 
         Raises:
-            WeightSyncError: it failed, did not end in time, or had not ended when `stop` was set.
+            WeightSyncError: it did not take it in time, or had not when `stop` was set.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._idle.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            if stop is not None and stop.is_set():
-                raise WeightSyncError("weights: the last version had not reached all receivers when the stop came")
-            if time.monotonic() >= deadline:
-                raise WeightSyncError(f"weights: the last version did not reach all receivers within {timeout_s:g} s")
-        if self._error is not None:
-            raise WeightSyncError(f"weights: broadcast failed, a receiver is gone ({self._error})") from self._error
+        with self._changed:
+            while self._staged is not None and self._delivered != self._staged.version:
+                if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
+                    why = self._refused or f"{self._agent} did not take them"
+                    raise WeightSyncError(f"weights of {self._staged.version}: not delivered in time: {why}")
+                self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Tell the receivers that nothing follows and end the thread; idempotent.
+        """Deliver what was published, if the agent takes it in time, and end the thread; idempotent."""
+        if not self._closing.is_set() and self._buckets:
+            try:
+                self.wait(timeout_s)
+            except WeightSyncError as error:
+                logger.warning("%s", error)
+        self._closing.set()
+        with self._changed:
+            self._events.put(_Lost())
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            connection = self._connection
+            if self._thread.is_alive() and connection is not None:
+                connection.close()  # the agent does not answer
+                self._thread.join(timeout_s)
+        if self._broadcaster is not None:
+            self._broadcaster.close()
 
-        A version in progress is sent to its end; receivers that do not take it within `timeout_s` are cut off.
-        """
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            abort_group(self._group)
-            self._thread.join(_ABORT_TIMEOUT_S)
+    def _memory_for(self, version: Version, deadline: float, stop: threading.Event | None) -> _Staged | None:
+        """Return where to copy a version; None: the agent has it already."""
+        with self._changed:
+            self._refused = None
+            self._no_room = ""
+            while True:
+                if self._complete is not None and version <= self._complete and self._broadcaster is None:
+                    return None
+                if self._complete is not None and version <= self._complete:
+                    return _Staged(version, self._own_region(), None, CopiesDone())
+                if self._granted is not None and self._granted.version == version:
+                    granted, self._granted = self._granted, None
+                    return granted
+                if self._linked is False:
+                    return _Staged(version, self._own_region(), None, CopiesDone())
+                if self._refused is not None:
+                    raise WeightSyncError(self._refused)
+                if self._asked != version:
+                    self._asked = version
+                    self._events.put(_Take(version))
+                if stop is not None and stop.is_set():
+                    raise WeightSyncError(f"weights of {version}: no slot was free when the stop came")
+                if time.monotonic() >= deadline:
+                    reason = (
+                        self._no_room or f"weights of {version}: {self._agent} gave no slot in time; is it running?"
+                    )
+                    raise WeightSyncError(reason)
+                self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+
+    def _own_region(self) -> Region:
+        staged = self._staged
+        if staged is not None and staged.slot is None and self._linked is False:
+            self._staged = None  # nobody reads it, and nobody will: this version replaces it
+            return staged.region
+        return Region(private_memory(self._plan.region_bytes), self._layout)
+
+    def _write(self, region: Region, shards: Iterable[Shard], buckets: Iterable[Bucket]) -> None:
+        held: dict[str, list[tuple[Box, Tensor]]] = {}
+        for shard in shards:
+            values = shard.values.detach().reshape(shard.box.size)  # a view, but for some strided ones
+            held.setdefault(shard.name, []).append((shard.box, values))
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                source = _part(held.get(piece.name, ()), piece)
+                region.piece(piece).copy_(source, non_blocking=True)
 
     def _run(self) -> None:
-        while self._error is None:
-            version = self._jobs.get()
+        while not self._closing.is_set():
             try:
-                if version is None:
-                    self._end()
+                connection = Connection(
+                    self._credentials, self._agent, self._name, Reply, timeout_s=_CONNECT_TIMEOUT_S, stop=self._closing
+                )
+            except TransportError as error:
+                logger.debug("%s", error)
+            else:
+                self._connection = connection
+                try:
+                    self._work(connection)
+                except (TransportError, WeightSyncError) as error:  # the agent died, perhaps before a slot was mapped
+                    if not self._closing.is_set():
+                        logger.warning("weights: %s; generators keep what they have until it is back", error)
+                finally:
+                    self._connection = None
+                    self._unlink()
+                    connection.close()
+            self._closing.wait(_PAUSE_S)
+
+    def _unlink(self) -> None:
+        with self._changed:
+            self._linked = False
+            self._granted = self._complete = self._delivered = None
+            self._mapped.clear()
+            self._changed.notify_all()
+
+    def _work(self, connection: Connection) -> None:
+        connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
+        with self._changed:
+            events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+            self._events = events  # nothing from a former channel is in it
+            self._linked = True
+            if self._staged is not None:
+                self._asked = None
+                events.put(self._staged)
+            elif self._asked is not None:
+                events.put(_Take(self._asked))
+            self._changed.notify_all()
+        self._submit(connection, AwaitRepair(self._rank))
+        while not self._closing.is_set():
+            event = events.get()
+            match event:
+                case _Take(version):
+                    self._submit(connection, self._request(version))
+                case NoRoom(reason):
+                    self._wait_on(connection, reason)
+                case _Staged():
+                    if event is self._staged and event.version != self._delivered:
+                        self._deliver(connection, event)
+                case SlotGranted(version, offer):
+                    self._prepare(version, offer)
+                case Unneeded(version):
+                    self._settle(complete=version)
+                case Repair(version, buckets):
+                    self._repair(connection, version, buckets)
+                    self._submit(connection, AwaitRepair(self._rank))
+                case PeerRefused():
+                    self._settle(refused=str(event))
+                case _Lost():
                     return
-                for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
-                    seal(buffer, bucket, version)
-                    self._broadcast(buffer)
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: `wait` raises it
-                logger.warning("weights: broadcast failed: %s", error)
-                self._error = error
-                abort_group(self._group)  # the other receivers would wait for the rest
-            finally:
-                self._idle.set()
 
-    def _end(self) -> None:
-        if not self._buckets:
+    def _submit(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
+        events = self._events
+        future = connection.submit(request, timeout_s=self._timeout_s)
+        future.add_done_callback(lambda done: events.put(_outcome(done)))
+
+    def _settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
+        with self._changed:
+            self._complete = complete or self._complete
+            self._refused = refused
+            self._asked = None
+            self._changed.notify_all()
+
+    def _prepare(self, version: Version, offer: SlotOffer) -> None:
+        """Map a granted slot, with its pages, so that the trainer meets neither."""
+        region = self._map(offer)
+        with self._changed:
+            self._granted = _Staged(version, region, offer.token, CopiesDone())
+            self._asked = None
+            self._changed.notify_all()
+
+    def _map(self, offer: SlotOffer) -> Region:
+        region = self._mapped.pop(offer.token, None)
+        if region is None:
+            memory = map_slot(offer, write=True)
+            for start, stop in _extents(self._layout, self._buckets):
+                populate(memory[start:stop], write=True)
+            pin(memory, self._device)
+            region = Region(memory, self._layout)
+        self._mapped[offer.token] = region
+        while len(self._mapped) > self._num_slots:
+            self._mapped.pop(next(iter(self._mapped)))
+        return region
+
+    def _deliver(self, connection: Connection, staged: _Staged) -> None:
+        """Seal this rank's buckets, in a slot of this agent."""
+        staged.copied.wait()
+        if staged.slot not in self._mapped:
+            moved = self._move(connection, staged)
+            if moved is None:
+                self._delivered_one(staged)
+                return
+            staged = moved
+        with self._timeline.span("seal weights", version=staged.version.step):
+            for bucket in self._buckets:
+                checksum = staged.checksums.get(bucket.index) or staged.region.checksum(bucket)
+                seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
+                connection.call(seal, timeout_s=self._timeout_s)
+        self._delivered_one(staged)
+        self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
+
+    def _move(self, connection: Connection, staged: _Staged) -> _Staged | None:
+        """Copy a version from memory of this process, or of an agent that is gone, into a slot of this one."""
+        reply: object = NoRoom("")
+        while isinstance(reply, NoRoom) and not self._closing.is_set():
+            reply, _ = connection.call(self._request(staged.version), timeout_s=_PATIENCE_S + self._timeout_s)
+        if not isinstance(reply, SlotGranted):
+            return None
+        region = self._map(reply.slot)
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                region.piece(piece).copy_(staged.region.piece(piece))
+        moved = _Staged(staged.version, region, reply.slot.token, CopiesDone(), staged.checksums)
+        with self._changed:
+            if self._staged is staged:
+                self._staged = moved
+        return moved
+
+    def _delivered_one(self, staged: _Staged) -> None:
+        with self._changed:
+            self._delivered = staged.version
+            self._changed.notify_all()
+
+    def _take_ahead(self, connection: Connection, version: Version) -> None:
+        with self._changed:
+            if self._granted is not None and self._granted.version < version:
+                self._granted = None  # that version went another way
+            if self._asked is not None or self._granted is not None:
+                return
+            self._asked = version
+        self._submit(connection, self._request(version))
+
+    def _request(self, version: Version) -> TakeSlot:
+        return TakeSlot(self._rank, version, self._digest, min(_PATIENCE_S, self._timeout_s / 4))
+
+    def _wait_on(self, connection: Connection, reason: str) -> None:
+        logger.warning("%s", reason)
+        with self._changed:
+            self._no_room, asked = reason, self._asked
+        if asked is not None:
+            self._submit(connection, self._request(asked))
+
+    def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
+        """Write buckets again, if these weights are still there."""
+        wanted = [bucket for bucket in self._buckets if bucket.index in buckets]
+        with self._weights:
+            staged = self._staged
+            able = staged is not None and staged.version == version and staged.slot in self._mapped
+            able = able and self._shards is not None and self._shards[0] == version
+            if able and staged is not None and self._shards is not None:
+                with self._copies.copying() as copied:
+                    self._write(staged.region, self._shards[1], wanted)
+                copied.wait()
+        if not able or staged is None:
+            connection.call(NoRepair(version), timeout_s=self._timeout_s)
             return
-        bucket, buffer = self._buckets[0], self._buffers[0]
-        seal(buffer, bucket, Version(0, 0), TrailerKind.END)
-        self._broadcast(buffer)
-
-    def _broadcast(self, buffer: Tensor) -> None:
-        self._group.broadcast([buffer.to(self._device)]).wait()
+        logger.warning("weights of %s: wrote buckets %s again", version, list(buckets))
+        checksums = {bucket.index: staged.region.checksum(bucket) for bucket in wanted}
+        connection.call(SealBuckets(self._rank, version, checksums), timeout_s=self._timeout_s)
 
 
-def _find(flat: dict[tuple[str, int], Tensor], name: str, start: int, numel: int) -> Tensor:
-    values = flat.get((name, start))
-    if values is not None and values.numel() >= numel:
-        return values[:numel]
-    for (other, first), candidate in flat.items():
-        if other == name and first <= start and start + numel <= first + candidate.numel():
-            return candidate[start - first : start - first + numel]
-    raise WeightSyncError(f"{name}: this rank no longer holds elements {start} to {start + numel}")
+def _outcome(done: "Future[tuple[Any, Tensor]]") -> _Event:
+    try:
+        event: _Event = done.result()[0]
+    except PeerRefused as error:
+        return error
+    except TransportError:
+        return _Lost()
+    return event
+
+
+def _part(held: Iterable[tuple[Box, Tensor]], piece: Piece) -> Tensor:
+    for box, values in held:
+        relative = piece.box.within(box)
+        if relative is not None:
+            return values[relative.slices]
+    raise WeightSyncError(f"{piece.name}: this rank no longer holds {piece.box}")
+
+
+def _extents(layout: RegionLayout, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
+    """Return the bytes (start, stop) of a region that the buckets touch, merged where they meet."""
+    runs = []
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            start, num_bytes = layout.run(piece) or layout.extent(piece.name)
+            runs.append((start, start + num_bytes))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged

@@ -13,3 +13,6 @@ class Version(NamedTuple):
 
     lineage: int
     step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + (f" of lineage {self.lineage}" if self.lineage else "")

@@ -16,27 +16,25 @@ from torch.distributed import get_default_backend_for_device
 from asyncflow.errors import WeightSyncError
 from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
-from weightsync.groups import agree_on_plan, connect_sender
-from weightsync.sender import WeightSender, describe
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
 from workers.context import WorkerContext
-from workers.engines.frozen import FrozenModel
 from workers.engines.load import load_train_engine
 from workers.gather import gather_json
 from workers.ledger import check_staleness, ledger_lines
-from workers.membership import weight_members
 from workers.model_files import model_fingerprint
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.records import StepRecord, StepRecorder
+from workers.reference import Reference, saved_reference
 from workers.step_totals import StepTotals
 from workers.tasks import launched_tasks
+from workers.weight_path import open_sender
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 15.0
-"""How long a broken weight transfer waits for the stop that the launcher sends when a receiver died (s)."""
+"""How long weights that could not be published wait for the stop that the launcher sends when an agent died (s)."""
 
 
 def run_actor(context: WorkerContext) -> None:
@@ -57,8 +55,6 @@ class Actor:
         self._context = context
         self._config = config
         self._timeline = context.timeline
-        model_dir = Path(config.model.path)
-        temperature = config.rollout.temperature
         self._engine = load_train_engine(config, device=context.device)
         self._checkpointer = Checkpointer(
             context.run_dir, keep_last=config.checkpoint.keep_last, export_hf=config.checkpoint.export_hf
@@ -69,11 +65,11 @@ class Actor:
         self._algorithm = algorithm_of(config)
         self._reference = None
         if "ref_log_probs" in self._task.fused:
-            self._reference = FrozenModel(model_dir, config.model, temperature=temperature, device=context.device)
+            self._reference = Reference(context)
         self._completed = self._saved = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
-        self._sender = self._meet_receivers()
+        self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
         self._loader = StreamingDataLoader(
             self._client,
@@ -112,6 +108,8 @@ class Actor:
         """Leave queue and weight groups."""
         self._loader.close()
         self._sender.close()
+        if self._reference is not None:
+            self._reference.close()
         self._client.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -130,6 +128,7 @@ class Actor:
         parts = gather_json(vars(record.totals), device=self._context.device)
         record.totals = StepTotals.merged(StepTotals(**part) for part in parts)
         record.scale = self._algorithm.scale(record.totals.counts)
+        self._sender.before_update()
         with self._timeline.span("optimizer", step=step):
             record.stats = self._engine.step(record.scale)
         self._completed = step
@@ -157,7 +156,7 @@ class Actor:
             self._engine.forward_backward(None, _no_loss)
             return
         if self._reference is not None:
-            log_probs = self._reference.log_probs(sequences_of(batch)).cpu()
+            log_probs = self._reference.log_probs(sequences_of(batch), step=record.step).cpu()
             reference = {"ref_log_probs": Column(log_probs, batch["responses"].lengths)}
             batch = PackedBatch(batch.indices, {**batch.columns, **reference}, batch.groups)
         loss = self._algorithm.loss(batch, device=self._context.device)
@@ -214,23 +213,14 @@ class Actor:
             "admitted_groups": self._completed * self._config.schedule.rollout_batch_size,
         }
         with self._timeline.span("checkpoint", step=self._completed):
-            self._checkpointer.save(self._engine, step=self._completed, meta=meta)
+            reference = saved_reference(self._context, self._completed)
+            self._checkpointer.save(self._engine, step=self._completed, meta=meta, reference=reference)
         self._saved = self._completed
         if self._keeps_rows:
             self._client.commit(self._completed)
 
     def _elapsed(self) -> float:
         return time.time() - self._context.job.started_at
-
-    def _meet_receivers(self) -> WeightSender:
-        context = self._context
-        members = weight_members(context.job)
-        store = context.new_store()
-        sync = self._config.weightsync
-        held = describe(self._engine.shards())
-        plan = agree_on_plan(store, members, context.rank, held, bucket_bytes=sync.bucket_bytes, dtype=sync.dtype)
-        group = connect_sender(store, members, context.rank, context.device)
-        return WeightSender(group, plan, context.rank, context.device)
 
 
 def _no_loss(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.Tensor:

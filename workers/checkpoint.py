@@ -5,6 +5,7 @@ checkpoints/step_000020/
     dcp/        model and optimizer shards (torch.distributed.checkpoint)
     rng/        one file per rank
     hf/         Hugging Face export (safetensors), if configured
+    reference/  the reference's weights, if they are neither the initial ones nor these
 """
 
 import json
@@ -38,20 +39,21 @@ class Checkpointer:
             for directory in self._root.glob(".step_*.tmp"):
                 shutil.rmtree(directory, ignore_errors=True)
 
-    def save(self, engine: TrainEngine, *, step: int, meta: dict[str, Any]) -> Path:
+    def save(self, engine: TrainEngine, *, step: int, meta: dict[str, Any], reference: Path | None = None) -> Path:
         """Write the checkpoint of `step`; returns its directory.
 
         Args:
             engine: whose state is saved.
             step: the step that was completed last.
             meta: more facts for `meta.json`.
+            reference: directory of weights that belongs to it, too.
 
         Raises:
             CheckpointError: it cannot be written.
         """
         target = self._root / f"step_{step:06d}"
         try:
-            self._write(engine, target, {"step": step, **meta})
+            self._write(engine, target, {"step": step, **meta}, reference)
         except (OSError, RuntimeError, dcp.CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {target}: cannot be written ({_reason(error)}; {_free_mb(self._root):.0f} MB are free "
@@ -77,7 +79,7 @@ class Checkpointer:
             torch.set_rng_state(load_file(rng)["cpu"])
         return meta
 
-    def _write(self, engine: TrainEngine, target: Path, meta: dict[str, Any]) -> None:
+    def _write(self, engine: TrainEngine, target: Path, meta: dict[str, Any], reference: Path | None) -> None:
         rank = dist.get_rank()
         beside = _beside(target)
         if rank == 0:
@@ -90,6 +92,8 @@ class Checkpointer:
             engine.export_hf(beside / "hf")
         dist.barrier()
         if rank == 0:
+            if reference is not None:
+                shutil.copytree(reference, beside / "reference", copy_function=_link_or_copy)
             facts = {**meta, "num_ranks": dist.get_world_size(), "saved_at": time.time()}
             _write_durably(beside / "meta.json", json.dumps(facts, indent=1))
             shutil.rmtree(target, ignore_errors=True)
@@ -102,6 +106,13 @@ class Checkpointer:
         for directory in old:
             # Renamed first: a removal that is interrupted leaves nothing that looks like a checkpoint.
             shutil.rmtree(directory.rename(_beside(directory)), ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 def _beside(target: Path) -> Path:

@@ -18,9 +18,9 @@ ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages
 ALIASES = {"reference": "ref"}
 ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd")
 """Roles that take a device per rank, in the order in which they get them."""
-CONTROLLER, STORAGE = "controller", "storage"
-"""The queue's own processes."""
-SERVICES = frozenset({CONTROLLER, STORAGE})
+CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
+"""Processes that are no role: the queue's, and the node's weight agent."""
+SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
 PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""

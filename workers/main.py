@@ -22,6 +22,7 @@ ROLE_LOOPS = {
     "advantages": "workers.scoring:run_advantages",
     "storage": "workers.services:run_storage",
     "controller": "workers.services:run_controller",
+    "weights": "workers.services:run_weights",
 }
 """Role -> its loop, `module:function(context)`."""
 

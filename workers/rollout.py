@@ -14,21 +14,21 @@ import numpy as np
 
 from tq.batch import PackedBatch
 from tq.messages import Granted, NoRowsReason
-from weightsync.groups import connect_receiver, read_plan
-from weightsync.plan import check_receiver
-from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.context import WorkerContext
-from workers.engines.base import GenerateEngine, GenerateRequest
+from workers.engines.base import GenerateRequest
 from workers.engines.load import load_generate_engine
-from workers.membership import weight_members
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
 from workers.tasks import launched_tasks
 from workers.tokenizer import load_tokenizer
+from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
+
+_TURN_PATIENCE_S = 1.0
+"""How long to wait for a turn to swap before looking again whether the run stops (s)."""
 
 
 def run_rollout(context: WorkerContext) -> None:
@@ -54,27 +54,29 @@ class Rollout:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
         self._samples = SampleLog(context.run_dir, context.gang.name, config)
         self._client = context.queue_client()
-        self._receiver = _receiver(context, self._engine)
+        self._receiver = open_receiver(context, self._engine.weight_needs())
         self._version: Version | None = None
 
     def swap_weights(self, *, at_least: int) -> None:
-        """Load the newest staged weights; wait until there are some of step `at_least`.
+        """Load the newest weights at hand, if it is this instance's turn; wait until it has some of step `at_least`.
 
         Raises:
             WeightSyncError: they do not come.
         """
-        timeline = self._context.timeline
-        newest = self._receiver.newest
-        if newest is None or newest.step < at_least:
-            self._context.report("waiting for weights")
-            with timeline.span("wait for weights", step=at_least):
-                timeout_s = self._config.weightsync.timeout_s
-                if not self._receiver.wait_for(at_least, timeout_s=timeout_s, stop=self._context.stopping):
+        context, timeout_s = self._context, self._config.weightsync.timeout_s
+        while self._version is None or self._version.step < at_least:
+            context.report("waiting for weights")
+            with context.timeline.span("wait for weights", step=at_least):
+                if not self._receiver.wait_for(at_least, timeout_s=timeout_s, stop=context.stopping):
                     return
-        if self._receiver.newest == self._version:
+            self._load_newest(patience_s=_TURN_PATIENCE_S)
+        self._load_newest(patience_s=0.0)
+
+    def _load_newest(self, *, patience_s: float) -> None:
+        if self._receiver.newest in (None, self._version):
             return
-        with timeline.span("load weights"):
-            loaded = self._receiver.load(self._engine.load_weights, newer_than=self._version)
+        with self._context.timeline.span("load weights"):
+            loaded = self._receiver.load(self._engine.load_weights, newer_than=self._version, patience_s=patience_s)
         if loaded is not None:
             self._version = loaded
             self._context.report("idle", version=loaded.step)
@@ -97,12 +99,12 @@ class Rollout:
                 self.swap_weights(at_least=answer.newest_version)
 
     def close(self) -> None:
-        """Leave the queue and wait for the trainer's last word on weights."""
+        """Leave the queue and the weight agent."""
         self._samples.close()
         if self._scorer is not None:
             self._scorer.close()
         self._client.close()
-        self._receiver.join(timeout_s=10)
+        self._receiver.close()
 
     def _generate(self, granted: Granted, version: int) -> None:
         step = granted.partition
@@ -128,12 +130,3 @@ class Rollout:
 def _seed(run_seed: int, index: int) -> int:
     """Mix (run seed, row index) into 64 bits; the row index holds group and sample."""
     return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])
-
-
-def _receiver(context: WorkerContext, engine: GenerateEngine) -> WeightReceiver:
-    members = weight_members(context.job)
-    store = context.new_store()
-    plan = read_plan(store, members)
-    check_receiver(plan, engine.weight_specs())
-    groups = connect_receiver(store, members, context.gang.name, context.device)
-    return WeightReceiver(groups, plan, context.device)

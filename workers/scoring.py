@@ -11,30 +11,28 @@ from asyncflow.errors import Superseded
 from tq.batch import Column, PackedBatch
 from tq.messages import Granted, NoRowsReason
 from workers.context import WorkerContext
-from workers.engines.frozen import FrozenModel
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
+from workers.reference import Reference
 from workers.rewards.scorer import Scorer, score_columns
 from workers.tasks import launched_tasks
 from workers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[PackedBatch], Mapping[str, Column]]
+Compute = Callable[[PackedBatch, int], Mapping[str, Column]]
 
 
 def run_ref(context: WorkerContext) -> None:
-    """Score answers under the frozen reference."""
-    config = context.config
-    model = FrozenModel(
-        Path(config.model.path), config.model, temperature=config.rollout.temperature, device=context.device
-    )
+    """Score answers under the reference."""
+    reference = Reference(context)
 
-    def compute(batch: PackedBatch) -> Mapping[str, Column]:
-        log_probs = model.log_probs(sequences_of(batch)).cpu()
+    def compute(batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        log_probs = reference.log_probs(sequences_of(batch), step=step).cpu()
         return {"ref_log_probs": Column(log_probs, batch["responses"].lengths)}
 
-    run_scoring(context, compute, num_rows=config.ref.micro_batch_size, doing="log-probs")
+    run_scoring(context, compute, num_rows=context.config.ref.micro_batch_size, doing="log-probs")
+    reference.close()
 
 
 def run_reward(context: WorkerContext) -> None:
@@ -42,7 +40,7 @@ def run_reward(context: WorkerContext) -> None:
     config = context.config
     scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
 
-    def compute(batch: PackedBatch) -> Mapping[str, Column]:
+    def compute(batch: PackedBatch, _: int) -> Mapping[str, Column]:
         scored = scorer.score_all(
             list(batch["prompts"].rows()), list(batch["responses"].rows()), batch["answers"].texts()
         )
@@ -57,7 +55,7 @@ def run_advantages(context: WorkerContext) -> None:
     algorithm = algorithm_of(context.config)
     size = context.config.schedule.n_samples_per_prompt
 
-    def compute(batch: PackedBatch) -> Mapping[str, Column]:
+    def compute(batch: PackedBatch, _: int) -> Mapping[str, Column]:
         return {"advantages": Column.of_scalars(algorithm.advantages(batch["rewards"].values, group_size=size))}
 
     run_scoring(context, compute, num_rows=size * 8, doing="advantages")
@@ -68,7 +66,7 @@ def run_scoring(context: WorkerContext, compute: Compute, *, num_rows: int, doin
 
     Args:
         context: of this worker.
-        compute: from the task's inputs to its outputs.
+        compute: from the task's inputs, and the step that they belong to, to its outputs.
         num_rows: at most so many rows at a time.
         doing: what the progress display says.
     """
@@ -85,7 +83,7 @@ def run_scoring(context: WorkerContext, compute: Compute, *, num_rows: int, doin
             continue
         context.report(doing, f"{len(answer.rows)} answers", step=answer.partition)
         with timeline.span(task.name, step=answer.partition, rows=len(answer.rows)):
-            outputs = compute(client.get(answer, task.inputs))
+            outputs = compute(client.get(answer, task.inputs), answer.partition)
             try:
                 client.put(task.name, answer, answer.rows, outputs)
             except Superseded as error:

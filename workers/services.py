@@ -1,5 +1,6 @@
-"""The queue's processes as workers: storage units, and the controller with its admission."""
+"""The services as workers: the queue's storage units and its controller with admission, and the weight agent."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,8 +12,13 @@ from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
 from tq.process_settings import serve_only
 from tq.unit.storage import StorageUnit
+from weightsync.agent.service import WeightAgent
+from weightsync.export import WeightExporter
+from weightsync.external import WeightFeed
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
+from workers.dataflow import WEIGHTS
+from workers.engines.hf_weights import copy_without_weights, write_weights
 from workers.prompt_dataset import PromptDataset
 from workers.tasks import launched_tasks, task_specs
 
@@ -73,3 +79,25 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()
     context.exiting.wait()
     service.close()
+
+
+def run_weights(context: WorkerContext) -> None:
+    """Serve this node's weight versions until the run is over."""
+    serve_only()
+    peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]
+    config = context.config.weightsync
+    agent = WeightAgent(context.credentials(), context.gang.name, config, peers=peers)
+    exporter = None
+    if config.export is not None and context.gang.index == 0:
+        exporter = WeightExporter(
+            WeightFeed(context.credentials(), context.gang.name, "export"),
+            config.export,
+            context.run_dir,
+            copy_rest=functools.partial(copy_without_weights, Path(context.config.model.path)),
+            write_weights=write_weights,
+        )
+    context.report("serving")
+    context.exiting.wait()
+    if exporter is not None:
+        exporter.close()
+    agent.close()

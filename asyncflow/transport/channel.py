@@ -75,12 +75,18 @@ def gloo_device() -> Any:
     return ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came or the store times out."""
+def gloo_group(store: dist.Store, rank: int, size: int, *, timeout: timedelta = _NO_TIMEOUT) -> dist.ProcessGroup:
+    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came or the store times out.
+
+    Args:
+        store: of this group alone.
+        rank, size: of this process in it.
+        timeout: of everything that happens in the group; it also bounds connecting to a rank that came, and died.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo_device()]
     options._threads = 1
-    options._timeout = _NO_TIMEOUT
+    options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
 
 

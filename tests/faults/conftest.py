@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+_ROOT = Path(__file__).parents[2]
+sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]  # in this order: `weightsync` is the package, not the benchmark

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # children import `peers` by nam
 
 import peers
 from echo_peers import Pong, echo_server
+from weight_run import WeightRun
 
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
@@ -75,7 +76,7 @@ def start(store: TCPStore) -> Iterator[Callable[..., Child]]:
     """Return a function that starts `peers.FUNCTION` with arguments."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "tq.client.dataloader", "tq.control.controller", "weightsync.sender"]
+        ["torch", "torch.distributed", "tq.client.dataloader", "tq.control.controller", "weight_peers"]
     )
     children: list[Child] = []
 
@@ -87,6 +88,12 @@ def start(store: TCPStore) -> Iterator[Callable[..., Child]]:
     yield start_child
     for child in children:
         child.kill()
+
+
+@pytest.fixture
+def weight_run(start: Callable[..., Child]) -> WeightRun:
+    """Return what starts a trainer, agents and receivers."""
+    return WeightRun(start)
 
 
 @pytest.fixture

@@ -68,7 +68,10 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
     norms.append(update(engine, 4, rank, num_ranks))
     (root / f"norms-{mode}-{num_ranks}-{rank}.json").write_text(json.dumps(norms))
     with CommDebugMode() as collectives:
-        shards = [(shard.name, shard.shape, shard.start, shard.values.clone()) for shard in engine.shards()]
+        shards = [
+            (shard.name, shard.shape, shard.box.offset, shard.box.size, shard.values.clone())
+            for shard in engine.shards()
+        ]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     torch.save(shards, root / f"shards-{mode}-{num_ranks}-{rank}.pt")
     engine.export_hf(root / f"export-{mode}-{num_ranks}")

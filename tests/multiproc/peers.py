@@ -1,6 +1,5 @@
 """What the child processes of these tests do. Each function runs in a process of its own and talks over a pipe."""
 
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 
@@ -14,11 +13,6 @@ from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDat
 from tq.config import QueueConfig, ScheduleConfig
 from tq.control.admission import AdmittedGroup
 from tq.messages import Granted, NoRowsReason
-from weightsync.groups import Membership, agree_on_plan, connect_receiver, connect_sender, read_plan
-from weightsync.plan import ShardSpec
-from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
-from weightsync.version import Version
 
 QUEUE = QueueConfig(request_timeout_s=20)
 CPU = torch.device("cpu")
@@ -120,72 +114,3 @@ def doubler(port: int, pipe: Pipe) -> None:
             break
     pipe.send(total)
     client.close()
-
-
-class Run:
-    """A shard in memory."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
-        self.name, self.shape, self.start, self.values = name, shape, start, values
-
-
-SHAPES = {"embed": (50, 8), "norm": (8,), "head": (8, 50)}
-MEMBERS = Membership("0", 2, ("rollout-0", "rollout-1"))
-
-
-def weights(step: int) -> dict[str, torch.Tensor]:
-    """Return the whole model of a step."""
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def shards(step: int, rank: int) -> list[Run]:
-    """Return what one of two trainer ranks holds."""
-    runs = []
-    for name, values in weights(step).items():
-        flat = values.flatten()
-        middle = flat.numel() // 2
-        start, end = (0, middle) if rank == 0 else (middle, flat.numel())
-        runs.append(Run(name, SHAPES[name], start, flat[start:end]))
-    return runs
-
-
-def weight_sender(port: int, pipe: Pipe, rank: int) -> None:
-    """Publish the step that the pipe names, until it says None; reports errors."""
-    store = credentials(port).own_store()
-    held = [ShardSpec(run.name, run.shape, run.start, run.values.numel()) for run in shards(0, rank)]
-    plan = agree_on_plan(store, MEMBERS, rank, held, bucket_bytes=1024, dtype="float32")
-    sender = WeightSender(connect_sender(store, MEMBERS, rank, CPU), plan, rank, CPU)
-    pipe.send("ready")
-    while (step := pipe.recv()) is not None:
-        try:
-            sender.publish(Version(0, step), shards(step, rank), timeout_s=20)
-            sender.wait(20)
-            pipe.send("sent")
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            pipe.send(error)
-    sender.close()
-    pipe.send("closed")
-
-
-def weight_receiver(port: int, pipe: Pipe, name: str) -> None:
-    """Load the step that the pipe names and report the weights, until it says None; reports errors."""
-    store = credentials(port).own_store()
-    plan = read_plan(store, MEMBERS)
-    receiver = WeightReceiver(connect_receiver(store, MEMBERS, name, CPU), plan, CPU)
-    pipe.send("ready")
-    while (step := pipe.recv()) is not None:
-        loaded: dict[str, torch.Tensor] = {}
-        try:
-            receiver.wait_for(step, timeout_s=20)
-            version = receiver.load(
-                lambda views, loaded=loaded: loaded.update({key: view.clone() for key, view in views.items()}),
-                newer_than=None,
-            )
-            same = all(torch.equal(loaded[key], value) for key, value in weights(step).items())
-            pipe.send((version, same and loaded.keys() == weights(step).keys()))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            pipe.send(error)
-    receiver.join(timeout_s=10)
-    alive = [thread.name for thread in threading.enumerate() if thread.name == "weight-receiver"]
-    pipe.send(alive)

@@ -13,10 +13,16 @@ from torch.distributed import TCPStore
 from asyncflow.transport.handshake import Credentials
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
-from weightsync.groups import Membership, agree_on_plan, connect_receiver, connect_sender
-from weightsync.plan import ShardSpec
+from weightsync.agent.service import WeightAgent
+from weightsync.agreement import agree_on_plan
+from weightsync.boxes import Box
+from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.config import WeightSyncConfig
+from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
+from weightsync.sender import WeightSender, describe
+from weightsync.version import Version
+from workers.engines.base import LocalShard
 
 
 def main() -> None:
@@ -38,18 +44,20 @@ def main() -> None:
     while not client.stats()[0].tasks[0].parked_requests:
         parked.wait(0.01)
 
-    members = Membership("0", 1, ("rollout-0",))
-    held = [ShardSpec("w", (4,), 0, 4)]
-    plan = agree_on_plan(credentials.own_store(), members, 0, held, bucket_bytes=1024, dtype="float32")
-    groups: list[torch.distributed.ProcessGroup] = []
-    cpu = torch.device("cpu")
-    receiving = threading.Thread(
-        target=lambda: groups.extend(connect_receiver(credentials.own_store(), members, "rollout-0", cpu))
+    cpu, whole = torch.device("cpu"), Box.whole((4,))
+    agent = WeightAgent(credentials, "weights-0", WeightSyncConfig(), peers=["weights-1"])
+    shards = [LocalShard("w", (4,), whole, torch.ones(4))]
+    plan = agree_on_plan(
+        credentials.own_store(), "0", 0, describe(shards), num_ranks=1, bucket_bytes=1024, dtype="float32"
     )
-    receiving.start()
-    sender = WeightSender(connect_sender(credentials.own_store(), members, 0, cpu), plan, 0, cpu)
-    receiving.join(20)
-    receiver = WeightReceiver(groups, plan, cpu)
+    broadcaster = Broadcaster(credentials, "weights-0", "actor/0", plan, 0, device=cpu, epoch="0", timeout_s=20)
+    sender = WeightSender(credentials, "weights-0", "actor/0", plan, 0, device=cpu, broadcaster=broadcaster)
+    member = BroadcastMember(credentials.own_store(), "rollout-0", cpu)
+    receiver = WeightReceiver(
+        credentials, "weights-0", "rollout-0", {"w": Need((4,))}, device=cpu, member=member, lead="weights-0"
+    )
+    sender.publish(Version(0, 1), shards, timeout_s=20)
+    receiver.wait_for(1, timeout_s=20)
 
     loader.close()
     client.close()
@@ -57,11 +65,13 @@ def main() -> None:
         unit.close()
     service.close()
     if sys.argv[1] == "cut":
-        receiver.join(0)
+        agent.close()
+        receiver.close()
         sender.close(0)
     else:
         sender.close()
-        receiver.join(10)
+        receiver.close()
+        agent.close()
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     for thread in others:
         thread.join(1)

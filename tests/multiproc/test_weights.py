@@ -1,195 +1,166 @@
-"""Weights between real processes: two senders, two receivers, versions, deaths."""
+"""Weights from two trainer ranks to the receivers of one node: whole, in order, once in memory, with reasons."""
 
-import signal
-import threading
-import time
-from collections.abc import Callable
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peers import CPU, MEMBERS, Credentials, shards, weight_receiver, weight_sender
+from weight_model import SHAPES, needs, same, weights
+from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.errors import PlanError, WeightSyncError
-from weightsync.bucket import bucket_buffer, seal, values_of
-from weightsync.groups import Membership, agree_on_plan, connect_receiver, connect_sender, read_plan
-from weightsync.plan import ShardSpec
-from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender
+from weightsync.boxes import Box
+from weightsync.plan import Need
 from weightsync.version import Version
 
-Start = Callable[..., Any]
+LAST = 40
 
 
-@pytest.fixture(name="parties")
-def _parties(start: Start) -> tuple[list[Any], list[Any]]:
-    senders = [start(weight_sender, rank) for rank in range(2)]
-    receivers = [start(weight_receiver, name) for name in MEMBERS.receivers]
-    for child in (*senders, *receivers):
-        assert child.hear() == "ready"
-    return senders, receivers
+@pytest.mark.parametrize(("cut", "dtype"), [("rows", "float32"), ("columns", "bfloat16")])
+def test_every_version_that_a_receiver_loads_is_whole_and_what_it_claims(
+    weight_run: WeightRun, cut: str, dtype: str
+) -> None:
+    weight_run.configure(cut=cut, dtype=dtype)
+    quick = weight_run.start_node("quick-0", "quick-1", "slow", "slices", dtype=dtype)
+    slow = quick.pop(2)
+    last = Version(0, LAST)
+    for child in (*quick, *weight_run.trainers):
+        child.tell(("follow", last) if child in quick else ("publish", *steps(0, LAST)))
+    for trainer in weight_run.trainers:
+        assert len(trainer.hear()) == LAST + 1
+    for child in quick:
+        loads = child.hear()
+        assert all(whole for _, whole in loads)
+        assert [version for version, _ in loads] == sorted({version for version, _ in loads})
+        assert loads[-1] == (last, True)
+    assert ask(slow, "load", LAST) == (last, True), "versions that nobody waited for are skipped"
+    assert weight_run.status().newest == last
+    weight_run.end(*weight_run.trainers, *quick, slow, weight_run.agent)
 
 
-Parties = tuple[list[Any], list[Any]]
+def test_receivers_that_share_the_model_get_their_own_slices(weight_run: WeightRun) -> None:
+    weight_run.configure(dtype="bfloat16")
+    weight_run.start_node(dtype="bfloat16")
+    boxes = {"embed": Box((0, 4), (48, 4)), "head": Box((2, 10), (3, 17)), "norm": Box((0,), (8,))}
+    receiver = weight_run.start_receivers(
+        "tp-1", wanted={name: Need(SHAPES[name], box=box) for name, box in boxes.items()}
+    )[0]
+    weight_run.publish(*steps(0, 3))
+    version, loaded = ask(receiver, "load", 3)
+    expected = weights(Version(0, 3))
+    assert version == Version(0, 3)
+    for name, box in boxes.items():
+        assert torch.equal(loaded[name], expected[name][box.slices].to(torch.bfloat16))
 
 
-def test_every_receiver_holds_every_version_bitwise_and_all_leave_cleanly(parties: Parties) -> None:
-    senders, receivers = parties
-    for step in range(4):
-        for child in (*senders, *receivers):
-            child.tell(step)
-        assert [sender.hear() for sender in senders] == ["sent", "sent"]
-        assert [receiver.hear() for receiver in receivers] == [(Version(0, step), True)] * 2
-    for child in (*senders, *receivers):
-        child.tell(None)
-    assert [sender.hear() for sender in senders] == ["closed", "closed"]
-    assert [receiver.hear() for receiver in receivers] == [[], []]
-    assert [child.end() for child in (*senders, *receivers)] == [0] * 4
+def test_newest_lineage_wins_over_newest_step(weight_run: WeightRun) -> None:
+    receiver = weight_run.start_node("rollout-0")[0]
+    weight_run.publish(*steps(5, 9))
+    assert ask(receiver, "load", 9) == (Version(0, 9), True)
+    weight_run.end(*weight_run.trainers)
+    weight_run.configure(epoch="1", num_ranks=3)
+    weight_run.start_trainers()
+    weight_run.publish(Version(1, 7))
+    weight_run.publish(Version(1, 8))
+    assert ask(receiver, "load_from", Version(1, 8)) == (Version(1, 8), True)
+    assert ask(weight_run.start_receivers("late")[0], "load", 0) == (Version(1, 8), True)
 
 
-def test_killed_receiver_is_an_error_at_every_sender_within_seconds(parties: Parties) -> None:
-    senders, receivers = parties
-    receivers[0].signal(signal.SIGKILL)
-    receivers[0].end_by_signal()
-    began = time.monotonic()
-    for sender in senders:
-        sender.tell(1)
-    errors = [sender.hear(10) for sender in senders]
-    assert [type(error) for error in errors] == [WeightSyncError, WeightSyncError]
-    assert "a receiver is gone" in str(errors[0])
-    receivers[1].tell(1)
-    assert isinstance(receivers[1].hear(10), WeightSyncError), "the other receiver waits for the rest"
-    assert time.monotonic() - began < 8
-    for child in (*senders, receivers[1]):
-        child.tell(None)
-    assert [child.end() for child in (*senders, receivers[1])] == [0] * 3
+def test_weights_do_not_change_under_a_receiver_that_loads_them(weight_run: WeightRun) -> None:
+    weight_run.configure(timeout_s=4.0)  # then a version that is loaded for so long no longer has its slot
+    held, other = weight_run.start_node("rollout-0", "rollout-1")
+    weight_run.publish(Version(0, 1))
+    held.tell(("load_slowly", 1))
+    assert held.hear() == "inside"
+    weight_run.publish(*steps(2, 12))
+    assert ask(other, "load", 12) == (Version(0, 12), True)
+    held.tell("go on")
+    assert held.hear() == (Version(0, 1), True)
+    assert ask(held, "load", 12) == (Version(0, 12), True)
 
 
-def test_killed_sender_is_an_error_at_the_receivers_and_their_old_version_stays(parties: Parties) -> None:
-    senders, receivers = parties
-    for child in (*senders, *receivers):
-        child.tell(1)
-    assert [child.hear() for child in (*senders, *receivers)][2:] == [(Version(0, 1), True)] * 2
-    senders[0].tell(2)
-    senders[1].signal(signal.SIGKILL)
-    began = time.monotonic()
-    for receiver in receivers:
-        receiver.tell(2)
-    for receiver in receivers:
-        error = receiver.hear(10)
-        assert isinstance(error, WeightSyncError)
-        assert "step 2 will not come" in str(error)
-        receiver.tell(1)
-        assert receiver.hear() == (Version(0, 1), True)
-    assert time.monotonic() - began < 8
+def test_one_copy_per_version_is_shared_by_all_processes_of_a_node(weight_run: WeightRun) -> None:
+    weight_run.configure(wide=2000, bucket_bytes=2**20)
+    receivers = weight_run.start_node("a", "b", "c", "d")
+    region_bytes = weight_run.plan().region_bytes
+    for version in steps(1, 5):
+        weight_run.publish(version)
+        assert ask_all(receivers, "load", version.step) == [(version, True)] * 4
+    used = len(weight_run.status().versions)
+    everybody = [weight_run.agent, *weight_run.trainers, *receivers]
+    total = sum(_slot_pss(child.process.pid, region_bytes) for child in everybody)
+    assert region_bytes > 3_000_000
+    assert region_bytes < total <= 1.1 * used * region_bytes
 
 
-@pytest.fixture(name="pair")
-def _pair(credentials: Credentials) -> Any:
-    """One sender's group and one receiver in this process."""
-    members = Membership("pair", 1, ("rollout-0",))
-    store = credentials.own_store()
-    held = [ShardSpec(run.name, run.shape, run.start, run.values.numel()) for run in whole(0)]
-    plan = agree_on_plan(store, members, 0, held, bucket_bytes=1024, dtype="float32")
-    met: list[Any] = []
-    receiving = threading.Thread(
-        target=lambda: met.extend(connect_receiver(credentials.own_store(), members, "rollout-0", CPU))
-    )
-    receiving.start()
-    group = connect_sender(store, members, 0, CPU)
-    receiving.join(20)
-    receiver = WeightReceiver(met, plan, CPU)
-    yield plan, group, receiver
-    receiver.join(timeout_s=0.1)
-    assert not receiver._thread.is_alive()
+def test_trainer_that_ends_leaves_its_last_version_behind(weight_run: WeightRun) -> None:
+    receiver = weight_run.start_node("rollout-0")[0]
+    weight_run.publish(*steps(0, 4))
+    weight_run.end(*weight_run.trainers)
+    assert ask(receiver, "load", 4) == (Version(0, 4), True)
+    assert ask(receiver, "load_again") == (Version(0, 4), True)
+    assert ask(weight_run.start_receivers("late")[0], "load", 4) == (Version(0, 4), True)
+    assert weight_run.status().serving == {"rollout-0": Version(0, 4), "late": Version(0, 4)}
 
 
-def whole(step: int) -> list[Any]:
-    """Return the model as one rank holds it."""
-    halves = zip(shards(step, 0), shards(step, 1), strict=True)
-    return [type(a)(a.name, a.shape, 0, torch.cat([a.values, b.values])) for a, b in halves]
+def test_wait_that_ends_names_its_reason(weight_run: WeightRun) -> None:
+    early = weight_run.start_receivers("early")[0]
+    error = ask(early, "load", 1, 0.2)
+    assert isinstance(error, WeightSyncError)
+    assert re.search(r"step 1 did not come within 0\.2 s.*weights-0", str(error))
+    weight_run.start_node()
+    weight_run.publish(Version(0, 1))
+    assert ask(early, "load", 1) == (Version(0, 1), True)
+    assert re.search(r"step 9 did not come within 0\.2 s; weights-0 has none", str(ask(early, "load", 9, 0.2)))
+    other = {**needs(), "head": Need((8, 51))}
+    stranger = weight_run.start_receivers("stranger", wanted=other)[0]
+    error = ask(stranger, "load", 1)
+    assert isinstance(error, PlanError)
+    assert re.search(r"head: shape \(8, 51\) at the receiver, \(8, 50\) at the trainer", str(error))
 
 
-def test_tampered_bucket_is_never_offered(pair: Any) -> None:
-    plan, group, receiver = pair
-    bucket = plan.buckets[0]
-    buffer = bucket_buffer(bucket, torch.float32)
-    values_of(buffer, torch.float32).zero_()
-    seal(buffer, bucket, Version(0, 1))
-    buffer[5] ^= 1
-    group.broadcast([buffer]).wait()
-    with pytest.raises(WeightSyncError, match="checksum does not match"):
-        receiver.wait_for(1, timeout_s=10)
-    assert receiver.newest is None
+def test_at_most_so_many_swap_at_the_same_time(weight_run: WeightRun, tmp_path: Path) -> None:
+    log = tmp_path / "swaps"
+    agent_settings = {"max_updating": 1}
+    weight_run.start_node(**agent_settings)
+    receivers = weight_run.start_receivers("a", "b", "c", log=str(log))
+    for version in steps(1, 5):
+        weight_run.publish(version)
+        assert ask_all(receivers, "load", version.step) == [(version, True)] * 3
+    events = [line.split() for line in log.read_text().splitlines()]
+    assert len(events) == 30
+    for begin, end in zip(events[::2], events[1::2], strict=True):
+        assert (begin[0], end[0], begin[1]) == ("begin", "end", end[1])
 
 
-def test_buckets_of_two_versions_are_never_mixed(pair: Any) -> None:
-    plan, group, receiver = pair
-    for step, bucket in enumerate(plan.buckets[:2], start=1):
-        buffer = bucket_buffer(bucket, torch.float32)
-        values_of(buffer, torch.float32).zero_()
-        seal(buffer, bucket, Version(0, step))
-        group.broadcast([buffer]).wait()
-    with pytest.raises(WeightSyncError, match="carries"):
-        receiver.wait_for(1, timeout_s=10)
-    assert receiver.newest is None
+def test_receiver_that_is_killed_while_it_swaps_passes_the_turn_on(weight_run: WeightRun) -> None:
+    swapping, waiting, impatient = weight_run.start_node("a", "b", "c", max_updating=1)
+    weight_run.publish(Version(0, 1))
+    swapping.tell(("load_slowly", 1))
+    assert swapping.hear() == "inside"
+    assert ask(impatient, "load", 1, 30.0, 0.0) is None
+    assert ask(impatient, "load", 1, 30.0, 0.05) is None
+    waiting.tell(("load", 1))
+    swapping.kill()
+    assert waiting.hear() == (Version(0, 1), True)
+    assert ask(impatient, "load", 1) == (Version(0, 1), True)
 
 
-def test_newest_version_wins_and_is_loaded_once(pair: Any) -> None:
-    plan, group, receiver = pair
-    sender = WeightSender(group, plan, 0, CPU)
-    for version in (Version(0, 5), Version(1, 2), Version(0, 6)):
-        sender.publish(version, whole(version.step), timeout_s=10)
-    sender.close()
-    receiver.join(10)
-    assert receiver.newest == Version(1, 2)
-    assert receiver.load(lambda views: None, newer_than=Version(0, 9)) == Version(1, 2)
-    assert receiver.load(lambda views: None, newer_than=Version(1, 2)) is None
-    with pytest.raises(WeightSyncError, match="the trainer ended"):
-        receiver.wait_for(7, timeout_s=10)
+def _slot_pss(pid: int, region_bytes: int) -> int:
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        fields: list[Any] = line.split()
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, end = (int(part, 16) for part in fields[0].split("-"))
+            counts = "memfd:asyncflow" in line and region_bytes <= end - start < region_bytes + 3 * 4096
+        elif counts and fields[0] == "Pss:":
+            total += 1024 * int(fields[1])
+    return total
 
 
-def test_close_sends_the_version_in_progress_to_its_end(pair: Any) -> None:
-    plan, group, receiver = pair
-    sender = WeightSender(group, plan, 0, CPU)
-    sender.publish(Version(0, 1), whole(1), timeout_s=10)
-    sender.close()
-    sender.close()
-    receiver.join(10)
-    assert receiver.newest == Version(0, 1)
-    with pytest.raises(WeightSyncError, match="closed"):
-        sender.publish(Version(0, 2), whole(2), timeout_s=10)
-
-
-def test_close_does_not_wait_for_a_receiver_that_does_not_receive(credentials: Credentials) -> None:
-    members = Membership("deaf", 1, ("rollout-0",))
-    held = [ShardSpec(run.name, run.shape, run.start, run.values.numel()) for run in whole(0)]
-    plan = agree_on_plan(credentials.own_store(), members, 0, held, bucket_bytes=1024, dtype="float32")
-    deaf: list[Any] = []
-    meeting = threading.Thread(
-        target=lambda: deaf.extend(connect_receiver(credentials.own_store(), members, "rollout-0", CPU))
-    )
-    meeting.start()
-    group = connect_sender(credentials.own_store(), members, 0, CPU)
-    meeting.join(10)
-    sender = WeightSender(group, plan, 0, CPU)
-    sender.publish(Version(0, 1), whole(1), timeout_s=10)
-    with pytest.raises(WeightSyncError, match=r"within 0\.1 s"):
-        sender.wait(0.1)
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(WeightSyncError, match="when the stop came"):
-        sender.publish(Version(0, 2), whole(2), timeout_s=60, stop=stop)
-    began = time.monotonic()
-    sender.close(timeout_s=0.2)
-    assert time.monotonic() - began < 3
-    assert not sender._thread.is_alive()
-
-
-def test_plan_that_cannot_be_made_is_an_error_at_every_party(credentials: Credentials) -> None:
-    store = credentials.own_store()
-    members = Membership("bad", 1, ("rollout-0",))
-    with pytest.raises(PlanError, match=r"w\.gap"):
-        agree_on_plan(store, members, 0, [ShardSpec("w.gap", (4,), 1, 3)], bucket_bytes=1024, dtype="float32")
-    with pytest.raises(PlanError, match=r"w\.gap"):
-        read_plan(store, members)
+def test_comparison_of_these_tests_sees_a_wrong_bit() -> None:
+    loaded = {name: value.clone() for name, value in weights(Version(0, 3)).items()}
+    assert same(loaded, Version(0, 3))
+    loaded["head"].view(torch.int32)[7, 49] ^= 1
+    assert not same(loaded, Version(0, 3))

@@ -39,8 +39,12 @@ def test_status_of_a_live_run_with_two_controllers(tmp_path: Path) -> None:
     assert 0 < lead["live_rows"] <= lead["row_limit"]
     assert all(unit["wire_channels"] == 0 < unit["shared_channels"] for unit in seen["units"].values())
     assert {name.partition("-")[0] for name in (rank.partition("/")[0] for rank in seen["ranks"])} == {
-        "actor", "controller", "ref", "rollout", "storage",
+        "actor", "controller", "ref", "rollout", "storage", "weights",
     }  # fmt: skip
+    (agent,) = seen["weights"].values()
+    assert agent["newest"][1] >= 2
+    assert {name.partition("-")[0] for name in agent["serving"]} == {"rollout"}
+    assert agent["fetched_bytes"] == 0
     command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
 
 

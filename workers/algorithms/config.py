@@ -21,6 +21,8 @@ class AlgorithmConfig(Settings):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators. k3 is GRPO's; k2 has the exact gradient of KL(policy || reference); the gradient of k1
     averages to zero, so it measures and does not restrain. See `workers.algorithms.losses.kl_divergence`."""
+    ref_update_interval: int = Field(0, ge=0)
+    """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all answer tokens of the step; `sequence`: mean per answer, then over answers (GRPO's paper);
     `constant`: sum over tokens / (answers x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""

@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from weightsync.boxes import Box
+from weightsync.plan import Need
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -56,8 +59,8 @@ class GenerateEngine(Protocol):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated."""
 
-    def weight_specs(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every weight that `load_weights` needs, by HF name; tied weights once."""
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return what `load_weights` needs, by HF name; tied weights once."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,18 @@ class StepStats:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One contiguous piece of one parameter that this rank holds.
+    """One part of one tensor that this rank holds.
 
     Attributes:
         name: HF name.
-        shape: of the whole parameter.
-        start: offset of the piece in the flattened parameter (elements).
-        values: 1-D view of the piece on this rank's device, float32; may be empty.
+        shape: of the whole tensor.
+        box: which part.
+        values: view of the part on this rank's device; any shape and strides whose row-major order is the box's.
     """
 
     name: str
     shape: tuple[int, ...]
-    start: int
+    box: Box
     values: Tensor
 
 

@@ -1,17 +1,16 @@
-"""The reference policy: a frozen copy of the initial model, loaded once from its directory.
+"""A model that is not trained: computes log-probabilities. `workers.reference` decides with which weights."""
 
-Called by the `ref` role, or by the actor that hosts it. Never trained, never synchronised.
-"""
-
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weightsync.plan import Need
 from workers.config import ModelConfig
 from workers.engines.base import Sequences
 from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases
-from workers.engines.hf_weights import HfWeights
+from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
 
@@ -19,7 +18,15 @@ from workers.engines.packed_forward import PackedInputs, answer_log_probs
 class FrozenModel:
     """Computes log-probabilities of answers, without gradient."""
 
-    def __init__(self, model_dir: Path, config: ModelConfig, *, temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: ModelConfig,
+        *,
+        temperature: float,
+        device: torch.device,
+        weights_dir: Path | None = None,
+    ) -> None:
         """Load the weights in `config.dtype`.
 
         Args:
@@ -27,18 +34,37 @@ class FrozenModel:
             config: of the model.
             temperature: divides the logits, as in rollout and training.
             device: where it computes.
+            weights_dir: holds the safetensors, if `model_dir` does not.
+
         Raises:
             ConfigError: the directory does not hold the model that its config.json describes.
         """
         self._temperature = temperature
         self._device = device
-        weights = HfWeights(model_dir)
+        weights = HfWeights(weights_dir or model_dir)
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=PACKED_ATTENTION)
         aliases = parameter_aliases(self._model)
         materialize(self._model, device)
         self._model.requires_grad_(False)
         for name, parameter in self._model.named_parameters():
             parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights (the names of `weight_needs`)."""
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return what `load_weights` needs, by HF name; tied weights once."""
+        aliases = parameter_aliases(self._model)
+        return {name: Need(tuple(p.shape), aliases[name]) for name, p in self._model.named_parameters()}
+
+    def save_weights(self, target: Path) -> None:
+        """Write the weights as safetensors, in the element type that they have here, into an existing directory."""
+        parameters = dict(self._model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.dtensor_shards import local_shards
 from workers.engines.hf_model import decoder_layers, empty_causal_lm, materialize, parameter_aliases
 from workers.engines.hf_weights import HfWeights, copy_without_weights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
@@ -123,10 +124,8 @@ class FsdpEngine:
 
     def shards(self) -> Iterable[LocalShard]:
         """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
-        return [
-            LocalShard(name, shape, start * math.prod(shape[1:]), local.detach().reshape(-1))
-            for name, shape, local, start in self._local_rows()
-        ]
+        cast(FSDPModule, self._model).reshard()  # a forward without a backward leaves the root's parameters whole
+        return local_shards(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and number of updates for torch.distributed.checkpoint."""

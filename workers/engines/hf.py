@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from asyncflow.errors import PlanError
+from weightsync.plan import Need
 from workers.config import ModelConfig, RolloutConfig
 from workers.engines.base import GenerateRequest, Generation
-from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases
 from workers.engines.sampling import draw_tokens
 from workers.model_files import eos_token_ids
 
@@ -53,6 +54,7 @@ class HfEngine:
         materialize(self._model, device)
         self._model.requires_grad_(False)
         self._parameters = dict(self._model.named_parameters())
+        self._aliases = parameter_aliases(self._model)
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
 
@@ -82,9 +84,9 @@ class HfEngine:
             parameter.copy_(weights[name])
         self._loaded = True
 
-    def weight_specs(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every weight that `load_weights` needs, by HF name; tied weights once."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return what `load_weights` needs, by HF name; tied weights once."""
+        return {name: Need(tuple(parameter.shape), self._aliases[name]) for name, parameter in self._parameters.items()}
 
     def _generate_batch(self, requests: Sequence[GenerateRequest], stop: threading.Event) -> Iterator[Generation]:
         if stop.is_set():

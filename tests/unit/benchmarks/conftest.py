@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+_ROOT = Path(__file__).parents[3]
+sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]  # in this order: `weightsync` is the package, not the benchmark

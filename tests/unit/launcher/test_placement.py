@@ -28,6 +28,7 @@ def test_services_come_first_and_every_rollout_is_its_own_gang(configure: Config
         ("controller-0", 1),
         ("storage-0", 1),
         ("storage-1", 1),
+        ("weights-0", 1),
         ("actor", 4),
         ("rollout-0", 1),
         ("rollout-1", 1),

@@ -10,6 +10,8 @@ from asyncflow.job import GangSpec
 from launcher.progress import Status
 from launcher.status import RunStatus, ask_status
 from tq.messages import QueueStats, TaskStats, UnitStats
+from weightsync.messages import AgentStatus
+from weightsync.version import Version
 
 
 def status() -> RunStatus:
@@ -19,7 +21,15 @@ def status() -> RunStatus:
     gang = GangSpec("ref-0", "ref", 0, 1, ("cpu",))
     ranks = {("ref-0", 0): Status("log-probs", time=100.0, pid=4)}
     units = {"storage-0": UnitStats(16, 3_000_000, bytes_in=10**9, shared_channels=3, wire_channels=1)}
-    return RunStatus(Path("runs/demo"), (gang,), ranks, [lead, second], units)
+    agent = AgentStatus(
+        newest=Version(0, 7),
+        versions=[(Version(0, 7), 12)],
+        serving={"rollout-0/0": Version(0, 6)},
+        holders={},
+        slot_bytes=3 * 10**9,
+        fetched_bytes=0,
+    )
+    return RunStatus(Path("runs/demo"), (gang,), ranks, [lead, second], units, {"weights-0": agent})
 
 
 def test_the_text_shows_tasks_units_limits_and_what_went_wrong() -> None:
@@ -30,6 +40,9 @@ def test_the_text_shows_tasks_units_limits_and_what_went_wrong() -> None:
     assert line.split() == ["actor_train", "controller-0", "3", "5", "8", "4096", "64.0", "2", "1.2", "s"]
     assert "3 shared memory, 1 wire" in text
     assert "log-probs" in text
+    (agent,) = [line for line in text.splitlines() if line.startswith("weights-0")]
+    assert agent.split() == ["weights-0", "step", "7", "3", "GB", "0", "B", "rollout-0/0:", "step", "6"]
+    assert "rollout-0/0: step 6" in text
 
 
 def test_the_json_has_the_same_in_si_units() -> None:

@@ -1,6 +1,4 @@
-"""Sealed buckets: a changed byte, wherever it is, is never taken for weights."""
-
-import itertools
+"""Buckets on the wire: a changed byte, wherever it is, is never taken for weights."""
 
 import pytest
 import torch
@@ -8,50 +6,95 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import WeightSyncError
-from weightsync.bucket import TrailerKind, bucket_buffer, seal, unseal, values_of
-from weightsync.plan import Bucket, Piece
+from weightsync.boxes import Box
+from weightsync.bucket import BucketParts
+from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
+from weightsync.region import Region, RegionLayout
 from weightsync.version import Version
 
-BUCKET = Bucket(3, 0, (Piece("w", 0, 5), Piece("b", 0, 2)))
+VERSION = Version(1, 42)
+LONG = (2**17, 2)  # rows long enough to travel by themselves
 
 
-def sealed(dtype: torch.dtype = torch.float32, kind: TrailerKind = TrailerKind.WEIGHTS) -> torch.Tensor:
-    buffer = bucket_buffer(BUCKET, dtype)
-    values_of(buffer, dtype).copy_(torch.arange(7))
-    seal(buffer, BUCKET, Version(1, 42), kind)
-    return buffer
+def make_plan() -> TransferPlan:
+    held = [
+        ShardSpec("long", LONG, "float32", Box.whole(LONG)),
+        ShardSpec("columns", (4, 6), "float32", Box((0, 0), (4, 3))),
+        ShardSpec("scalar", (), "int64", Box.whole(())),
+    ]
+    other = [ShardSpec("columns", (4, 6), "float32", Box((0, 3), (4, 3)))]
+    return plan_transfer([held, other], bucket_bytes=2**21, dtype="float32")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bucket_opens_with_its_version_and_values(dtype: torch.dtype) -> None:
-    buffer = sealed(dtype)
-    assert unseal(buffer, BUCKET) == Version(1, 42)
-    assert values_of(buffer, dtype).tolist() == list(range(7))
+PLAN = make_plan()
+LAYOUT = RegionLayout(PLAN)
+BUCKET = PLAN.of_sender(0)[0]
 
 
-def test_end_carries_no_version() -> None:
-    assert unseal(sealed(kind=TrailerKind.END), BUCKET) is None
+def region(fill: int = 0) -> Region:
+    return Region(torch.full((PLAN.region_bytes,), fill, dtype=torch.uint8), LAYOUT)
 
 
-@given(position=st.integers(0, sealed().numel() - 1), flip=st.integers(1, 255))
-def test_any_changed_byte_is_caught(position: int, flip: int) -> None:
-    buffer = sealed()
-    buffer[position] ^= flip
-    with pytest.raises(WeightSyncError, match="bucket 3"):
-        unseal(buffer, BUCKET)
+def filled() -> Region:
+    made = region()
+    made.tensor("long").copy_(torch.arange(2**18).view(LONG))
+    made.tensor("columns").copy_(torch.arange(24).view(4, 6) + 0.5)
+    made.tensor("scalar").fill_(-7)
+    return made
+
+
+def sent(version: Version = VERSION) -> tuple[BucketParts, Region, BucketParts]:
+    """Return the sender's parts, and the receiver's region and parts with everything arrived."""
+    source, target = BucketParts(filled(), BUCKET), region(0xEE)
+    source.seal(version)
+    arrived = BucketParts(target, BUCKET)
+    for one, other in zip([*arrived.runs, arrived.tail], [*source.runs, source.tail], strict=True):
+        one.copy_(other)
+    return source, target, arrived
+
+
+def test_parts_carry_the_bucket_and_nothing_else() -> None:
+    source, target, arrived = sent()
+    assert [run.numel() for run in source.runs] == [2**20]
+    arrived.take(VERSION)
+    expected = filled()
+    assert torch.equal(target.tensor("long"), expected.tensor("long"))
+    assert torch.equal(target.tensor("columns")[:, :3], expected.tensor("columns")[:, :3])
+    assert target.tensor("scalar").item() == -7
+    assert set(target.tensor("columns")[:, 3:].contiguous().view(torch.uint8).flatten().tolist()) == {0xEE}
+
+
+def test_checksum_is_that_of_the_region() -> None:
+    assert BucketParts(filled(), BUCKET).seal(VERSION) == filled().checksum(BUCKET)
+
+
+@given(data=st.data(), flip=st.integers(1, 255))
+def test_any_changed_byte_is_caught(data: st.DataObject, flip: int) -> None:
+    _, _, arrived = sent()
+    part = data.draw(st.sampled_from([*arrived.runs, arrived.tail]))
+    part[data.draw(st.integers(0, part.numel() - 1))] ^= flip
+    with pytest.raises(WeightSyncError, match="bucket 0"):
+        arrived.take(VERSION)
+
+
+def test_bucket_of_another_version_is_caught() -> None:
+    _, _, arrived = sent()
+    with pytest.raises(WeightSyncError, match="of step 43 of lineage 1: bucket 0 of step 42 of lineage 1 came instead"):
+        arrived.take(Version(1, 43))
 
 
 def test_bucket_in_another_ones_place_is_caught() -> None:
-    with pytest.raises(WeightSyncError, match="bucket 3"):
-        unseal(sealed(), Bucket(4, 0, BUCKET.pieces))
+    other = BUCKET.__class__(4, 0, BUCKET.num_bytes, BUCKET.pieces)
+    _, target, arrived = sent()
+    there = BucketParts(target, other)
+    there.tail.copy_(arrived.tail)
+    with pytest.raises(WeightSyncError, match="bucket 4 of .*: bucket 0 of step 42 of lineage 1 came instead"):
+        there.take(VERSION)
 
 
-def test_resealed_buffer_carries_the_new_version() -> None:
-    buffer = sealed()
-    seal(buffer, BUCKET, Version(1, 43))
-    assert unseal(buffer, BUCKET) == Version(1, 43)
-
-
-def test_newer_lineage_beats_newer_step() -> None:
-    ordered = [Version(0, 0), Version(0, 9), Version(1, 4), Version(1, 5), Version(2, 0)]
-    assert all(one < other for one, other in itertools.pairwise(ordered))
+def test_tail_that_is_sealed_again_carries_the_new_version() -> None:
+    source, target, _ = sent()
+    source.seal(Version(1, 43))
+    arrived = BucketParts(target, BUCKET)
+    arrived.tail.copy_(source.tail)
+    arrived.take(Version(1, 43))

@@ -1,91 +1,241 @@
-"""Transfer plans: every element travels exactly once, from a rank that holds it."""
+"""Transfer plans: every element travels exactly once, from a rank that holds it, in buckets of bounded size."""
 
+import itertools
 import math
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import PlanError
-from weightsync.plan import ELEMENT_BYTES, ShardSpec, check_receiver, plan_transfer
+from weightsync.boxes import Box
+from weightsync.plan import DTYPE_BYTES, Need, Piece, ShardSpec, TensorSpec, TransferPlan, match_needs, plan_transfer
 
-SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+DTYPES = st.sampled_from(sorted(DTYPE_BYTES))
+Held = list[list[ShardSpec]]
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> list[list[ShardSpec]]:
-    """Parameters cut into runs at arbitrary places; each run is held by an arbitrary rank."""
-    held: list[list[ShardSpec]] = [[] for _ in range(draw(st.integers(1, 4)))]
-    for k, shape in enumerate(draw(SHAPES)):
-        numel = math.prod(shape)
-        cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
-        for start, end in zip([0, *cuts], [*cuts, numel], strict=True):
-            rank = draw(st.integers(0, len(held) - 1))
-            held[rank].append(ShardSpec(f"p{k}", shape, start, end - start))
+def held_shards(draw: st.DrawFn) -> Held:
+    """Tensors cut along any axes, again and again; each part, empty ones too, is with one rank or several."""
+    held: Held = [[] for _ in range(draw(st.integers(1, 4)))]
+    ranks = st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=3)
+    for k, shape in enumerate(
+        draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5))
+    ):
+        dtype = draw(DTYPES)
+        for box in cut_up(draw, Box.whole(shape)):
+            for rank in draw(ranks):
+                held[rank].append(ShardSpec(f"p{k}", shape, dtype, box))
     return held
 
 
-@given(held=shardings(), bucket_elements=st.integers(1, 40), dtype=st.sampled_from(sorted(ELEMENT_BYTES)))
-def test_every_element_travels_once_in_buckets_of_bounded_size(
-    held: list[list[ShardSpec]], bucket_elements: int, dtype: str
-) -> None:
-    plan = plan_transfer(held, bucket_bytes=bucket_elements * ELEMENT_BYTES[dtype], dtype=dtype)
-    travelled: dict[str, list[int]] = {name: [0] * math.prod(shape) for name, shape in plan.shapes.items()}
+def cut_up(draw: st.DrawFn, box: Box) -> Iterator[Box]:
+    if not box.size or not draw(st.booleans()):
+        yield box
+        return
+    axis = draw(st.integers(0, len(box.size) - 1))
+    at = draw(st.integers(0, box.size[axis]))
+    for start, stop in ((0, at), (at, box.size[axis])):
+        offset, size = list(box.offset), list(box.size)
+        offset[axis] += start
+        size[axis] = stop - start
+        yield from cut_up(draw, Box(tuple(offset), tuple(size)))
+
+
+def rows_of(name: str, shape: tuple[int, ...], *, num_ranks: int) -> Held:
+    """Rows dealt out as FSDP2 does."""
+    step = -(-shape[0] // num_ranks)
+    cuts = [min(rank * step, shape[0]) for rank in range(num_ranks + 1)]
+    return [[ShardSpec(name, shape, "float32", Box.rows(shape, *cut))] for cut in itertools.pairwise(cuts)]
+
+
+def loads(plan: TransferPlan) -> list[int]:
+    return [sum(bucket.num_bytes for bucket in plan.of_sender(rank)) for rank in range(plan.num_senders)]
+
+
+@given(held=held_shards(), bucket_bytes=st.integers(1, 200), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_every_element_travels_once_in_buckets_of_bounded_size(held: Held, bucket_bytes: int, dtype: str) -> None:
+    plan = plan_transfer(held, bucket_bytes=bucket_bytes, dtype=dtype)
+    travelled = {name: np.zeros(tensor.shape, np.int64) for name, tensor in plan.tensors.items()}
     for index, bucket in enumerate(plan.buckets):
+        sizes = [piece.box.numel * DTYPE_BYTES[plan.tensors[piece.name].dtype] for piece in bucket.pieces]
         assert bucket.index == index
-        assert 0 < bucket.numel <= bucket_elements
+        assert bucket.num_bytes == sum(sizes) > 0
+        assert bucket.num_bytes <= bucket_bytes or [piece.box.numel for piece in bucket.pieces] == [1]
         for piece in bucket.pieces:
-            assert any(
-                spec.name == piece.name and spec.start <= piece.start
-                and piece.start + piece.numel <= spec.start + spec.numel
-                for spec in held[bucket.sender]
-            )  # fmt: skip
-            for element in range(piece.start, piece.start + piece.numel):
-                travelled[piece.name][element] += 1
-    assert all(count == 1 for counts in travelled.values() for count in counts)
-    assert plan.numel == sum(map(len, travelled.values()))
-    assert {bucket.sender for bucket in plan.buckets} == {
-        k for k, specs in enumerate(held) if any(s.numel for s in specs)
-    }
-    assert [b for rank in range(len(held)) for b in plan.of_sender(rank)] == sorted(
-        plan.buckets, key=lambda bucket: (bucket.sender, bucket.index)
+            assert any(spec.name == piece.name and piece.box.within(spec.box) for spec in held[bucket.sender])
+            travelled[piece.name][piece.box.slices] += 1
+    assert all((counts == 1).all() for counts in travelled.values())
+    assert travelled.keys() == {spec.name for specs in held for spec in specs}
+    assert sum(loads(plan)) == plan.num_bytes
+
+
+@given(held=held_shards(), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_floats_are_cast_and_other_types_travel_as_they_are(held: Held, dtype: str) -> None:
+    plan = plan_transfer(held, bucket_bytes=64, dtype=dtype)
+    for spec in itertools.chain.from_iterable(held):
+        expected = dtype if "float" in spec.dtype else spec.dtype
+        assert plan.tensors[spec.name] == TensorSpec(spec.shape, expected)
+
+
+@given(held=held_shards())
+def test_tensors_lie_aligned_one_after_another_in_a_region(held: Held) -> None:
+    plan = plan_transfer(held, bucket_bytes=64, dtype="bfloat16")
+    end = 0
+    for name, start in plan.starts().items():
+        assert start % 64 == 0
+        assert end <= start < end + 64
+        end = start + plan.tensors[name].num_bytes
+    assert end <= plan.region_bytes < end + 64
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), num_ranks=st.integers(1, 6))
+def test_replicas_are_sent_once_and_spread_over_the_ranks(sizes: list[int], num_ranks: int) -> None:
+    everything = [ShardSpec(f"p{k}", (size,), "float32", Box.whole((size,))) for k, size in enumerate(sizes)]
+    plan = plan_transfer([everything] * num_ranks, bucket_bytes=64, dtype="float32")
+    assert sum(loads(plan)) == 4 * sum(sizes)
+    assert max(loads(plan)) <= 4 * sum(sizes) / num_ranks + 4 * max(sizes)
+
+
+def test_replica_is_sent_by_the_rank_that_has_least_of_its_own() -> None:
+    held = rows_of("w", (5, 4), num_ranks=2)
+    for specs in held:
+        specs.append(ShardSpec("norm", (4,), "float32", Box.whole((4,))))
+    plan = plan_transfer(held, bucket_bytes=1024, dtype="float32")
+    assert [(bucket.sender, [piece.name for piece in bucket.pieces]) for bucket in plan.buckets] == [
+        (0, ["w"]),
+        (1, ["norm", "w"]),
+    ]
+
+
+def test_shard_that_a_rank_names_twice_travels_once() -> None:
+    twice = [ShardSpec("tied", (4,), "float32", Box.whole((4,)))] * 2
+    assert plan_transfer([twice], bucket_bytes=64, dtype="float32").buckets[0].pieces == (
+        Piece("tied", Box((0,), (4,))),
     )
 
 
 def test_senders_take_turns() -> None:
-    held = [[ShardSpec("w", (12,), 0, 6)], [ShardSpec("w", (12,), 6, 6)]]
-    plan = plan_transfer(held, bucket_bytes=12, dtype="float32")
+    plan = plan_transfer(rows_of("w", (12,), num_ranks=2), bucket_bytes=12, dtype="float32")
     assert [bucket.sender for bucket in plan.buckets] == [0, 1, 0, 1]
 
 
-def test_offsets_lay_the_parameters_out_without_gaps() -> None:
-    held = [[ShardSpec("a", (2, 3), 0, 6), ShardSpec("b", (), 0, 1), ShardSpec("c", (4,), 0, 4)]]
+def test_scalars_and_single_elements_travel() -> None:
+    held = [[ShardSpec("a", (), "float32", Box((), ())), ShardSpec("b", (1, 1), "int64", Box.whole((1, 1)))]]
     plan = plan_transfer(held, bucket_bytes=1024, dtype="bfloat16")
-    assert plan.offsets() == {"a": 0, "b": 6, "c": 7}
-    assert plan.num_bytes == 22
+    assert [bucket.num_bytes for bucket in plan.buckets] == [10]
+    assert plan.starts() == {"a": 0, "b": 64}
+
+
+def test_tensor_without_elements_is_known_and_takes_no_bytes() -> None:
+    plan = plan_transfer([[ShardSpec("none", (0, 4), "float32", Box.whole((0, 4)))]], bucket_bytes=64, dtype="float32")
+    assert plan.tensors == {"none": TensorSpec((0, 4), "float32")}
+    assert (plan.buckets, plan.num_bytes, plan.region_bytes) == ((), 0, 0)
+
+
+def test_row_larger_than_a_bucket_is_cut_and_what_is_left_of_it_gets_company() -> None:
+    plan = plan_transfer(rows_of("w", (3, 10), num_ranks=1), bucket_bytes=32, dtype="float32")
+    assert [bucket.num_bytes for bucket in plan.buckets] == [32, 32, 32, 24]
+
+
+def test_bucket_that_is_nearly_full_is_not_given_a_crumb() -> None:
+    held = [[*rows_of("a", (13,), num_ranks=1)[0], *rows_of("b", (16,), num_ranks=1)[0]]]
+    plan = plan_transfer(held, bucket_bytes=64, dtype="float32")
+    assert [[piece.name for piece in bucket.pieces] for bucket in plan.buckets] == [["a"], ["b"]]
+
+
+def test_plans_differ_in_their_digest_exactly_where_they_differ() -> None:
+    plans = [plan_transfer(rows_of("w", (8, 2), num_ranks=n), bucket_bytes=32, dtype="float32") for n in (1, 2, 2)]
+    assert plans[0].digest() != plans[1].digest() == plans[2].digest()
+
+
+def spec(
+    name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], dtype: str = "float32"
+) -> ShardSpec:
+    return ShardSpec(name, shape, dtype, Box(offset, size))
 
 
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        ([[ShardSpec("w.gap", (4,), 0, 2)], [ShardSpec("w.gap", (4,), 3, 1)]], "w.gap: elements 2 to 3"),
-        ([[ShardSpec("w.twice", (4,), 0, 3)], [ShardSpec("w.twice", (4,), 2, 2)]], "w.twice: elements 2 to 3"),
-        ([[ShardSpec("w.end", (4,), 0, 3)]], "w.end: 4 elements, but the ranks hold 3"),
-        ([[ShardSpec("w.shape", (4,), 0, 4)], [ShardSpec("w.shape", (2, 2), 0, 0)]], "w.shape: trainer ranks disagree"),
-        ([[ShardSpec("w.none", (4,), 0, 0)]], "w.none: 4 elements, but the ranks hold 0"),
+        ([[spec("w.gap", (4,), (0,), (2,))], [spec("w.gap", (4,), (3,), (1,))]], "w.gap: 4 elements, but .* hold 3"),
+        ([[spec("w.none", (4,), (0,), (0,))]], "w.none: 4 elements, but .* hold 0"),
+        (
+            [[spec("w.twice", (4, 2), (0, 0), (3, 2))], [spec("w.twice", (4, 2), (2, 0), (2, 2))]],
+            r"w.twice: .* hold \[0:3, 0:2\] and \[2:4, 0:2\], which overlap",
+        ),
+        (
+            [[spec("w.even", (4,), (0,), (2,))], [spec("w.even", (4,), (1,), (2,))]],
+            r"w.even: .* hold \[0:2\] and \[1:3\], which overlap",
+        ),
+        (
+            [[spec("w.shape", (4,), (0,), (4,))], [spec("w.shape", (2, 2), (0, 0), (0, 0))]],
+            r"w.shape: trainer ranks disagree on its shape: \(4,\), \(2, 2\)",
+        ),
+        (
+            [[spec("w.type", (4,), (0,), (4,))], [spec("w.type", (4,), (0,), (0,), "int64")]],
+            "w.type: trainer ranks disagree on its type: bfloat16, int64",
+        ),
+        ([[spec("w.out", (4,), (2,), (3,))]], r"w.out: a rank holds \[2:5\], outside of shape \(4,\)"),
+        ([[spec("w.flat", (2, 2), (0,), (4,))]], r"w.flat: a rank holds \[0:4\], outside of shape \(2, 2\)"),
+        ([[spec("w.odd", (4,), (0,), (4,), "float8_e4m3fn")]], "w.odd: element type float8_e4m3fn cannot travel"),
     ],
 )
-def test_parameter_that_is_not_covered_exactly_once_is_named(held: list[list[ShardSpec]], message: str) -> None:
+def test_tensor_that_cannot_travel_exactly_once_is_named(held: Held, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan_transfer(held, bucket_bytes=1024, dtype="float32")
+        plan_transfer(held, bucket_bytes=1024, dtype="bfloat16")
 
 
-def test_receiver_with_another_model_is_told_which_parameter() -> None:
-    plan = plan_transfer([[ShardSpec("w", (2, 2), 0, 4), ShardSpec("b", (2,), 0, 2)]], bucket_bytes=64, dtype="float32")
-    check_receiver(plan, {"w": (2, 2), "b": (2,)})
-    with pytest.raises(PlanError, match=r"w: shape \(4,\) at the receiver"):
-        check_receiver(plan, {"w": (4,), "b": (2,)})
-    with pytest.raises(PlanError, match="b: the trainer has it"):
-        check_receiver(plan, {"w": (2, 2)})
-    with pytest.raises(PlanError, match="head: the receiver needs it"):
-        check_receiver(plan, {"w": (2, 2), "b": (2,), "head": (1,)})
+def make_plan() -> TransferPlan:
+    held = [[*rows_of("embed", (6, 4), num_ranks=1)[0], *rows_of("norm", (4,), num_ranks=1)[0]]]
+    return plan_transfer(held, bucket_bytes=1024, dtype="float32")
+
+
+def test_receiver_of_the_whole_model_gets_every_tensor() -> None:
+    needs = {"norm": Need((4,)), "embed": Need((6, 4))}
+    assert match_needs(make_plan(), needs) == {
+        "norm": Piece("norm", Box.whole((4,))),
+        "embed": Piece("embed", Box.whole((6, 4))),
+    }
+
+
+def test_tied_weights_are_found_by_any_of_their_names() -> None:
+    tied = Piece("embed", Box.whole((6, 4)))
+    needs = {"head": Need((6, 4), aliases=("lm_head", "embed")), "norm": Need((4,))}
+    assert match_needs(make_plan(), needs)["head"] == tied
+    both = match_needs(make_plan(), needs | {"embed": Need((6, 4), aliases=("head",))})
+    assert both["head"] == both["embed"] == tied
+
+
+def test_receiver_that_shares_the_model_gets_its_boxes() -> None:
+    half = Box.rows((6, 4), 3, 6)
+    assert match_needs(make_plan(), {"embed": Need((6, 4), box=half)}, whole=False) == {"embed": Piece("embed", half)}
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ({"embed": Need((6, 4))}, "norm: the trainer has it, the receiver does not"),
+        ({"head": Need((1,), aliases=("lm_head",))}, "head: the receiver needs it, the trainer does not have it"),
+        ({"embed": Need((4, 6))}, r"embed: shape \(4, 6\) at the receiver, \(6, 4\) at the trainer"),
+        ({"embed": Need((6, 4), box=Box((4, 0), (3, 4)))}, r"embed: the receiver wants \[4:7, 0:4\] of shape \(6, 4\)"),
+    ],
+)
+def test_receiver_with_another_model_is_told_which_tensor(needs: dict[str, Need], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        match_needs(make_plan(), needs)
+
+
+def test_large_cluster_takes_few_pieces() -> None:
+    shape = (1024, 512)
+    held = [
+        [ShardSpec("w", shape, "float32", Box((row, column), (8, 64)))]
+        for row, column in itertools.product(range(0, 1024, 8), range(0, 512, 64))
+    ]
+    plan = plan_transfer(held, bucket_bytes=2**20, dtype="bfloat16")
+    assert len(plan.buckets) == plan.num_senders == 1024
+    assert {bucket.num_bytes for bucket in plan.buckets} == {8 * 64 * 2}
+    assert plan.num_bytes == 2 * math.prod(shape)

@@ -1,0 +1,76 @@
+"""Real GRPO updates in one process: the run's own engines, rewards, advantages and loss, without the queue."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from weightsync_parts.setup import CPU
+from workers.config import RunConfig
+from workers.data import read_prompt_rows
+from workers.engines.base import GenerateRequest, Generation, LocalShard
+from workers.engines.load import load_generate_engine, load_train_engine
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.prompt_dataset import Prompt, PromptDataset
+from workers.rewards.scorer import Scorer
+from workers.tokenizer import load_tokenizer
+
+
+class GrpoUpdates:
+    """A policy and what trains it. The default process group becomes this process alone."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._trainer = load_train_engine(config, device=CPU)
+        self._generator = load_generate_engine(config, device=CPU)
+        self._algorithm = algorithm_of(config)
+        model_dir = Path(config.model.path)
+        rows = read_prompt_rows(Path(config.data.path), config.data)
+        self._prompts = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
+        self._scorer = Scorer(config.reward, load_tokenizer(model_dir))
+
+    def shards(self) -> list[LocalShard]:
+        """Return the weights, whole."""
+        return list(self._trainer.shards())
+
+    def run(self, number: int) -> Iterator[tuple[float, float]]:
+        """Train so many steps; after each, yields mean reward and gradient norm."""
+        for step in range(number):
+            batch = self._answer(step)
+            loss = self._algorithm.loss(batch, device=CPU)
+            self._trainer.forward_backward(sequences_of(batch), loss)
+            stats = self._trainer.step(self._algorithm.scale(self._algorithm.counts(batch)))
+            yield float(batch["rewards"].values.mean()), stats.grad_norm
+
+    def _answer(self, step: int) -> PackedBatch:
+        schedule = self._config.schedule
+        size, first = schedule.n_samples_per_prompt, step * schedule.rollout_batch_size
+        prompts = [self._prompts.prompt(first + k // size) for k in range(schedule.rollout_batch_size * size)]
+        self._generator.load_weights(_by_name(self.shards()))
+        offset = first * size
+        requests = [GenerateRequest(k, prompt.tokens, seed=offset + k) for k, prompt in enumerate(prompts)]
+        answers = sorted(self._generator.generate(requests), key=lambda answer: answer.index)
+        return self._batch(prompts, answers, size)
+
+    def _batch(self, prompts: Sequence[Prompt], answers: Sequence[Generation], size: int) -> PackedBatch:
+        texts, wanted = [prompt.tokens for prompt in prompts], [prompt.answer for prompt in prompts]
+        scores = self._scorer.score_all(texts, [answer.response_R for answer in answers], wanted)
+        rewards = torch.tensor([score.reward for score in scores])
+        columns = {
+            "prompts": Column.of_rows(texts),
+            "responses": Column.of_rows([answer.response_R for answer in answers]),
+            "rollout_log_probs": Column.of_rows([answer.log_probs_R for answer in answers]),
+            "truncated": Column.of_scalars(torch.tensor([answer.truncated for answer in answers])),
+            "rewards": Column.of_scalars(rewards),
+            "advantages": Column.of_scalars(self._algorithm.advantages(rewards, group_size=size)),
+        }
+        return PackedBatch(tuple(range(len(answers))), columns)
+
+
+def _by_name(shards: Sequence[LocalShard]) -> Mapping[str, Tensor]:
+    return {shard.name: shard.values.detach().reshape(shard.shape) for shard in shards}

@@ -1,0 +1,64 @@
+"""What the broadcast path is held against: the same bytes over groups of the same kind, and nothing else.
+
+One group per sender, {sender} + all receivers; buckets of the path's sizes out of warm memory one after another; both
+senders at once. Nothing is packed, checked or loaded.
+"""
+
+import threading
+import time
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from asyncflow.device import connect_group
+from weightsync.plan import TransferPlan
+from weightsync_parts.setup import CPU
+
+
+class RawSender:
+    """A trainer rank's group."""
+
+    def __init__(self, store: Store, plan: TransferPlan, rank: int, num_receivers: int) -> None:
+        self._sizes = [bucket.num_bytes for bucket in plan.of_sender(rank)]
+        self._memory = torch.ones(max(self._sizes), dtype=torch.uint8)
+        self._group = connect_group(PrefixStore(f"raw/{rank}", store), 0, 1 + num_receivers, CPU)
+
+    def run(self) -> tuple[float, float]:
+        """Send everything; returns begin and end (s, monotonic)."""
+        began = time.monotonic()
+        _broadcast(self._group, self._memory, self._sizes)
+        return began, time.monotonic()
+
+
+class RawReceiver:
+    """A generator's groups."""
+
+    def __init__(self, store: Store, plan: TransferPlan, place: int, num_receivers: int) -> None:
+        """Args:
+        place: of this receiver among all.
+        """
+        self._sizes = {rank: [bucket.num_bytes for bucket in plan.of_sender(rank)] for rank in range(plan.num_senders)}
+        largest = max(bucket.num_bytes for bucket in plan.buckets)
+        self._memories = {rank: torch.ones(largest, dtype=torch.uint8) for rank in self._sizes}
+        self._groups = {
+            rank: connect_group(PrefixStore(f"raw/{rank}", store), 1 + place, 1 + num_receivers, CPU)
+            for rank in self._sizes
+        }
+
+    def run(self) -> tuple[float, float]:
+        """Receive everything; returns begin and end (s, monotonic)."""
+        began = time.monotonic()
+        threads = [
+            threading.Thread(target=_broadcast, args=(self._groups[rank], self._memories[rank], sizes))
+            for rank, sizes in self._sizes.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return began, time.monotonic()
+
+
+def _broadcast(group: ProcessGroup, memory: torch.Tensor, sizes: list[int]) -> None:
+    for num_bytes in sizes:
+        group.broadcast([memory[:num_bytes]]).wait()

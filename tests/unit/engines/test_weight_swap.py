@@ -1,0 +1,70 @@
+"""A swap leaves nothing of the old weights behind: every generating engine must pass `assert_swap_is_clean`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workers.config import ModelConfig, RolloutConfig
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from workers.engines.hf import HfEngine
+
+REQUESTS = [GenerateRequest(i, torch.arange(2, 6), seed=100 + i) for i in range(8)]
+
+
+class StalePrefixEngine(HfEngine):
+    """Keeps the state of prompts that it has seen, as a prefix cache does, and forgets to drop it at a swap."""
+
+    _seen: object = None
+
+    def _prefill(self, requests: Sequence[GenerateRequest]) -> object:  # type: ignore[override]
+        batch = super()._prefill(requests)
+        if self._seen is None:
+            self._seen = batch.logits_BV.clone()
+        batch.logits_BV = self._seen  # type: ignore[assignment]
+        return batch
+
+
+def make_engine(kind: type[HfEngine], path: Path) -> HfEngine:
+    rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "batch_size": 64})
+    return kind(path, ModelConfig(path=str(path)), rollout=rollout, device=torch.device("cpu"))
+
+
+def log_probs(answers: Iterable[Generation]) -> Iterator[Tensor]:
+    return (answer.log_probs_R for answer in sorted(answers, key=lambda answer: answer.index))
+
+
+def assert_swap_is_clean(used: GenerateEngine, fresh: GenerateEngine, weights: Mapping[str, Tensor]) -> None:
+    """After a swap, an engine that has answered these prompts before answers as one that never has.
+
+    Args:
+        used: loaded with other weights.
+        fresh: has not generated.
+        weights: to swap in.
+    """
+    list(used.generate(REQUESTS))
+    used.load_weights(weights)
+    fresh.load_weights(weights)
+    for one, other in zip(log_probs(used.generate(REQUESTS)), log_probs(fresh.generate(REQUESTS)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.fixture
+def weights(model_dir: Path) -> dict[str, Tensor]:
+    return load_file(model_dir / "model.safetensors")
+
+
+def test_swap_drops_what_was_computed_with_the_old_weights(model_dir: Path, weights: dict[str, Tensor]) -> None:
+    used = make_engine(HfEngine, model_dir)
+    used.load_weights(weights)
+    assert_swap_is_clean(used, make_engine(HfEngine, model_dir), {n: w * 1.5 for n, w in weights.items()})
+
+
+def test_stale_prefix_would_be_caught(model_dir: Path, weights: dict[str, Tensor]) -> None:
+    used = make_engine(StalePrefixEngine, model_dir)
+    used.load_weights(weights)
+    with pytest.raises(AssertionError):
+        assert_swap_is_clean(used, make_engine(HfEngine, model_dir), {n: w * 1.5 for n, w in weights.items()})

@@ -1,0 +1,104 @@
+"""A version in memory: whatever is packed into buckets is unpacked to the same place, and checksums see every bit."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.boxes import Box
+from weightsync.plan import Need, ShardSpec, TransferPlan, match_needs, plan_transfer
+from weightsync.region import Region, RegionLayout, version_checksum
+
+SHAPES = {"w": (6, 8), "cube": (4, 3, 5), "norm": (7,), "scalar": ()}
+TYPES = {"w": "float32", "cube": "float32", "norm": "int64", "scalar": "bool"}
+
+
+def make_plan(axis: int, num_ranks: int, bucket_bytes: int, dtype: str = "float32") -> TransferPlan:
+    """Tensors cut along an axis where they have it."""
+    held: list[list[ShardSpec]] = [[] for _ in range(num_ranks)]
+    for name, shape in SHAPES.items():
+        if axis >= len(shape):
+            held[-1].append(ShardSpec(name, shape, TYPES[name], Box.whole(shape)))
+            continue
+        cuts = [shape[axis] * k // num_ranks for k in range(num_ranks + 1)]
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            offset, size = [0] * len(shape), list(shape)
+            offset[axis], size[axis] = start, stop - start
+            held[rank].append(ShardSpec(name, shape, TYPES[name], Box(tuple(offset), tuple(size))))
+    return plan_transfer(held, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def filled(plan: TransferPlan) -> Region:
+    region = Region(torch.zeros(plan.region_bytes, dtype=torch.uint8), RegionLayout(plan))
+    for k, name in enumerate(SHAPES):
+        tensor = region.tensor(name)
+        tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) + k) * 3 + 1)
+    return region
+
+
+PLANS = st.builds(
+    make_plan, st.integers(0, 2), st.integers(1, 3), st.sampled_from([32, 100, 4096]),
+    st.sampled_from(["float32", "bfloat16"]),
+)  # fmt: skip
+
+
+@given(plan=PLANS)
+def test_what_is_packed_is_unpacked_to_its_place(plan: TransferPlan) -> None:
+    source = filled(plan)
+    target = Region(torch.zeros(plan.region_bytes, dtype=torch.uint8), RegionLayout(plan))
+    for bucket in plan.buckets:
+        packed = source.packed(bucket)
+        assert packed.dtype == torch.uint8 and packed.shape == (bucket.num_bytes,)
+        out = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        source.pack(bucket.pieces, out)
+        assert out.equal(packed)
+        target.unpack(bucket.pieces, packed)
+        assert target.checksum(bucket) == source.checksum(bucket)
+    for name in SHAPES:
+        assert target.tensor(name).equal(source.tensor(name))
+
+
+@given(plan=PLANS, data=st.data())
+def test_changed_bit_changes_the_checksum_of_its_bucket_alone(plan: TransferPlan, data: st.DataObject) -> None:
+    region = filled(plan)
+    before = [region.checksum(bucket) for bucket in plan.buckets]
+    name = data.draw(st.sampled_from(sorted(SHAPES)))
+    flat = region.tensor(name).view(-1).view(torch.uint8)
+    flat[data.draw(st.integers(0, flat.numel() - 1))] ^= 1
+    after = [region.checksum(bucket) for bucket in plan.buckets]
+    changed = [bucket for bucket in plan.buckets if before[bucket.index] != after[bucket.index]]
+    assert len(changed) == 1
+    assert name in {piece.name for piece in changed[0].pieces}
+    assert version_checksum(before) != version_checksum(after)
+
+
+def test_checksum_is_that_of_the_packed_bytes_whatever_the_cut() -> None:
+    rows, columns = make_plan(0, 2, 4096), make_plan(1, 2, 4096)
+    for plan in (rows, columns):
+        region = filled(plan)
+        for bucket in plan.buckets:
+            copy = Region(torch.zeros(plan.region_bytes, dtype=torch.uint8), region.layout)
+            copy.unpack(bucket.pieces, region.packed(bucket))
+            assert copy.checksum(bucket) == region.checksum(bucket)
+
+
+def test_views_are_of_the_memory_itself_in_the_receivers_names() -> None:
+    plan = make_plan(0, 2, 4096)
+    region = filled(plan)
+    needs = {"half": Need((6, 8), ("w",), Box((0, 4), (6, 4))), "scalar": Need(())}
+    views = region.views(match_needs(plan, needs, whole=False))
+    assert views["half"].equal(region.tensor("w")[:, 4:])
+    region.tensor("w")[2, 5] = -1.0
+    assert views["half"][2, 1] == -1.0
+    assert views["scalar"].shape == ()
+
+
+@pytest.mark.parametrize(("box", "run"), [(Box((2, 0), (3, 8)), (64, 96)), (Box((1, 2), (1, 3)), (40, 12))])
+def test_run_is_where_the_bytes_of_a_piece_lie_together(box: Box, run: tuple[int, int]) -> None:
+    plan = make_plan(0, 1, 4096)
+    piece = match_needs(plan, {"w": Need((6, 8), box=box)}, whole=False)["w"]
+    assert RegionLayout(plan).run(piece) == run
+    across = match_needs(plan, {"w": Need((6, 8), box=Box((0, 1), (2, 3)))}, whole=False)["w"]
+    assert RegionLayout(plan).run(across) is None

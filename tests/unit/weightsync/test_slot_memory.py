@@ -1,0 +1,73 @@
+"""Slots: the same bytes for everybody, no way to write for readers, nothing left behind."""
+
+import gc
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from asyncflow.errors import WeightSyncError
+from weightsync.slot_memory import SlotMemory, SlotOffer, map_slot, populate, private_memory
+
+NUM_BYTES = 3 * 4096 + 17
+
+
+def test_everybody_sees_the_same_bytes() -> None:
+    slot = SlotMemory(NUM_BYTES)
+    writer, reader = map_slot(slot.offer, write=True), map_slot(slot.offer, write=False)
+    assert slot.memory.shape == writer.shape == reader.shape == (NUM_BYTES,)
+    assert writer.data_ptr() % 64 == 0
+    writer.copy_(torch.arange(NUM_BYTES) % 251)
+    assert reader.equal(slot.memory) and reader[250] == 250
+
+
+def test_readers_mapping_is_read_only() -> None:
+    slot = SlotMemory(NUM_BYTES)
+    address = map_slot(slot.offer, write=False)
+    start = address.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= start < last:
+            assert line.split()[1].startswith("r--s")
+            return
+    raise AssertionError("the mapping is not there")
+
+
+def test_mapping_outlives_the_agents_memory_which_is_offered_no_more() -> None:
+    slot = SlotMemory(NUM_BYTES)
+    reader = map_slot(slot.offer, write=False)
+    slot.memory.fill_(7)
+    offer = slot.offer
+    del slot
+    gc.collect()
+    assert bool((reader == 7).all())
+    with pytest.raises(WeightSyncError, match="cannot be mapped"):
+        map_slot(offer, write=False)
+
+
+@pytest.mark.parametrize("changes", [{"token": b"x" * 16}, {"num_bytes": NUM_BYTES + 1}, {"pid": 2**22 + 1}, {"fd": 0}])
+def test_memory_that_is_not_what_was_offered_is_not_mapped(changes: dict[str, object]) -> None:
+    slot = SlotMemory(NUM_BYTES)
+    with pytest.raises(WeightSyncError, match="cannot be mapped"):
+        map_slot(msgspec.structs.replace(slot.offer, **changes), write=False)
+
+
+def test_memory_that_cannot_be_made_is_a_named_error() -> None:
+    with pytest.raises(WeightSyncError, match="a slot of .* bytes cannot be made"):
+        SlotMemory(2**62)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 100_001])
+def test_pages_can_be_made_present_ahead(num_bytes: int) -> None:
+    memory = private_memory(num_bytes)
+    assert memory.shape == (num_bytes,)
+    if num_bytes:
+        populate(memory, write=True)
+        populate(memory[num_bytes // 2 :], write=False)
+    assert not bool(memory.any())
+
+
+def test_offer_travels() -> None:
+    offer = SlotMemory(1).offer
+    assert msgspec.convert(msgspec.to_builtins(offer), SlotOffer) == offer

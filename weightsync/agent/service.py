@@ -1,0 +1,374 @@
+"""The weight agent's process: slots in shared memory, and the channels of everybody who writes, reads or copies them.
+
+    trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
+                                              |  ^
+                       FetchBucket, WatchPeer v  | the same
+                                     agents of the other nodes
+
+Decisions are `AgentState`'s; this shell keeps the memory, answers calls and counts bytes. Values pass through a channel
+only between nodes.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from asyncflow.errors import AsyncFlowError, PeerRefused, WeightSyncError
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.payload import Payload
+from asyncflow.transport.server import Call, ChannelServer, Session
+from weightsync.agent.instructions import (
+    Answer,
+    Grant,
+    Instruction,
+    LacksPlan,
+    Offer,
+    Pull,
+    Refuse,
+    Renew,
+)
+from weightsync.agent.peers import Fetch, PeerLink
+from weightsync.agent.rounds import Rounds
+from weightsync.agent.state import AgentState
+from weightsync.config import WeightSyncConfig
+from weightsync.delta import apply_delta, encode_delta
+from weightsync.messages import (
+    AgentStatus,
+    AskStatus,
+    AskSwap,
+    AwaitRepair,
+    BeginBroadcast,
+    BucketFetched,
+    Done,
+    EndSwap,
+    FetchBucket,
+    FetchPlan,
+    Held,
+    JoinBroadcast,
+    NoRepair,
+    Offered,
+    OpenPlan,
+    PlanFetched,
+    Release,
+    Reply,
+    ReportCorrupt,
+    Request,
+    SealBuckets,
+    Serving,
+    SlotGranted,
+    TakeSlot,
+    Watch,
+    WatchPeer,
+)
+from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan
+from weightsync.region import Region, RegionLayout
+from weightsync.slot_memory import SlotMemory
+from weightsync.version import Version
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_Replies = list[tuple[object, object]]
+
+
+class WeightAgent:
+    """Serves one node's weight versions until `close`."""
+
+    def __init__(
+        self, credentials: Credentials, name: str, config: WeightSyncConfig, *, peers: Sequence[str] = ()
+    ) -> None:
+        """Start serving.
+
+        Args:
+            credentials: store and secret.
+            name: of this service, e.g. `weights-0`.
+            config: of the weight path.
+            peers: names of the other nodes' agents.
+        """
+        self._name = name
+        self._config = config
+        self._lock = threading.Lock()
+        self._state = AgentState(num_slots=config.num_slots, max_updating=config.max_updating)
+        self._rounds = Rounds()
+        self._layouts: dict[str, RegionLayout] = {}
+        self._memories: list[SlotMemory | None] = [None] * config.num_slots
+        self._fetched_bytes = 0
+        self._closing = threading.Event()
+        limits = Limits(payload_bytes=max(2**31, 2 * config.bucket_bytes))
+        with self._lock:  # a link that is quick waits until all are there
+            self._peers = {peer: PeerLink(credentials, name, peer, self, limits=limits) for peer in peers}
+        self._server = ChannelServer(credentials, name, Request, self, limits=limits)
+        self._timer = threading.Thread(target=self._tick, name="weights-timer", daemon=True)
+        self._timer.start()
+
+    def status(self) -> AgentStatus:
+        """Return what is there and who reads it."""
+        with self._lock:
+            return AgentStatus(
+                newest=self._state.newest,
+                versions=[(held.version, len(held.checksums)) for held in self._state.held()],
+                serving={_name(session): version for session, version in self._state.serving.items()},
+                holders={_name(session): versions for session, versions in self._state.holders().items()},
+                slot_bytes=sum(memory.offer.num_bytes for memory in self._memories if memory is not None),
+                fetched_bytes=self._fetched_bytes,
+            )
+
+    def close(self) -> None:
+        """Leave everybody; idempotent. What receivers have mapped stays readable."""
+        self._closing.set()
+        for peer in self._peers.values():
+            peer.close()
+        self._server.close()
+        self._timer.join(timeout=5)
+
+    def handle(self, call: Call) -> None:
+        """Carry out a request; see `Handler`."""
+        message, session = call.message, call.session
+        if isinstance(message, FetchBucket):
+            self._send_bucket(call, message)
+        elif isinstance(message, FetchPlan):
+            self._send_plan(call, message.plan)
+        elif isinstance(message, ReportCorrupt):
+            self._examine(call, message.version, message.bucket)
+        elif isinstance(message, AskStatus):
+            call.reply(self.status())
+        else:
+            with self._lock:
+                replies = self._carry_out(self._decide(call, message, session))
+            _send(replies)
+
+    def disconnected(self, session: Session) -> None:
+        """A client is gone; see `Handler`."""
+        with self._lock:
+            left = _answers(self._rounds.closed(session))
+            replies = self._carry_out(left + self._state.closed(session))
+        _send(replies)
+
+    def peer_has(self, peer: str, held: Sequence[Held]) -> None:
+        """Another agent said what it has."""
+        with self._lock:
+            replies = self._carry_out(self._state.peer_has(peer, held))
+        _send(replies)
+
+    def peer_plan(self, plan: TransferPlan) -> None:
+        """Another agent told a plan."""
+        with self._lock:
+            self._open_plan(plan)
+
+    def peer_lost(self, peer: str) -> None:
+        """The channel to another agent broke."""
+        with self._lock:
+            replies = self._carry_out(self._state.peer_lost(peer))
+        _send(replies)
+
+    def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:
+        """A bucket came from another agent into its slot, or did not."""
+        pull = fetch.pull
+        with self._lock:
+            self._fetched_bytes += num_bytes
+            checksum = pull.checksum if matches else None
+            replies = self._carry_out(self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
+        _send(replies)
+
+    def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
+        """Write what another agent sent into the slot; returns whether it is what was announced.
+
+        Raises:
+            WeightSyncError: it is a delta that cannot be read.
+        """
+        pull = fetch.pull
+        bucket = pull.plan.buckets[pull.bucket]
+        if base is not None:
+            packed = self._packed_copy(base, pull.bucket)
+            if packed is None:
+                return False
+            apply_delta(payload, packed, element_bytes=_element_bytes(bucket, pull.plan))
+            payload = packed
+        if payload.numel() != bucket.num_bytes:
+            return False
+        fetch.region.unpack(bucket.pieces, payload)
+        return fetch.region.checksum(bucket) == pull.checksum
+
+    def _decide(self, call: Call, message: object, session: Session) -> list[Instruction]:
+        state = self._state
+        match message:
+            case OpenPlan(plan):
+                self._open_plan(plan)
+            case TakeSlot(rank, version, plan, patience_s):
+                deadline = time.monotonic() + patience_s
+                return state.take_slot(call, session, rank=rank, version=version, plan=plan, deadline=deadline)
+            case SealBuckets(rank, version, checksums):
+                return state.seal(call, session, rank=rank, version=version, checksums=checksums)
+            case AwaitRepair(rank):
+                return state.await_repair(call, session, rank=rank)
+            case Watch(newer_than, guest):
+                return state.watch(call, session, newer_than, guest=guest)
+            case WatchPeer(revision):
+                return state.watch_peer(call, session, revision)
+            case AskSwap(patience_s):
+                return state.ask_swap(call, session, time.monotonic() + patience_s if patience_s > 0 else None)
+            case JoinBroadcast(broken):
+                return _answers(self._rounds.join(call, session, session.client, broken))
+            case BeginBroadcast(version, digest, broken, patience_s):
+                known = state.plan(digest)
+                if known is None:
+                    return [Refuse(call, f"weights of {version}: the plan {digest} is not known here; open it first")]
+                deadline = time.monotonic() + patience_s
+                begun = self._rounds.begin(call, session, version, known, broken=broken, deadline=deadline)
+                return _answers(begun)
+            case NoRepair(version):
+                return [Answer(call, Done()), *state.no_repair(version)]
+            case Release(version):
+                return [Answer(call, Done()), *state.release(session, version)]
+            case EndSwap():
+                return [Answer(call, Done()), *state.end_swap(session)]
+            case Serving(version):
+                state.serving[session] = version
+        return [Answer(call, Done())]
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> _Replies:
+        """Do what was decided, but for the replies: they are sent without the lock."""
+        replies: _Replies = []
+        for instruction in instructions:
+            match instruction:
+                case Answer(call, reply):
+                    replies.append((call, reply))
+                case Refuse(call, reason):
+                    replies.append((call, PeerRefused(reason)))
+                case Renew(slot):
+                    self._memories[slot] = None
+                case Grant(call, version, slot, plan):
+                    replies.append((call, self._granted(version, slot, plan)))
+                case Offer(call, version, slot, plan, checksums):
+                    offer = self._memory(slot, plan).offer
+                    replies.append((call, Offered(version, plan, offer, list(checksums))))
+                case Pull() as pull:
+                    region = Region(self._memory(pull.slot, pull.plan).memory, self._layout(pull.plan))
+                    self._peers[pull.peer].fetch(Fetch(pull, region))
+                case LacksPlan(peer, plan):
+                    self._peers[peer].fetch_plan(plan)
+        return replies
+
+    def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
+        try:
+            return SlotGranted(version, self._memory(slot, plan).offer)
+        except WeightSyncError as error:  # no descriptors are left: whoever asked is told, others are served
+            return PeerRefused(str(error))
+
+    def _memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
+        memory = self._memories[slot]
+        if memory is None or memory.offer.num_bytes != plan.region_bytes:
+            memory = self._memories[slot] = SlotMemory(plan.region_bytes)
+        return memory
+
+    def _layout(self, plan: TransferPlan) -> RegionLayout:
+        return self._layouts[plan.digest()]
+
+    def _open_plan(self, plan: TransferPlan) -> None:
+        self._layouts.setdefault(plan.digest(), RegionLayout(plan))
+        self._state.open_plan(plan)
+
+    def _borrow(self, session: object, version: Version) -> Region | None:
+        with self._lock:
+            borrowed = self._state.borrow(session, version)
+            if borrowed is None:
+                return None
+            slot, plan = borrowed
+            return Region(self._memory(slot, plan).memory, self._layout(plan))
+
+    def _give_back(self, session: object, version: Version) -> None:
+        with self._lock:
+            replies = self._carry_out(self._state.release(session, version))
+        _send(replies)
+
+    def _packed_copy(self, version: Version, bucket: int) -> Tensor | None:
+        token = object()
+        region = self._borrow(token, version)
+        if region is None:
+            return None
+        try:
+            return region.packed(region.layout.plan.buckets[bucket]).clone()
+        finally:
+            self._give_back(token, version)
+
+    def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
+        token = object()
+        region = self._borrow(token, wanted.version)
+        if region is None or self._state.checksum(wanted.version, wanted.bucket) is None:
+            if region is not None:
+                self._give_back(token, wanted.version)
+            raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
+        try:
+            bucket = region.layout.plan.buckets[wanted.bucket]
+            packed = region.packed(bucket)
+            base = wanted.base if self._config.delta else None
+            older = None if base is None else self._packed_copy(base, wanted.bucket)
+            delta = None
+            if older is not None and older.numel() == packed.numel():
+                delta = encode_delta(packed, older, element_bytes=_element_bytes(bucket, region.layout.plan))
+            if delta is not None:
+                call.reply(BucketFetched(base, delta.numel()), Payload.of(delta))
+            else:
+                call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
+        finally:
+            self._give_back(token, wanted.version)
+
+    def _send_plan(self, call: Call, digest: str) -> None:
+        with self._lock:
+            plan = self._state.plan(digest)
+        if plan is None:
+            raise PeerRefused(f"{self._name}: no plan {digest}")
+        call.reply(PlanFetched(plan))
+
+    def _examine(self, call: Call, version: Version, bucket: int) -> None:
+        """A receiver's checksum differs: look whether ours does."""
+        token = object()
+        region = self._borrow(token, version)
+        if region is not None:
+            try:
+                found = region.checksum(region.layout.plan.buckets[bucket])
+            finally:
+                self._give_back(token, version)
+            with self._lock:
+                expected = self._state.checksum(version, bucket)
+            if found == expected:
+                call.reply(Done())
+                return
+            logger.warning("%s: bucket %d of %s is damaged; getting it again", self._name, bucket, version)
+        with self._lock:
+            replies = self._carry_out(self._state.corrupt(call, call.session, version, bucket))
+        _send(replies)
+
+    def _tick(self) -> None:
+        while not self._closing.wait(_TICK_S):
+            with self._lock:
+                now = time.monotonic()
+                replies = self._carry_out(self._state.tick(now) + _answers(self._rounds.tick(now)))
+            _send(replies)
+
+
+def _element_bytes(bucket: Bucket, plan: TransferPlan) -> int:
+    """Return the size of what a delta counts: the first tensor's elements, if the bucket is made of such."""
+    size = DTYPE_BYTES[plan.tensors[bucket.pieces[0].name].dtype]
+    return size if bucket.num_bytes % size == 0 else 1
+
+
+def _answers(replies: Sequence[tuple[object, Reply]]) -> list[Instruction]:
+    return [Answer(call, reply) for call, reply in replies]
+
+
+def _send(replies: _Replies) -> None:
+    for call, reply in replies:
+        assert isinstance(call, Call)
+        if isinstance(reply, AsyncFlowError):
+            call.refuse(reply)
+        else:
+            call.reply(reply)
+
+
+def _name(session: object) -> str:
+    return session.client if isinstance(session, Session) else "this agent"

@@ -1,0 +1,407 @@
+"""What a weight agent decides: who writes into which slot, who is offered which version, what is fetched from where.
+
+Pure: every event returns the instructions that follow from it, in order. `call` is whatever the shell answers with,
+`session` whatever tells one client from another.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+
+from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
+from weightsync.agent.peer_book import PeerBook
+from weightsync.agent.ranks import Ranks, Taker
+from weightsync.agent.repairs import Repairs
+from weightsync.agent.slots import Slot, Slots
+from weightsync.agent.swap_turns import SwapTurns
+from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, SwapTurn, Unneeded
+from weightsync.plan import Bucket, TransferPlan
+from weightsync.version import Version
+
+
+class AgentState:
+    """One agent's slots, readers, writers and peers."""
+
+    def __init__(self, *, num_slots: int, max_updating: int | None = None) -> None:
+        """Args:
+        num_slots: versions that are kept or being written.
+        max_updating: receivers that may swap at once; None: any number.
+        """
+        self._slots = Slots(num_slots)
+        self._turns = SwapTurns(max_updating)
+        self._plans: dict[str, TransferPlan] = {}
+        self._ranks = Ranks()
+        self._watchers: dict[object, tuple[object, Version | None, bool]] = {}
+        self._repairs = Repairs()
+        self._peers = PeerBook()
+        self._peer_watchers: dict[object, object] = {}
+        self._revision = 1
+        self.serving: dict[object, Version] = {}
+        """By session: the version that it computes with."""
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest complete version."""
+        slot = self._slots.newest
+        return None if slot is None else slot.version
+
+    def plan(self, digest: str) -> TransferPlan | None:
+        """Return a known plan."""
+        return self._plans.get(digest)
+
+    def checksum(self, version: Version, bucket: int) -> int | None:
+        """Return the checksum of a bucket that is here, else None."""
+        slot = self._slots.of(version)
+        return None if slot is None else slot.checksums.get(bucket)
+
+    def held(self) -> list[Held]:
+        """Return what lies in the slots."""
+        return [
+            Held(slot.version, slot.digest, dict(slot.checksums))
+            for slot in self._slots
+            if slot.version is not None and not slot.dropped
+        ]
+
+    def holders(self) -> dict[object, list[Version]]:
+        """Return, by session, the versions that it reads or may read."""
+        holders: dict[object, list[Version]] = {}
+        for slot in self._slots:
+            if slot.version is not None:
+                for session in slot.readers | slot.guests:
+                    holders.setdefault(session, []).append(slot.version)
+        return holders
+
+    def open_plan(self, plan: TransferPlan) -> None:
+        """A trainer rank, or another agent, uses this plan."""
+        self._plans[plan.digest()] = plan
+
+    def take_slot(
+        self, call: object, session: object, *, rank: int, version: Version, plan: str, deadline: float
+    ) -> list[Instruction]:
+        """A trainer rank wants to write its part of a version; it waits until a slot is free, or `deadline`.
+
+        It is done with older versions, finished or not.
+        """
+        if plan not in self._plans:
+            return [Refuse(call, f"weights of {version}: the plan {plan} is not known here; open it first")]
+        self._ranks.asks(Taker(call, session, rank, version, plan, deadline))
+        self._slots.abandon_parts(version, rank, session)
+        return self._make_use_of_room()
+
+    def seal(
+        self, call: object, session: object, *, rank: int, version: Version, checksums: Mapping[int, int]
+    ) -> list[Instruction]:
+        """A trainer rank has written buckets; with its last one it is done with the slot."""
+        slot = self._slots.of(version)
+        if slot is None or slot.plan is None:
+            return [Answer(call, Done())]  # given up meanwhile; a newer version is there or on its way
+        own = {bucket.index for bucket in slot.plan.of_sender(rank)}
+        if not checksums.keys() <= own:
+            return [Refuse(call, f"weights of {version}: rank {rank} sealed buckets that are not its own")]
+        if slot.writers.get(rank) != session:
+            return [Refuse(call, f"weights of {version}: rank {rank} was not granted a slot for it")]
+        if slot.complete:
+            instructions = self._mended(slot, checksums)
+            if not self._repairs.wants(version, rank):
+                del slot.writers[rank]
+            return [Answer(call, Done()), *instructions, *self._make_use_of_room()]
+        slot.checksums.update(checksums)
+        slot.delivered = True
+        if own <= slot.checksums.keys():
+            del slot.writers[rank]
+        return [Answer(call, Done()), *self._grown(slot)]
+
+    def await_repair(self, call: object, session: object, *, rank: int) -> list[Instruction]:
+        """A trainer rank is ready to write buckets again."""
+        wanted = self._repairs.ready(rank, session, call)
+        for version in wanted:
+            slot = self._slots.of(version)
+            assert slot is not None
+            slot.let_write(rank, session)
+        return [Answer(call, Repair(version, sorted(buckets))) for version, buckets in list(wanted.items())[:1]]
+
+    def no_repair(self, version: Version) -> list[Instruction]:
+        """A trainer rank has newer weights by now."""
+        slot = self._slots.of(version)
+        return self._give_up(slot) if slot is not None and self._repairs.wants(version) else []
+
+    def watch(
+        self, call: object, session: object, newer_than: Version | None, *, guest: bool = False
+    ) -> list[Instruction]:
+        """A receiver wants the newest version; it waits for one that is newer than what it has.
+
+        Nobody waits for a guest: it keeps the memory that it reads when the slot is needed.
+        """
+        self._watchers[session] = (call, newer_than, guest)
+        return self._serve_watchers()
+
+    def borrow(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
+        """Hold a version, complete or not, until `release`; returns its slot and plan, or None: it is not here."""
+        slot = self._slots.of(version)
+        if slot is None or slot.plan is None:
+            return None
+        slot.readers.add(session)
+        return slot.number, slot.plan
+
+    def release(self, session: object, version: Version) -> list[Instruction]:
+        """A receiver does not read a version any more."""
+        for slot in self._slots:
+            if slot.version == version:
+                slot.release(session)
+        return self._make_use_of_room()
+
+    def ask_swap(self, call: object, session: object, deadline: float | None) -> list[Instruction]:
+        """A receiver wants to swap; without a deadline it does not wait for its turn."""
+        granted = self._turns.ask(call, session, deadline)
+        return [] if granted is None else [Answer(call, SwapTurn(granted))]
+
+    def end_swap(self, session: object) -> list[Instruction]:
+        """A receiver has swapped."""
+        return [Answer(call, SwapTurn(True)) for call in self._turns.end(session)]
+
+    def corrupt(self, call: object, session: object, version: Version, bucket: int) -> list[Instruction]:
+        """A bucket is damaged, here: have it written again, or drop the version."""
+        slot = self._slots.of(version)
+        if slot is None or not slot.complete or bucket not in slot.checksums:
+            return [Refuse(call, f"weights of {version}: bucket {bucket} is damaged, and the version is given up")]
+        return self._repair(slot, bucket) if self._repairs.report(version, bucket, call, session) else []
+
+    def peer_has(self, peer: str, held: Sequence[Held]) -> list[Instruction]:
+        """Another agent said what it has."""
+        self._peers.has(peer, held)
+        lacking = {each.plan for each in held if each.plan not in self._plans and self._is_news(each.version)}
+        return [LacksPlan(peer, plan) for plan in sorted(lacking)] + self._make_use_of_room()
+
+    def pulled(self, peer: str, version: Version, bucket: int, checksum: int | None) -> list[Instruction]:
+        """A bucket came from another agent and matches; None: it did not come, or does not match."""
+        self._peers.end(peer, version, bucket, came=checksum is not None)
+        slot = self._slots.of(version)
+        if slot is None or slot.pulling.get(bucket) != peer:
+            return self._make_use_of_room()  # the memory that it went to was given up meanwhile
+        del slot.pulling[bucket]
+        if self._repairs.pending(version, bucket):
+            mended = self._repair(slot, bucket) if checksum is None else self._mended(slot, {bucket: checksum})
+            return mended + self._make_use_of_room()
+        if checksum is None:
+            return self._make_use_of_room()
+        slot.checksums[bucket] = checksum
+        return self._grown(slot)
+
+    def peer_lost(self, peer: str) -> list[Instruction]:
+        """The channel to another agent broke; its pulls are reported as failed after this."""
+        self._peers.lost(peer)
+        return self._make_use_of_room()
+
+    def watch_peer(self, call: object, session: object, revision: int) -> list[Instruction]:
+        """Another agent wants to know what there is here, once that is more than at `revision`."""
+        if revision != self._revision:
+            return [Answer(call, PeerHas(self._revision, self.held()))]
+        self._peer_watchers[session] = call
+        return []
+
+    def closed(self, session: object) -> list[Instruction]:
+        """A client's channel ended, by goodbye or by death: it may still touch the memory that it was given."""
+        self._ranks.closed(session)
+        self._watchers.pop(session, None)
+        self._peer_watchers.pop(session, None)
+        self.serving.pop(session, None)
+        for slot in self._slots:
+            slot.lose(session)
+        instructions: list[Instruction] = []
+        for version in self._repairs.closed(session):
+            if (damaged := self._slots.of(version)) is not None:
+                instructions += self._give_up(damaged)
+        return instructions + self.end_swap(session) + self._make_use_of_room()
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time passed: end the waits that are over; slow readers are left behind before a trainer gets no slot."""
+        instructions: list[Instruction] = [Answer(call, SwapTurn(False)) for call in self._turns.overdue(now)]
+        if self._ranks.are_overdue(now):
+            self._slots.leave_readers()
+            instructions += self._serve_takers()
+        for late in self._ranks.overdue(now):
+            reason = f"weights of {late.version}: no slot became free in time ({self._slots.usage()})"
+            instructions.append(Answer(late.call, NoRoom(reason)))
+        return instructions
+
+    def _serve_takers(self) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for taker in self._ranks.waiting():
+            if answer := self._serve(taker):
+                self._ranks.answered(taker)
+                instructions += answer
+        return instructions
+
+    def _serve(self, taker: Taker) -> list[Instruction]:
+        """Answer a trainer rank that wants a slot; nothing: it waits."""
+        version, newest = taker.version, self.newest
+        if newest is not None and version <= newest:
+            return [Answer(taker.call, Unneeded(newest))]
+        slot = self._slots.of(version)
+        if slot is not None and slot.digest != taker.plan:
+            return [Refuse(taker.call, f"weights of {version}: other ranks write them under another plan")]
+        own = {bucket.index for bucket in self._plans[taker.plan].of_sender(taker.rank)}
+        there = set() if slot is None else own & slot.checksums.keys()
+        if own == there or self._ranks.overtaken(taker, is_begun=slot is not None):
+            return [Answer(taker.call, Unneeded(version))]
+        if slot is not None and own & slot.pulling.keys():
+            return []
+        slot, renewed = self._slot_for(version, taker.plan, dispensable=self._dispensable(version))
+        if slot is None:
+            return []
+        for bucket in there:
+            del slot.checksums[bucket]  # it is written once more
+        slot.let_write(taker.rank, taker.session)
+        return [*renewed, Grant(taker.call, version, slot.number, self._plans[taker.plan])]
+
+    def _slot_for(
+        self, version: Version, plan: str, *, dispensable: Container[int]
+    ) -> tuple[Slot | None, list[Instruction]]:
+        slot = self._slots.of(version)
+        if slot is not None:
+            return slot, []
+        slot = self._slots.take(version, self._plans[plan], plan, dispensable=dispensable)
+        if slot is None or not slot.stained:
+            return slot, []
+        slot.stained = False
+        return slot, [Renew(slot.number)]
+
+    def _dispensable(self, version: Version) -> set[int]:
+        """Return the numbers of slots with parts that give way to `version`."""
+        return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
+
+    def _gives_way(self, slot: Slot, version: Version) -> bool:
+        """Nobody writes it, and nobody will complete it, or it is newer and can be fetched again when it is due."""
+        if slot.writers or slot.version is None or slot.plan is None:
+            return False
+        fetched_ahead = slot.version > version and not slot.delivered
+        return fetched_ahead or any(self._never_comes(slot, bucket) for bucket in slot.plan.buckets)
+
+    def _never_comes(self, slot: Slot, bucket: Bucket) -> bool:
+        assert slot.version is not None
+        here = bucket.index in slot.checksums or bucket.index in slot.pulling
+        if here or self._peers.have(slot.version, slot.digest, bucket.index):
+            return False
+        asked = self._ranks.asked(bucket.sender)
+        if asked is not None:
+            return asked > slot.version
+        if slot.delivered:  # by ranks of this node: those of other nodes will follow
+            return self._peers.beyond(slot.version, slot.digest, bucket.index)
+        return True
+
+    def _grown(self, slot: Slot) -> list[Instruction]:
+        """Buckets were added: tell other agents, and everybody if that was the last."""
+        instructions = self._announce()
+        if slot.complete and slot.version is not None and slot.version == self.newest:
+            self._slots.drop_older_parts(slot.version)
+            instructions += self._serve_watchers()
+        return instructions + self._make_use_of_room()
+
+    def _announce(self) -> list[Instruction]:
+        self._revision += 1
+        calls, self._peer_watchers = list(self._peer_watchers.values()), {}
+        return [Answer(call, PeerHas(self._revision, self.held())) for call in calls]
+
+    def _serve_watchers(self) -> list[Instruction]:
+        slot = self._slots.newest
+        if slot is None or slot.version is None or slot.plan is None:
+            return []
+        instructions: list[Instruction] = []
+        for session, (call, newer_than, guest) in list(self._watchers.items()):
+            if newer_than is None or slot.version > newer_than:
+                del self._watchers[session]
+                (slot.guests if guest else slot.readers).add(session)
+                checksums = tuple(slot.checksums[bucket.index] for bucket in slot.plan.buckets)
+                instructions.append(Offer(call, slot.version, slot.number, slot.plan, checksums))
+        return instructions
+
+    def _make_use_of_room(self) -> list[Instruction]:
+        return self._serve_takers() + self._schedule_pulls()
+
+    def _is_news(self, version: Version) -> bool:
+        newest = self.newest
+        return newest is None or version > newest
+
+    def _schedule_pulls(self) -> list[Instruction]:
+        """Fetch what other agents have and this one lacks.
+
+        What was begun is finished first, else a node that is slower than the trainer would never finish any version;
+        then the newest that can be had whole, and those in between are skipped; then what there is of the newest.
+        """
+        offered = {version: plan for version, plan in self._peers.offered(self.newest).items() if plan in self._plans}
+        begun = [slot.version for slot in self._slots.parts() if slot.version in offered]
+        whole = next((version for version, plan in offered.items() if self._can_be_whole(version, plan)), None)
+        instructions: list[Instruction] = []
+        for version in dict.fromkeys([*begun, whole, *list(offered)[:1]]):
+            if version is None:
+                continue
+            dispensable = self._dispensable(version) if version == whole else ()
+            slot, renewed = self._slot_for(version, offered[version], dispensable=dispensable)
+            instructions += renewed
+            if slot is not None:
+                instructions += self._pull_missing(slot)
+                if slot.pulling:
+                    break
+        return instructions
+
+    def _can_be_whole(self, version: Version, plan: str) -> bool:
+        slot = self._slots.of(version)
+        here = slot.checksums if slot is not None and slot.digest == plan else {}
+        buckets = range(len(self._plans[plan].buckets))
+        return all(bucket in here or self._peers.have(version, plan, bucket) for bucket in buckets)
+
+    def _pull_missing(self, slot: Slot) -> list[Instruction]:
+        assert slot.version is not None and slot.plan is not None
+        instructions: list[Instruction] = []
+        for bucket in slot.plan.buckets:
+            k = bucket.index
+            if k not in slot.checksums and k not in slot.pulling and bucket.sender not in slot.writers:
+                source = self._peers.source(slot.version, slot.digest, k)
+                if source is not None:
+                    instructions.append(self._pull(slot, k, source))
+        return instructions
+
+    def _pull(self, slot: Slot, bucket: int, peer: str) -> Pull:
+        assert slot.version is not None and slot.plan is not None
+        slot.pulling[bucket] = peer
+        checksum = self._peers.start(peer, slot.version, bucket)
+        base = self._slots.newest
+        usable = base is not None and base is not slot and base.digest == slot.digest
+        base_version = base.version if base is not None and usable else None
+        return Pull(peer, slot.version, bucket, slot.number, checksum, base_version, slot.plan)
+
+    def _repair(self, slot: Slot, bucket: int) -> list[Instruction]:
+        """Get a damaged bucket again: from another agent, else from the rank that sent it."""
+        assert slot.version is not None and slot.plan is not None
+        source = self._peers.source(slot.version, slot.digest, bucket, patient=True)
+        if source is not None:
+            return [self._pull(slot, bucket, source)]
+        rank = slot.plan.buckets[bucket].sender
+        asked = self._repairs.ask(rank, slot.version, bucket)
+        if asked is None:
+            return self._give_up(slot)
+        session, call = asked
+        slot.let_write(rank, session)
+        return [] if call is None else [Answer(call, Repair(slot.version, [bucket]))]
+
+    def _mended(self, slot: Slot, checksums: Mapping[int, int]) -> list[Instruction]:
+        """Buckets that were damaged have been written again."""
+        assert slot.version is not None
+        instructions: list[Instruction] = []
+        for bucket, checksum in checksums.items():
+            if not self._repairs.pending(slot.version, bucket):
+                continue
+            if checksum != slot.checksums[bucket]:
+                return instructions + self._give_up(slot)
+            waiting = self._repairs.end(slot.version, bucket)
+            instructions += [Answer(call, Done()) for calls in waiting.values() for call in calls]
+        return instructions
+
+    def _give_up(self, slot: Slot) -> list[Instruction]:
+        """Nobody has a good copy of a damaged bucket: the version is offered no more."""
+        assert slot.version is not None
+        slot.dropped = True
+        reason = f"weights of {slot.version}: bucket %d does not match its checksum, and there is no other copy"
+        waiting = self._repairs.end(slot.version)
+        instructions: list[Instruction] = [
+            Refuse(call, reason % bucket) for bucket, calls in waiting.items() for call in calls
+        ]
+        return instructions + self._announce() + self._make_use_of_room()

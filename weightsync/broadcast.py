@@ -1,0 +1,266 @@
+"""The collective path: trainer ranks broadcast their buckets to all receivers over the devices' own backend.
+
+    trainer rank r   pack, seal b0 | pack, seal b1 |  ...        (while the bucket before travels)
+    group {r, receivers}          b0 ............ b1 ...
+    receiver                            check, write b0 | check, write b1 ...
+
+Who takes part is decided per transfer by the lead agent (`weightsync.agent.rounds`). Whoever is left out, or whose
+transfer breaks, takes the same version from its node's agent.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.device import abort_group
+from asyncflow.errors import TransportError, WeightSyncError
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from weightsync.agreement import wait_for_key
+from weightsync.bucket import BucketParts
+from weightsync.groups import Membership, connect_receiver, connect_sender
+from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer
+from weightsync.plan import TransferPlan
+from weightsync.region import Region
+from weightsync.version import Version
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 2
+"""Buckets that are sent, or checked, while the next one is prepared."""
+_INSTEAD = "receivers take them from their agents"
+
+
+class Broadcaster:
+    """One trainer rank's side. Rank 0 asks the lead agent who takes part and tells the others through the store."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        lead: str,
+        name: str,
+        plan: TransferPlan,
+        rank: int,
+        *,
+        device: torch.device,
+        epoch: str,
+        timeout_s: float,
+    ) -> None:
+        """Args:
+        credentials: store and secret.
+        lead: the agent that decides who takes part.
+        name: of this process.
+        plan: agreed on by all ranks.
+        rank: this trainer rank.
+        device: where the group's backend wants its tensors.
+        epoch: of the trainer's gang.
+        timeout_s: for the receivers to be ready, for a group to meet, and for each bucket.
+        """
+        self._credentials = credentials
+        self._lead = lead
+        self._name = name
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._senders = senders_of(plan)
+        self._buckets = plan.of_sender(rank)
+        self._store = credentials.own_store(timeout_s)
+        self._keys = PrefixStore(f"weights/transfer/{epoch}", credentials.own_store(2 * timeout_s))
+        self._connection: Connection | None = None
+        self._group: ProcessGroup | None = None
+        self._epoch = self._broken = ""
+        self._number = 0
+
+    def run(self, version: Version, region: Region | None) -> dict[int, int]:
+        """Broadcast this rank's buckets of a version to all receivers that are there; collective over the ranks.
+
+        A receiver that does not come, or dies, costs its deadline; then nobody waits for it, and the others, too, take
+        the version from their agents. That is logged and no error.
+
+        Args:
+            version: which.
+            region: holds it; None: this rank holds nothing.
+
+        Returns:
+            Checksums of the buckets that were packed, by index.
+        """
+        checksums: dict[int, int] = {}
+        try:
+            transfer = self._share(self._begin(version) if self._rank == 0 else None)
+            if transfer.members and region is not None:
+                self._send(transfer, region, checksums)
+        except (RuntimeError, TransportError, WeightSyncError) as error:
+            logger.warning("weights of %s: not broadcast to all (%s); %s", version, error, _INSTEAD)
+            self._broken = self._epoch
+            self._leave()
+        return checksums
+
+    def close(self) -> None:
+        """Leave group and lead; idempotent."""
+        self._leave()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _begin(self, version: Version) -> Transfer:
+        """Ask who takes part; nobody does if the lead agent is gone."""
+        try:
+            if self._connection is None or self._connection.closed:
+                self._connection = Connection(
+                    self._credentials, self._lead, f"{self._name}-lead", Reply, timeout_s=self._timeout_s
+                )
+                self._connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
+            request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)
+            reply, _ = self._connection.call(request, timeout_s=2 * self._timeout_s)
+        except TransportError as error:
+            logger.warning("weights of %s: %s; %s", version, error, _INSTEAD)
+            return Transfer("", version, [], None)
+        assert isinstance(reply, Transfer)
+        return reply
+
+    def _share(self, transfer: Transfer | None) -> Transfer:
+        """Return the transfer that rank 0 began, on every rank."""
+        self._number += 1
+        if transfer is None:
+            return msgpack_decoder(Transfer).decode(wait_for_key(self._keys, str(self._number), "trainer rank 0"))
+        shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
+        self._keys.set(str(self._number), msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._keys.delete_key(str(self._number - 2))  # everybody has read that one: steps are collective
+        return transfer
+
+    def _send(self, transfer: Transfer, region: Region, checksums: dict[int, int]) -> None:
+        group = self._connect(transfer)
+        in_flight: deque[list[Work]] = deque()
+        for bucket in self._buckets:
+            parts = BucketParts(region, bucket)
+            works = [group.broadcast([run.to(self._device)]) for run in parts.runs]
+            checksums[bucket.index] = parts.seal(transfer.version)  # while the runs travel
+            works.append(group.broadcast([parts.tail.to(self._device)]))
+            in_flight.append(works)
+            if len(in_flight) > _AHEAD:
+                _wait(in_flight.popleft(), self._timeout_s)
+        for works in in_flight:
+            _wait(works, self._timeout_s)
+
+    def _connect(self, transfer: Transfer) -> ProcessGroup:
+        if self._epoch != transfer.epoch:
+            self._leave()
+            self._epoch = transfer.epoch
+            members = Membership(transfer.epoch, self._senders, tuple(transfer.members))
+            self._group = connect_sender(self._store, members, self._rank, self._device)
+        if self._group is None:  # what its members wrote to the store is of no use to a second group
+            raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
+        return self._group
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            abort_group(group)
+
+
+class BroadcastMember:
+    """One receiver's side."""
+
+    def __init__(self, store: Store, name: str, device: torch.device) -> None:
+        """Args:
+        store: a client of its own, whose timeout bounds the meeting of a group.
+        name: of this receiver.
+        device: where the group's backend wants its tensors.
+        """
+        self._store = store
+        self._name = name
+        self._device = device
+        self._groups: dict[int, ProcessGroup] = {}
+        self.epoch = ""
+        """Of the groups that it has, or had last."""
+
+    def receive(self, transfer: Transfer, region: Region, *, timeout_s: float) -> None:
+        """Take part in a broadcast; `region` holds the version afterwards, every bucket checked.
+
+        Args:
+            transfer: the lead agent's.
+            region: is written to.
+            timeout_s: for each bucket.
+
+        Raises:
+            WeightSyncError: the trainer or another receiver is gone, or a bucket is not what was sent; the groups are
+                given up, and what is in `region` is undefined.
+        """
+        plan = region.layout.plan
+        coming: deque[_Coming] = deque()
+        taken: deque[Future[None]] = deque()
+        try:
+            groups = self._connect(transfer, plan)
+            with ThreadPoolExecutor(1) as checker:  # checks a bucket while the next ones come
+                for bucket in plan.buckets:
+                    coming.append(_Coming(groups[bucket.sender], BucketParts(region, bucket), self._device))
+                    if len(coming) > len(groups):
+                        taken.append(checker.submit(coming.popleft().arrived(timeout_s).take, transfer.version))
+                    if len(taken) > _AHEAD:
+                        taken.popleft().result()
+                for each in coming:
+                    taken.append(checker.submit(each.arrived(timeout_s).take, transfer.version))
+                for one in taken:
+                    one.result()
+        except RuntimeError as error:
+            self.abort()
+            raise WeightSyncError(f"weights of {transfer.version}: broadcast broke ({error})") from error
+        except WeightSyncError:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Leave the groups, so that nobody waits in them; idempotent."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            abort_group(group)
+
+    def _connect(self, transfer: Transfer, plan: TransferPlan) -> dict[int, ProcessGroup]:
+        if self.epoch != transfer.epoch:
+            self.abort()
+            self.epoch = transfer.epoch
+            members = Membership(transfer.epoch, senders_of(plan), tuple(transfer.members))
+            self._groups = connect_receiver(self._store, members, self._name, self._device)
+        if not self._groups:  # what its members wrote to the store is of no use to a second group
+            raise WeightSyncError(f"the groups of epoch {transfer.epoch} broke before")
+        return self._groups
+
+
+def senders_of(plan: TransferPlan) -> tuple[int, ...]:
+    """Return the trainer ranks that send anything, in order."""
+    return tuple(sorted({bucket.sender for bucket in plan.buckets}))
+
+
+class _Coming:
+    """A bucket whose parts are on their way."""
+
+    def __init__(self, group: ProcessGroup, parts: BucketParts, device: torch.device) -> None:
+        self._parts = parts
+        self._targets = [*parts.runs, parts.tail]
+        self._buffers = [_buffer(target, device) for target in self._targets]
+        self._works = [group.broadcast([buffer]) for buffer in self._buffers]
+
+    def arrived(self, timeout_s: float) -> BucketParts:
+        """Wait until all parts are here."""
+        _wait(self._works, timeout_s)
+        for target, buffer in zip(self._targets, self._buffers, strict=True):
+            if buffer is not target:
+                target.copy_(buffer)
+        return self._parts
+
+
+def _buffer(target: Tensor, device: torch.device) -> Tensor:
+    return target if device.type == "cpu" else torch.empty_like(target, device=device)
+
+
+def _wait(works: Iterable[Work], timeout_s: float) -> None:
+    for work in works:
+        work.wait(timedelta(seconds=timeout_s))

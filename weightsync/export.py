@@ -1,0 +1,180 @@
+"""Writes versions of the weights as Hugging Face directories: what any engine can read.
+
+    DIRECTORY/step_000012/              config, tokenizer, safetensors in the wire's element type, export.json
+    DIRECTORY/step_000003-lineage1/     after a restore
+    DIRECTORY/latest -> step_000012     always a complete one
+
+    newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
+
+A kill at any point leaves the former exports and their `latest`. Every directory has its run's `export.json`; others
+are never touched. Whatever fails (a full disk, an engine) is a warning: the run goes on. A thread beside the weight
+agent of one node runs it; it knows no model, only names and tensors.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from weightsync.config import ExportConfig
+from weightsync.external import WeightFeed
+from weightsync.notify import weight_sync_notify
+from weightsync.version import Version
+
+logger = logging.getLogger(__name__)
+
+WriteWeights = Callable[[Path, Mapping[str, tuple[int, ...]], Callable[[str], Tensor]], None]
+"""Writes safetensors files into a directory: (directory, shapes by name, the tensor of a name)."""
+LATEST = "latest"
+MARKER = "export.json"
+_ID_FILE = "export-id"
+_LOOK_S = 0.1
+
+
+class WeightExporter:
+    """Follows a feed and exports its versions in a thread, until `close`."""
+
+    def __init__(
+        self,
+        feed: WeightFeed,
+        config: ExportConfig,
+        run_dir: Path,
+        *,
+        copy_rest: Callable[[Path], None],
+        write_weights: WriteWeights,
+    ) -> None:
+        """Start following.
+
+        Args:
+            feed: of this node's weight agent; closed with the exporter.
+            config: where, which, who is told.
+            run_dir: of the run.
+            copy_rest: creates the directory with everything but weights: config, tokenizer.
+            write_weights: writes the weights into it; gets views that are valid during the call.
+        """
+        self._feed = feed
+        self._config = config
+        self._run = _run_id(run_dir)
+        self._root = (run_dir / config.directory).absolute()
+        self._beside = self._root / f".export-{self._run}.tmp"
+        self._copy_rest = copy_rest
+        self._write_weights = write_weights
+        self._seen: Version | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="weight-export", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Export what is at hand and was not yet, if that takes less than `timeout_s`, and end; idempotent."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+        self._feed.close()
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self._closing.wait(_LOOK_S)
+            newest = self._feed.newest
+            if newest is None or (self._seen is not None and newest <= self._seen):
+                continue
+            if newest.step % self._config.every:
+                self._seen = newest
+                continue
+            try:
+                self._export(newest)
+            except (OSError, SafetensorError) as error:
+                self._seen = max(newest, self._seen or newest)
+                shutil.rmtree(self._beside, ignore_errors=True)
+                logger.warning(
+                    "weights of %s: not exported to %s (%s); what was exported before stays", newest, self._root, error
+                )
+
+    def _export(self, newest: Version) -> None:
+        target = self._root / directory_name(newest)
+        if self._exported(target) == newest:  # by this process's predecessor
+            self._seen = newest
+            self._publish(target, newest)
+            return
+        if target.exists():
+            raise FileExistsError(f"{target.name} is there and was not exported by this run")
+        shutil.rmtree(self._beside, ignore_errors=True)
+        version = self._feed.load(self._fill, newer_than=self._seen)
+        if version is None:
+            return
+        self._seen = version
+        if version.step % self._config.every == 0:
+            self._publish(self._complete(version), version)
+        else:
+            shutil.rmtree(self._beside, ignore_errors=True)
+
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._copy_rest(self._beside)
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        self._write_weights(self._beside, shapes, weights.__getitem__)
+
+    def _complete(self, version: Version) -> Path:
+        """Give the directory its name, once all of it is on the disk."""
+        marker = {"run": self._run, "lineage": version.lineage, "step": version.step}
+        (self._beside / MARKER).write_text(json.dumps(marker))
+        for path in (*self._beside.iterdir(), self._beside):
+            _sync(path)
+        target = self._beside.rename(self._root / directory_name(version))
+        _sync(self._root)
+        return target
+
+    def _publish(self, directory: Path, version: Version) -> None:
+        link = self._beside.with_suffix(".link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory.name)
+        link.replace(self._root / LATEST)
+        _sync(self._root)
+        self._remove_older()
+        logger.info("weights of %s: exported to %s", version, directory)
+        weight_sync_notify(self._config.notify, directory, version, stop=self._closing)
+
+    def _remove_older(self) -> None:
+        latest = (self._root / LATEST).resolve()
+        exported = {path: self._exported(path) for path in self._root.glob("step_*")}
+        ours = sorted((version, path) for path, version in exported.items() if version is not None)
+        for _, path in ours[: -self._config.keep_last]:
+            if path.resolve() != latest:
+                # Renamed first: a removal that is interrupted leaves nothing that looks like an export.
+                shutil.rmtree(path.rename(self._beside), ignore_errors=True)
+
+    def _exported(self, directory: Path) -> Version | None:
+        """Return which version this run exported to a directory; None: it is nobody's, or another run's."""
+        try:
+            marker = json.loads((directory / MARKER).read_text())
+            return Version(marker["lineage"], marker["step"]) if marker["run"] == self._run else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def directory_name(version: Version) -> str:
+    """Return the name of a version's directory: `step_000012`, after a restore `step_000012-lineage1`."""
+    return f"step_{version.step:06d}" + (f"-lineage{version.lineage}" if version.lineage else "")
+
+
+def _run_id(run_dir: Path) -> str:
+    """Return what tells this run from one that had the same directory before; the same when it is resumed."""
+    path = run_dir / _ID_FILE
+    if not path.is_file() or not path.read_text():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a directory's entries on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

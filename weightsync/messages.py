@@ -1,0 +1,287 @@
+"""What trainer ranks, receivers and agents say to a weight agent, and its answers.
+
+trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
+receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
+other agent    WatchPeer (parks until there is more), FetchPlan, FetchBucket (the payload is the bucket)
+"""
+
+import msgspec
+
+from weightsync.plan import TransferPlan
+from weightsync.slot_memory import SlotOffer
+from weightsync.version import Version
+
+
+class OpenPlan(msgspec.Struct, tag=True):
+    """A trainer rank is about to publish under this plan."""
+
+    plan: TransferPlan
+
+
+class TakeSlot(msgspec.Struct, tag=True):
+    """A trainer rank wants to write its part of a version; it is done with older ones, finished or not.
+
+    Attributes:
+        plan: digest.
+        patience_s: how long to wait for a free slot; then slow readers are left behind.
+    """
+
+    rank: int
+    version: Version
+    plan: str
+    patience_s: float
+
+
+class SealBuckets(msgspec.Struct, tag=True):
+    """Buckets are written.
+
+    Attributes:
+        checksums: by bucket index.
+    """
+
+    rank: int
+    version: Version
+    checksums: dict[int, int]
+
+
+class AwaitRepair(msgspec.Struct, tag=True):
+    """A trainer rank will write buckets again that turn out to be damaged."""
+
+    rank: int
+
+
+class NoRepair(msgspec.Struct, tag=True):
+    """A trainer rank has newer weights by now and cannot write this version again."""
+
+    version: Version
+
+
+class Watch(msgspec.Struct, tag=True):
+    """A receiver wants the newest version, if newer than this one; it holds what it is offered until `Release`.
+
+    Attributes:
+        newer_than: what it has; None: nothing.
+        guest: nobody waits for it: when its slot is needed, that gets new memory, and it keeps the old one.
+    """
+
+    newer_than: Version | None
+    guest: bool = False
+
+
+class Release(msgspec.Struct, tag=True):
+    """A receiver does not read a version any more."""
+
+    version: Version
+
+
+class Serving(msgspec.Struct, tag=True):
+    """A receiver computes with this version from now on."""
+
+    version: Version
+
+
+class AskSwap(msgspec.Struct, tag=True):
+    """A receiver wants to swap now.
+
+    Attributes:
+        patience_s: how long to wait for its turn; 0: not at all.
+    """
+
+    patience_s: float
+
+
+class EndSwap(msgspec.Struct, tag=True):
+    """A receiver has swapped."""
+
+
+class ReportCorrupt(msgspec.Struct, tag=True):
+    """A receiver found that a bucket does not match its checksum."""
+
+    version: Version
+    bucket: int
+
+
+class JoinBroadcast(msgspec.Struct, tag=True):
+    """A receiver is ready for the next broadcast; parks.
+
+    Attributes:
+        broken: epoch whose group broke, or "".
+    """
+
+    broken: str
+
+
+class BeginBroadcast(msgspec.Struct, tag=True):
+    """The trainer's rank 0 wants to broadcast a version; parks until the receivers are ready.
+
+    Attributes:
+        plan: digest.
+        broken: epoch whose group broke, or "".
+        patience_s: then those that are not ready are left out.
+    """
+
+    version: Version
+    plan: str
+    broken: str
+    patience_s: float
+
+
+class WatchPeer(msgspec.Struct, tag=True):
+    """Another agent wants to know what there is.
+
+    Attributes:
+        revision: of the last answer; 0: none yet.
+    """
+
+    revision: int
+
+
+class FetchPlan(msgspec.Struct, tag=True):
+    """Another agent lacks a plan."""
+
+    plan: str
+
+
+class FetchBucket(msgspec.Struct, tag=True):
+    """Another agent wants a bucket's bytes.
+
+    Attributes:
+        base: a complete version that it has; the answer may be a delta against it.
+    """
+
+    version: Version
+    bucket: int
+    base: Version | None
+
+
+class AskStatus(msgspec.Struct, tag=True):
+    """What is there, who reads it."""
+
+
+Request = (
+    OpenPlan | TakeSlot | SealBuckets | AwaitRepair | NoRepair | Watch | Release | Serving | AskSwap | EndSwap
+    | ReportCorrupt | JoinBroadcast | BeginBroadcast | WatchPeer | FetchPlan | FetchBucket | AskStatus
+)  # fmt: skip
+
+
+class Done(msgspec.Struct, tag=True):
+    """Yes."""
+
+
+class SlotGranted(msgspec.Struct, tag=True):
+    """Write here."""
+
+    version: Version
+    slot: SlotOffer
+
+
+class Unneeded(msgspec.Struct, tag=True):
+    """Nothing is to be written: the version or a newer one is complete, or the rank's part of it is there."""
+
+    version: Version
+
+
+class NoRoom(msgspec.Struct, tag=True):
+    """No slot became free: all are being written; says which. The rank may ask again."""
+
+    reason: str
+
+
+class Offered(msgspec.Struct, tag=True):
+    """The newest complete version.
+
+    Attributes:
+        checksums: of every bucket, in order.
+    """
+
+    version: Version
+    plan: TransferPlan
+    slot: SlotOffer
+    checksums: list[int]
+
+
+class Repair(msgspec.Struct, tag=True):
+    """Write these buckets of a version again."""
+
+    version: Version
+    buckets: list[int]
+
+
+class SwapTurn(msgspec.Struct, tag=True):
+    """Whether the receiver may swap now; if so, it says `EndSwap` afterwards."""
+
+    granted: bool
+
+
+class Transfer(msgspec.Struct, tag=True):
+    """A broadcast begins.
+
+    Attributes:
+        epoch: names its groups; they are the same as long as this is.
+        members: receivers, in rank order.
+        plan: for the receivers.
+    """
+
+    epoch: str
+    version: Version
+    members: list[str]
+    plan: TransferPlan | None
+
+
+class Held(msgspec.Struct):
+    """What an agent has of a version.
+
+    Attributes:
+        plan: digest.
+        checksums: by bucket index, of what is there.
+    """
+
+    version: Version
+    plan: str
+    checksums: dict[int, int]
+
+
+class PeerHas(msgspec.Struct, tag=True):
+    """What an agent has now."""
+
+    revision: int
+    held: list[Held]
+
+
+class PlanFetched(msgspec.Struct, tag=True):
+    """A plan."""
+
+    plan: TransferPlan
+
+
+class BucketFetched(msgspec.Struct, tag=True):
+    """The payload starts with the bucket, or with a delta against `base`, of so many bytes."""
+
+    base: Version | None
+    num_bytes: int
+
+
+class AgentStatus(msgspec.Struct, tag=True):
+    """An agent's state, for people and tests.
+
+    Attributes:
+        newest: complete version.
+        versions: (version, buckets present) of every slot in use.
+        serving: by receiver: the version that it computes with.
+        holders: by receiver: versions that it reads or may read.
+        slot_bytes: memory of all slots, if every page was used.
+        fetched_bytes: from other agents, since the start.
+    """
+
+    newest: Version | None
+    versions: list[tuple[Version, int]]
+    serving: dict[str, Version]
+    holders: dict[str, list[Version]]
+    slot_bytes: int
+    fetched_bytes: int
+
+
+Reply = (
+    Done | SlotGranted | Unneeded | NoRoom | Offered | Repair | SwapTurn | Transfer | PeerHas | PlanFetched
+    | BucketFetched | AgentStatus
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Shared memory of version slots: made by the weight agent, written by trainer ranks, read by receivers of its host.
+
+    agent      SlotMemory: anonymous memfd, sealed size          offers (pid, descriptor, token)
+    others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
+
+Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: what was offered stays
+readable, and nobody else will write to it.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import warnings
+import weakref
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.errors import TransportError, WeightSyncError
+from asyncflow.transport.arena import create_memfd, open_memfd
+
+logger = logging.getLogger(__name__)
+
+_HEADER_BYTES = mmap.PAGESIZE  # the token's page
+_MADV_POPULATE_READ = 22  # Linux 5.14; absent from the mmap module of Python 3.11
+_MADV_POPULATE_WRITE = 23
+
+
+class SlotOffer(msgspec.Struct, frozen=True):
+    """Where a slot's memory is.
+
+    Attributes:
+        pid, fd: of the agent.
+        num_bytes: of the region.
+        token: tells this memory from any other that had the same numbers.
+    """
+
+    pid: int
+    fd: int
+    num_bytes: int
+    token: bytes
+
+
+class SlotMemory:
+    """The agent's end."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve `num_bytes`; pages come with their first use.
+
+        Raises:
+            WeightSyncError: no descriptor or no addresses are left.
+        """
+        try:
+            fd, token = create_memfd(_HEADER_BYTES + num_bytes)
+            weakref.finalize(self, os.close, fd)
+            self.memory = _map(fd, num_bytes, write=True)
+        except OSError as error:
+            raise WeightSyncError(
+                f"weights: a slot of {num_bytes:,} bytes cannot be made ({error.strerror})"
+            ) from error
+        self.offer = SlotOffer(os.getpid(), fd, num_bytes, token)
+
+
+def map_slot(offer: SlotOffer, *, write: bool) -> Tensor:
+    """Map an agent's slot; returns uint8 [num_bytes], which lives as long as a view of it does.
+
+    Raises:
+        WeightSyncError: it cannot be opened: another host, or the agent is gone.
+    """
+    try:
+        fd = open_memfd(offer.pid, offer.fd, _HEADER_BYTES + offer.num_bytes, offer.token)
+    except TransportError as error:
+        raise WeightSyncError(f"weights: the agent's memory cannot be mapped ({error})") from error
+    try:
+        return _map(fd, offer.num_bytes, write=write)
+    except OSError as error:
+        raise WeightSyncError(f"weights: {offer.num_bytes:,} bytes cannot be mapped ({error.strerror})") from error
+    finally:
+        os.close(fd)
+
+
+def private_memory(num_bytes: int) -> Tensor:
+    """Return uint8 [num_bytes] of this process alone, page-aligned; pages come with their first use."""
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:num_bytes]
+
+
+def populate(memory: Tensor, *, write: bool) -> None:
+    """Make the pages of a mapping present, so that nobody waits for page faults later. Needs no GIL while it runs."""
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = memory.data_ptr() + memory.numel() - start
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    if _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice):
+        logger.debug("populate: %s", os.strerror(ctypes.get_errno()))  # an older kernel: pages come with their use
+
+
+def _map(fd: int, num_bytes: int, *, write: bool) -> Tensor:
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes, flags=mmap.MAP_SHARED, prot=protection)
+    array = np.frombuffer(memory, dtype=np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors
+        return torch.from_numpy(array)[_HEADER_BYTES:]
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,140 @@
+"""The reference policy, which may follow the trained one: after every N steps it becomes a copy of the policy.
+
+Called by the `ref` role, or by the actor that hosts it. Which weights are the reference of a step is a pure function of
+the step, so it does not depend on who computes it or when:
+
+    N = 4    steps 1-4: the initial model    steps 5-8: weights of step 4    steps 9-12: weights of step 8 ...
+
+Whoever loads new weights first also writes them to the run directory, for checkpoints of the steps that need them.
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from weightsync.receiver import WeightReceiver
+from weightsync.version import Version
+from workers.context import WorkerContext
+from workers.engines.base import Sequences
+from workers.engines.frozen import FrozenModel
+from workers.weight_path import open_receiver
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "reference"
+"""In the run directory: the last references; in a checkpoint: the one that its next step needs."""
+_KEPT = 2
+
+
+def reference_step(step: int, interval: int) -> int:
+    """Return the step whose weights are the reference of `step`; 0: the initial model.
+
+    Args:
+        step: that is trained, from 1.
+        interval: `algorithm.ref_update_interval`; 0: the reference never changes.
+    """
+    return 0 if interval == 0 else (step - 1) // interval * interval
+
+
+def saved_reference(context: WorkerContext, completed: int) -> Path | None:
+    """Return the directory that a checkpoint of step `completed` must hold, too; None: it needs none.
+
+    The next step's reference is the initial model, or the checkpoint's own weights, or lies in that directory: its rows
+    could not have been trained before somebody had written it.
+    """
+    step = reference_step(completed + 1, context.config.algorithm.ref_update_interval)
+    if context.config.algorithm.kl_coef == 0 or step in (0, completed):
+        return None
+    if step < context.start_step:
+        return Path(context.job.resume_from) / DIRECTORY
+    return _kept_as(context, step)
+
+
+class Reference:
+    """Computes log-probabilities under the reference of each step. Steps may only go on."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        """Load the reference of the step that comes next.
+
+        Raises:
+            ConfigError: the model's directory, or the checkpoint's copy of the reference, cannot be used.
+        """
+        config = context.config
+        self._interval = config.algorithm.ref_update_interval
+        self._timeout_s = config.weightsync.timeout_s
+        self._context = context
+        self._writes = context.gang.role == "ref" or context.rank == 0
+        first = reference_step(context.start_step + 1, self._interval)
+        restored = 0 < first < context.start_step
+        self._step = first if restored else 0
+        self._model = FrozenModel(
+            Path(config.model.path),
+            config.model,
+            temperature=config.rollout.temperature,
+            device=context.device,
+            weights_dir=Path(context.job.resume_from) / DIRECTORY if restored else None,
+        )
+        self._receiver: WeightReceiver | None = None
+        if self._interval:
+            needs = self._model.weight_needs()
+            self._receiver = open_receiver(context, needs, purpose="reference", wanted=self._wants)
+
+    def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens under the reference of `step`.
+
+        Waits until the trainer has published that reference.
+
+        Raises:
+            WeightSyncError: it did not in time.
+        """
+        needed = reference_step(step, self._interval)
+        if needed > self._step and self._receiver is not None:
+            self._refresh(self._receiver, needed)
+        return self._model.log_probs(batch)
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _refresh(self, receiver: WeightReceiver, needed: int) -> None:
+        with self._context.timeline.span("wait for weights", step=needed):
+            if not receiver.wait_for(needed, timeout_s=self._timeout_s, stop=self._context.stopping):
+                return
+        with self._context.timeline.span("load weights", step=needed):
+            loaded = receiver.load(self._model.load_weights, newer_than=None)
+            receiver.drop()
+        assert loaded is not None
+        if loaded.step != needed:
+            logger.warning("the reference is of step %d instead of %d: that was replaced too fast", loaded.step, needed)
+        self._step = needed
+        if self._writes:
+            self._write(_kept_as(self._context, needed))
+
+    def _wants(self, version: Version) -> bool:
+        """Return whether a version is the first at or after a refresh; the receiver asks for one after the other."""
+        newest = self._receiver.newest if self._receiver is not None else None
+        last = self._step if newest is None else newest.step
+        return version.step // self._interval > last // self._interval
+
+    def _write(self, target: Path) -> None:
+        if target.exists():
+            return
+        beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            beside.mkdir(parents=True)
+            self._model.save_weights(beside)
+            beside.rename(target)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            if not target.exists():  # else another process was faster
+                logger.warning("%s cannot be written (%s): checkpoints before the next refresh lack it", target, error)
+        for old in sorted(target.parent.glob("lineage*"))[:-_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _kept_as(context: WorkerContext, step: int) -> Path:
+    return context.run_dir / DIRECTORY / f"lineage{context.job.lineage:04d}-step_{step:06d}"

@@ -1,0 +1,85 @@
+"""Connects a run's trainer ranks, and the roles that hold the policy, to the weight path that is configured."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from weightsync.agreement import agree_on_plan
+from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.plan import Need
+from weightsync.receiver import WeightReceiver
+from weightsync.sender import WeightSender, describe
+from weightsync.version import Version
+from workers.context import WorkerContext
+from workers.dataflow import WEIGHTS
+from workers.engines.base import LocalShard
+
+
+def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightSender:
+    """Agree with the other trainer ranks on a plan; returns this rank's sender.
+
+    Args:
+        context: of this rank.
+        shards: what it holds.
+
+    Raises:
+        PlanError: the ranks' shards do not make one model.
+        WeightSyncError: another rank did not say what it holds in time.
+    """
+    config, epoch = context.config.weightsync, f"{context.job.lineage}.{context.attempt}"
+    plan = agree_on_plan(
+        context.new_store(),
+        epoch,
+        context.rank,
+        describe(shards),
+        num_ranks=context.gang.num_ranks,
+        bucket_bytes=config.bucket_bytes,
+        dtype=config.dtype or context.config.model.dtype,
+    )
+    broadcaster = None
+    if config.path == "broadcast":
+        broadcaster = Broadcaster(
+            context.credentials(), _lead(context), context.name, plan, context.rank,
+            device=context.device, epoch=epoch, timeout_s=config.timeout_s,
+        )  # fmt: skip
+    return WeightSender(
+        context.credentials(), _agent(context), context.name, plan, context.rank,
+        device=context.device, num_slots=config.num_slots, timeout_s=config.timeout_s, broadcaster=broadcaster,
+        timeline=context.timeline,
+    )  # fmt: skip
+
+
+def open_receiver(
+    context: WorkerContext,
+    needs: Mapping[str, Need],
+    *,
+    purpose: str = "",
+    wanted: Callable[[Version], bool] | None = None,
+) -> WeightReceiver:
+    """Return a receiver of what the trainer publishes.
+
+    Args:
+        context: of this rank.
+        needs: what the engine wants.
+        purpose: of a receiver beside the one of this rank's main engine.
+        wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
+    """
+    config = context.config.weightsync
+    name = f"{context.name}-{purpose}" if purpose else context.name
+    member = None
+    if config.path == "broadcast" and wanted is None:
+        store = context.new_store(config.timeout_s)
+        member = BroadcastMember(store, name, context.device)
+    return WeightReceiver(
+        context.credentials(), _agent(context), name, needs,
+        device=context.device, wanted=wanted, member=member, lead=_lead(context), timeout_s=config.timeout_s,
+        timeline=context.timeline,
+    )  # fmt: skip
+
+
+def _agent(context: WorkerContext) -> str:
+    """Return the weight agent of this process's node."""
+    return context.job.of_role(WEIGHTS)[0].name
+
+
+def _lead(context: WorkerContext) -> str:
+    """Return the agent that decides who takes part in a broadcast."""
+    return context.job.of_role(WEIGHTS)[0].name
