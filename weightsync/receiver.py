@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.device import pin
 from asyncflow.errors import PeerRefused, PlanError, TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
@@ -40,7 +39,7 @@ from weightsync.messages import (
 )
 from weightsync.plan import Need, Piece, TransferPlan, match_needs
 from weightsync.region import Region, RegionLayout
-from weightsync.slot_memory import map_slot, populate, private_memory
+from weightsync.slot_memory import SlotMappings, private_memory
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class WeightReceiver:
         self._device = device
         self._whole = whole
         self._layouts: dict[str, tuple[RegionLayout, dict[str, Piece]]] = {}
-        self._memories: dict[bytes, Tensor] = {}
+        self._slots = SlotMappings(write=False, keep=_KEPT_MAPPINGS, device=device)
         self._changed = threading.Condition()
         self._loading = threading.Lock()
         self._connection: Connection | None = None
@@ -245,7 +244,7 @@ class WeightReceiver:
             logger.warning("%s: %s", self._name, error)
 
     def _watch(self, connection: Connection) -> None:
-        self._memories.clear()
+        self._slots.clear()
         seen = self.newest
         if self._serving is not None:
             connection.call(Serving(self._serving), timeout_s=_CALL_TIMEOUT_S)
@@ -275,15 +274,7 @@ class WeightReceiver:
 
     def _region(self, offered: Offered) -> tuple[Region, dict[str, Piece]]:
         layout, matched = self._layout(offered.plan)
-        memory = self._memories.pop(offered.slot.token, None)
-        if memory is None:
-            memory = map_slot(offered.slot, write=False)
-            populate(memory, write=False)
-            pin(memory, self._device)
-        self._memories[offered.slot.token] = memory
-        while len(self._memories) > _KEPT_MAPPINGS:
-            self._memories.pop(next(iter(self._memories)))
-        return Region(memory, layout), matched
+        return Region(self._slots.get(offered.slot), layout), matched
 
     def _layout(self, plan: TransferPlan) -> tuple[RegionLayout, dict[str, Piece]]:
         digest = plan.digest()

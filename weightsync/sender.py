@@ -14,17 +14,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncflow.device import CopiesDone, CopyStream, pin
+from asyncflow.device import CopiesDone, CopyStream
 from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster
 from weightsync.messages import (
     AwaitRepair,
@@ -38,9 +37,9 @@ from weightsync.messages import (
     TakeSlot,
     Unneeded,
 )
-from weightsync.plan import Bucket, Piece, ShardSpec, TransferPlan
-from weightsync.region import Region, RegionLayout
-from weightsync.slot_memory import SlotOffer, map_slot, populate, private_memory
+from weightsync.plan import TransferPlan
+from weightsync.shard_writer import Shard, ShardWriter, Target
+from weightsync.slot_memory import SlotMappings, SlotOffer, private_memory
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -53,40 +52,19 @@ _LOOK_S = 0.5
 """How often a wait looks at its stop event (s)."""
 
 
-class Shard(Protocol):
-    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def box(self) -> Box: ...
-    @property
-    def values(self) -> Tensor: ...
-
-
-def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
-    """Return what this rank holds, for the plan."""
-    return [
-        ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
-        for shard in shards
-    ]
-
-
 @dataclass(frozen=True)
 class _Staged:
     """A version's copy.
 
     Attributes:
-        version, region: what and where.
+        version, target: what and where.
         slot: token of the agent's memory that holds it; None: it is this process's own.
         copied: whether the copy from the device has ended.
         checksums: by bucket, as far as they are known.
     """
 
     version: Version
-    region: Region
+    target: Target
     slot: bytes | None
     copied: CopiesDone
     checksums: Mapping[int, int] = field(default_factory=dict)
@@ -145,11 +123,10 @@ class WeightSender:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
-        self._num_slots = num_slots
-        self._layout = RegionLayout(plan)
-        self._buckets = plan.of_sender(rank)
+        self._writer = ShardWriter(plan, rank)
+        self._buckets = self._writer.buckets
         self._copies = CopyStream(device)
-        self._mapped: dict[bytes, Region] = {}
+        self._slots = SlotMappings(write=True, keep=num_slots, device=device, extents=self._writer.extents())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._weights = threading.Lock()  # held while shards are read, so that `before_update` waits for that
@@ -190,20 +167,19 @@ class WeightSender:
         began = time.monotonic()
         if self._closing.is_set():
             raise WeightSyncError(f"weights of {version}: the sender is closed")
-        target = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
-        region = None if target is None else target.region
+        place = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
         copied = CopiesDone()
-        if region is not None:
+        if place is not None:
             shards = list(shards)
             with self._weights, self._copies.copying() as copied:
-                self._write(region, shards, self._buckets)
+                self._writer.write(place.target, shards)
                 self._shards = version, shards
         checksums: dict[int, int] = {}
         if self._broadcaster is not None:
             copied.wait()
-            checksums = self._broadcaster.run(version, region)
-        if target is not None:
-            staged = _Staged(version, target.region, target.slot, copied, checksums)
+            checksums = self._broadcaster.run(version, None if place is None else place.target.region)
+        if place is not None:
+            staged = _Staged(version, place.target, place.slot, copied, checksums)
             with self._changed:
                 self._staged = staged
                 self._events.put(staged)
@@ -258,12 +234,12 @@ class WeightSender:
                 if self._complete is not None and version <= self._complete and self._broadcaster is None:
                     return None
                 if self._complete is not None and version <= self._complete:
-                    return _Staged(version, self._own_region(), None, CopiesDone())
+                    return _Staged(version, self._own_memory(), None, CopiesDone())
                 if self._granted is not None and self._granted.version == version:
                     granted, self._granted = self._granted, None
                     return granted
                 if self._linked is False:
-                    return _Staged(version, self._own_region(), None, CopiesDone())
+                    return _Staged(version, self._own_memory(), None, CopiesDone())
                 if self._refused is not None:
                     raise WeightSyncError(self._refused)
                 if self._asked != version:
@@ -278,22 +254,12 @@ class WeightSender:
                     raise WeightSyncError(reason)
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
-    def _own_region(self) -> Region:
+    def _own_memory(self) -> Target:
         staged = self._staged
         if staged is not None and staged.slot is None and self._linked is False:
             self._staged = None  # nobody reads it, and nobody will: this version replaces it
-            return staged.region
-        return Region(private_memory(self._plan.region_bytes), self._layout)
-
-    def _write(self, region: Region, shards: Iterable[Shard], buckets: Iterable[Bucket]) -> None:
-        held: dict[str, list[tuple[Box, Tensor]]] = {}
-        for shard in shards:
-            values = shard.values.detach().reshape(shard.box.size)  # a view, but for some strided ones
-            held.setdefault(shard.name, []).append((shard.box, values))
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                source = _part(held.get(piece.name, ()), piece)
-                region.piece(piece).copy_(source, non_blocking=True)
+            return staged.target
+        return self._writer.target(private_memory(self._plan.region_bytes))
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -320,7 +286,7 @@ class WeightSender:
         with self._changed:
             self._linked = False
             self._granted = self._complete = self._delivered = None
-            self._mapped.clear()
+            self._slots.clear()
             self._changed.notify_all()
 
     def _work(self, connection: Connection) -> None:
@@ -372,29 +338,16 @@ class WeightSender:
 
     def _prepare(self, version: Version, offer: SlotOffer) -> None:
         """Map a granted slot, with its pages, so that the trainer meets neither."""
-        region = self._map(offer)
+        target = self._writer.target(self._slots.get(offer))
         with self._changed:
-            self._granted = _Staged(version, region, offer.token, CopiesDone())
+            self._granted = _Staged(version, target, offer.token, CopiesDone())
             self._asked = None
             self._changed.notify_all()
-
-    def _map(self, offer: SlotOffer) -> Region:
-        region = self._mapped.pop(offer.token, None)
-        if region is None:
-            memory = map_slot(offer, write=True)
-            for start, stop in _extents(self._layout, self._buckets):
-                populate(memory[start:stop], write=True)
-            pin(memory, self._device)
-            region = Region(memory, self._layout)
-        self._mapped[offer.token] = region
-        while len(self._mapped) > self._num_slots:
-            self._mapped.pop(next(iter(self._mapped)))
-        return region
 
     def _deliver(self, connection: Connection, staged: _Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""
         staged.copied.wait()
-        if staged.slot not in self._mapped:
+        if staged.slot not in self._slots:
             moved = self._move(connection, staged)
             if moved is None:
                 self._delivered_one(staged)
@@ -402,7 +355,7 @@ class WeightSender:
             staged = moved
         with self._timeline.span("seal weights", version=staged.version.step):
             for bucket in self._buckets:
-                checksum = staged.checksums.get(bucket.index) or staged.region.checksum(bucket)
+                checksum = staged.checksums.get(bucket.index) or staged.target.region.checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
         self._delivered_one(staged)
@@ -415,11 +368,9 @@ class WeightSender:
             reply, _ = connection.call(self._request(staged.version), timeout_s=_PATIENCE_S + self._timeout_s)
         if not isinstance(reply, SlotGranted):
             return None
-        region = self._map(reply.slot)
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                region.piece(piece).copy_(staged.region.piece(piece))
-        moved = _Staged(staged.version, region, reply.slot.token, CopiesDone(), staged.checksums)
+        target = self._writer.target(self._slots.get(reply.slot))
+        self._writer.copy(staged.target, target)
+        moved = _Staged(staged.version, target, reply.slot.token, CopiesDone(), staged.checksums)
         with self._changed:
             if self._staged is staged:
                 self._staged = moved
@@ -451,20 +402,20 @@ class WeightSender:
 
     def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
         """Write buckets again, if these weights are still there."""
-        wanted = [bucket for bucket in self._buckets if bucket.index in buckets]
         with self._weights:
             staged = self._staged
-            able = staged is not None and staged.version == version and staged.slot in self._mapped
+            able = staged is not None and staged.version == version and staged.slot in self._slots
             able = able and self._shards is not None and self._shards[0] == version
             if able and staged is not None and self._shards is not None:
                 with self._copies.copying() as copied:
-                    self._write(staged.region, self._shards[1], wanted)
+                    self._writer.write(staged.target, self._shards[1], buckets)
                 copied.wait()
         if not able or staged is None:
             connection.call(NoRepair(version), timeout_s=self._timeout_s)
             return
         logger.warning("weights of %s: wrote buckets %s again", version, list(buckets))
-        checksums = {bucket.index: staged.region.checksum(bucket) for bucket in wanted}
+        wanted = [bucket for bucket in self._buckets if bucket.index in buckets]
+        checksums = {bucket.index: staged.target.region.checksum(bucket) for bucket in wanted}
         connection.call(SealBuckets(self._rank, version, checksums), timeout_s=self._timeout_s)
 
 
@@ -476,27 +427,3 @@ def _outcome(done: "Future[tuple[Any, Tensor]]") -> _Event:
     except TransportError:
         return _Lost()
     return event
-
-
-def _part(held: Iterable[tuple[Box, Tensor]], piece: Piece) -> Tensor:
-    for box, values in held:
-        relative = piece.box.within(box)
-        if relative is not None:
-            return values[relative.slices]
-    raise WeightSyncError(f"{piece.name}: this rank no longer holds {piece.box}")
-
-
-def _extents(layout: RegionLayout, buckets: Iterable[Bucket]) -> list[tuple[int, int]]:
-    """Return the bytes (start, stop) of a region that the buckets touch, merged where they meet."""
-    runs = []
-    for bucket in buckets:
-        for piece in bucket.pieces:
-            start, num_bytes = layout.run(piece) or layout.extent(piece.name)
-            runs.append((start, start + num_bytes))
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(runs):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged

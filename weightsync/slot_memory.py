@@ -13,12 +13,14 @@ import mmap
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncflow.device import pin
 from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.transport.arena import create_memfd, open_memfd
 
@@ -80,6 +82,49 @@ def map_slot(offer: SlotOffer, *, write: bool) -> Tensor:
         raise WeightSyncError(f"weights: {offer.num_bytes:,} bytes cannot be mapped ({error.strerror})") from error
     finally:
         os.close(fd)
+
+
+class SlotMappings:
+    """Keeps the slots that one process of the agent's host has mapped, the last ones. Used by one thread."""
+
+    def __init__(
+        self, *, write: bool, keep: int, device: torch.device, extents: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Args:
+        write: whether this process writes.
+        keep: so many mappings.
+        device: that copies to or from them.
+        extents: bytes (start, stop) that will be touched; None: all.
+        """
+        self._write = write
+        self._keep = keep
+        self._device = device
+        self._extents = extents
+        self._memories: dict[bytes, Tensor] = {}
+
+    def __contains__(self, token: bytes | None) -> bool:
+        return token in self._memories
+
+    def get(self, offer: SlotOffer) -> Tensor:
+        """Return a slot's memory, uint8 [num_bytes], with its pages present.
+
+        Raises:
+            WeightSyncError: see `map_slot`.
+        """
+        memory = self._memories.pop(offer.token, None)
+        if memory is None:
+            memory = map_slot(offer, write=self._write)
+            for start, stop in [(0, offer.num_bytes)] if self._extents is None else self._extents:
+                populate(memory[start:stop], write=self._write)
+            pin(memory, self._device)
+        self._memories[offer.token] = memory
+        while len(self._memories) > self._keep:
+            self._memories.pop(next(iter(self._memories)))
+        return memory
+
+    def clear(self) -> None:
+        """Forget all: the agent is gone. What is in use stays mapped."""
+        self._memories.clear()
 
 
 def private_memory(num_bytes: int) -> Tensor:

@@ -6,7 +6,8 @@ from weightsync.agreement import agree_on_plan
 from weightsync.broadcast import Broadcaster, BroadcastMember
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
+from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.dataflow import WEIGHTS

@@ -9,7 +9,8 @@ from weightsync.agreement import agree_on_plan
 from weightsync.broadcast import Broadcaster
 from weightsync.plan import TransferPlan
 from weightsync.region import Region
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
+from weightsync.shard_writer import describe
 from weightsync.version import Version
 from weightsync_parts.masters import WIRE, WIRE_NAME, Masters
 from weightsync_parts.raw_gloo import RawSender

@@ -20,7 +20,8 @@ from weightsync.broadcast import Broadcaster, BroadcastMember
 from weightsync.config import WeightSyncConfig
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
+from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.engines.base import LocalShard
 

@@ -32,7 +32,8 @@ from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed, connect_weights
 from weightsync.plan import Need, plan_transfer
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
+from weightsync.shard_writer import describe
 from weightsync.version import Version
 from workers.engines.hf_weights import copy_without_weights, write_weights
 

@@ -249,10 +249,10 @@ def test_second_interrupt_kills_at_once(launch: Launch) -> None:
 
 
 def test_workers_that_never_start_are_named(launch: Launch) -> None:
-    launcher = launch("never_start", start_timeout_s=6.0)
+    launcher = launch("never_start", start_timeout_s=15.0)
     code, output = launcher.finish()
     assert code == 1
-    assert "rollout-0 rank 0: not at work 6 s after the start" in output.splitlines()[-1]
+    assert "rollout-0 rank 0: not at work 15 s after the start" in output.splitlines()[-1]
 
 
 def test_external_gang_is_waited_for(launch: Launch) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same, shapes, weights
 
 import weightsync.broadcast as broadcast
-import weightsync.sender as sender
 from asyncflow.transport.hello import SWITCH
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call
@@ -29,9 +28,10 @@ from weightsync.broadcast import Broadcaster, BroadcastMember
 from weightsync.bucket import BucketParts
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import BucketFetched, FetchBucket
-from weightsync.plan import Need, Piece
+from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
-from weightsync.sender import WeightSender, describe
+from weightsync.sender import WeightSender
+from weightsync.shard_writer import ShardWriter, Target, describe
 from weightsync.version import Version
 
 CPU = torch.device("cpu")
@@ -186,8 +186,8 @@ class Trainer:
         self._sender.close(timeout_s)
         return _threads_left("weight-sender")
 
-    def _wait_for_the_test(self, name: str) -> None:
-        if self._stops and name == "norm":
+    def _wait_for_the_test(self) -> None:
+        if self._stops:
             self._stops = False
             self._pipe.send("midway")
             self._pipe.recv()
@@ -322,14 +322,16 @@ def _tamper(number: int) -> list[None]:
     return left
 
 
-def _before_copying(called: Callable[[str], None]) -> None:
-    part = sender._part
+def _before_copying(called: Callable[[], None]) -> None:
+    """Have a copy of the shards stop after its first bucket."""
+    write = ShardWriter.write
 
-    def announcing(held: Any, piece: Piece) -> Tensor:
-        called(piece.name)
-        return part(held, piece)
+    def halting(writer: ShardWriter, target: Target, shards: Any, buckets: Any = None) -> None:
+        write(writer, target, shards, {writer.buckets[0].index})
+        called()
+        write(writer, target, shards, buckets)
 
-    setattr(sender, "_part", announcing)  # noqa: B010 - a test's hook
+    setattr(ShardWriter, "write", halting)  # noqa: B010 - a test's hook
 
 
 def _threads_left(*names: str) -> list[str]:

@@ -1,0 +1,131 @@
+"""Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else."""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncflow.errors import WeightSyncError
+from weightsync.boxes import Box
+from weightsync.plan import Piece, ShardSpec, TransferPlan
+from weightsync.region import Region, RegionLayout
+
+
+class Shard(Protocol):
+    """One part of a tensor that this rank holds; `workers.engines.base.LocalShard` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def values(self) -> Tensor: ...
+
+
+def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
+    """Return what this rank holds, for the plan."""
+    return [
+        ShardSpec(shard.name, tuple(shard.shape), str(shard.values.dtype).removeprefix("torch."), shard.box)
+        for shard in shards
+    ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A region that one rank writes its share into.
+
+    Attributes:
+        region: of a whole version.
+        views: of the rank's pieces in it, in the plan's order.
+    """
+
+    region: Region
+    views: list[Tensor]
+
+
+class ShardWriter:
+    """One rank's share of a plan."""
+
+    def __init__(self, plan: TransferPlan, rank: int) -> None:
+        """Args:
+        plan: agreed on by all ranks.
+        rank: whose buckets are written.
+        """
+        self.layout = RegionLayout(plan)
+        self.buckets = plan.of_sender(rank)
+        self._pieces = [(bucket.index, piece) for bucket in self.buckets for piece in bucket.pieces]
+        self._known: list[tuple[str, Box]] = []
+        self._sources: list[tuple[int, Box]] = []  # of each piece: which shard, and where in it
+
+    def target(self, memory: Tensor) -> Target:
+        """Lay the plan over memory, uint8 [region_bytes]; once, ahead of time."""
+        region = Region(memory, self.layout)
+        return Target(region, [region.piece(piece) for _, piece in self._pieces])
+
+    def write(self, target: Target, shards: Sequence[Shard], buckets: Container[int] | None = None) -> None:
+        """Copy all pieces, or those of some buckets, with the cast to the wire's type; may return before a device has.
+
+        Args:
+            target: see above.
+            shards: what this rank holds now.
+            buckets: indices; None: all.
+
+        Raises:
+            WeightSyncError: a piece is not in them.
+        """
+        self._match(shards)
+        whole: dict[int, Tensor] = {}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for (bucket, _), view, (number, box) in zip(self._pieces, target.views, self._sources, strict=True):
+            if buckets is not None and bucket not in buckets:
+                continue
+            size = shards[number].box.size
+            if number not in whole:  # a view, but for some strided ones
+                whole[number] = shards[number].values.detach().reshape(size)
+            targets.append(view)
+            sources.append(whole[number] if box.size == size else whole[number][box.slices])
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def copy(self, source: Target, target: Target) -> None:
+        """Copy all pieces from one region to another."""
+        if source.views:
+            torch._foreach_copy_(target.views, source.views)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return the bytes (start, stop) of a region that are written, merged where they meet."""
+        runs = []
+        for _, piece in self._pieces:
+            start, num_bytes = self.layout.run(piece) or self.layout.extent(piece.name)
+            runs.append((start, start + num_bytes))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(runs):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return merged
+
+    def _match(self, shards: Sequence[Shard]) -> None:
+        """Find each piece's shard; they are the same ones at every version."""
+        held = [(shard.name, shard.box) for shard in shards]
+        if held == self._known:
+            return
+        by_name: dict[str, list[tuple[int, Box]]] = {}
+        for number, (name, box) in enumerate(held):
+            by_name.setdefault(name, []).append((number, box))
+        self._sources = [_find(piece, by_name.get(piece.name, ())) for _, piece in self._pieces]
+        self._known = held
+
+
+def _find(piece: Piece, held: Iterable[tuple[int, Box]]) -> tuple[int, Box]:
+    for number, box in held:
+        relative = piece.box.within(box)
+        if relative is not None:
+            return number, relative
+    raise WeightSyncError(f"{piece.name}: this rank no longer holds {piece.box}")
