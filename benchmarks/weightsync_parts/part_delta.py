@@ -20,7 +20,7 @@ from launcher.config import load_config
 from weightsync.delta import apply_delta, encode_delta
 from weightsync.plan import TransferPlan, plan_transfer
 from weightsync.region import Region, RegionLayout
-from weightsync.sender import describe
+from weightsync.shard_writer import describe
 from weightsync.slot_memory import private_memory
 from weightsync_parts.options import Options
 from weightsync_parts.setup import begin_process
