@@ -26,9 +26,8 @@ import torch.distributed as dist
 from asyncflow.errors import ConfigError, TransportError, WeightSyncError
 from asyncflow.job import Job
 from asyncflow.store_server import connect_store
-from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from weightsync.messages import AskStatus, Reply
+from weightsync.agent_status import ask_agent
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 
@@ -115,11 +114,7 @@ def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeo
     try:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=timeout_s))
         credentials = Credentials(store, bytes.fromhex(job.secret), timeout_s)
-        probe = Connection(credentials, agent, name, Reply)
-        try:
-            probe.call(AskStatus(), timeout_s=timeout_s)
-        finally:
-            probe.close()
+        ask_agent(credentials, agent, name, timeout_s=timeout_s)
     except (TransportError, dist.DistError) as error:
         raise WeightSyncError(f"{name}: no weights from {agent} of the run in {run_dir} ({error})") from error
     return WeightFeed(credentials, agent, name, over=lambda: _is_over(run_dir, job))

@@ -14,6 +14,7 @@ A receiver takes whole tensors (a generator, Hugging Face names) or boxes of the
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -85,7 +86,7 @@ class Bucket(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
 
 
-class TransferPlan(msgspec.Struct, frozen=True):
+class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for what is derived once
     """All of one model's transfer.
 
     Attributes:
@@ -110,7 +111,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
             end += -(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return starts
 
-    @property
+    @cached_property
     def region_bytes(self) -> int:
         """Bytes of one version in memory, with what alignment adds."""
         return sum(-(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in self.tensors.values())
@@ -122,6 +123,10 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     def digest(self) -> str:
         """Return what tells this plan from every other one."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 

@@ -231,9 +231,9 @@ class WeightSender:
             self._refused = None
             self._no_room = ""
             while True:
-                if self._complete is not None and version <= self._complete and self._broadcaster is None:
-                    return None
                 if self._complete is not None and version <= self._complete:
+                    if self._broadcaster is None:
+                        return None
                     return _Staged(version, self._own_memory(), None, CopiesDone())
                 if self._granted is not None and self._granted.version == version:
                     granted, self._granted = self._granted, None

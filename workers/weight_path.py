@@ -38,7 +38,7 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     broadcaster = None
     if config.path == "broadcast":
         broadcaster = Broadcaster(
-            context.credentials(), _lead(context), context.name, plan, context.rank,
+            context.credentials(), _agent(context), context.name, plan, context.rank,
             device=context.device, epoch=epoch, timeout_s=config.timeout_s,
         )  # fmt: skip
     return WeightSender(
@@ -71,16 +71,11 @@ def open_receiver(
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
-        device=context.device, wanted=wanted, member=member, lead=_lead(context), timeout_s=config.timeout_s,
+        device=context.device, wanted=wanted, member=member, lead=_agent(context), timeout_s=config.timeout_s,
         timeline=context.timeline,
     )  # fmt: skip
 
 
 def _agent(context: WorkerContext) -> str:
-    """Return the weight agent of this process's node."""
-    return context.job.of_role(WEIGHTS)[0].name
-
-
-def _lead(context: WorkerContext) -> str:
-    """Return the agent that decides who takes part in a broadcast."""
+    """Return this node's weight agent; a run has one node, so it also says who takes part in broadcasts."""
     return context.job.of_role(WEIGHTS)[0].name

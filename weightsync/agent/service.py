@@ -269,7 +269,8 @@ class WeightAgent:
         return self._layouts[plan.digest()]
 
     def _open_plan(self, plan: TransferPlan) -> None:
-        self._layouts.setdefault(plan.digest(), RegionLayout(plan))
+        if plan.digest() not in self._layouts:
+            self._layouts[plan.digest()] = RegionLayout(plan)
         self._state.open_plan(plan)
 
     def _borrow(self, session: object, version: Version) -> Region | None:

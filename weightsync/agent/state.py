@@ -71,7 +71,7 @@ class AgentState:
 
     def open_plan(self, plan: TransferPlan) -> None:
         """A trainer rank, or another agent, uses this plan."""
-        self._plans[plan.digest()] = plan
+        self._plans.setdefault(plan.digest(), plan)
 
     def take_slot(
         self, call: object, session: object, *, rank: int, version: Version, plan: str, deadline: float

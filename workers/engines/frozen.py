@@ -9,7 +9,7 @@ from torch import Tensor
 from weightsync.plan import Need
 from workers.config import ModelConfig
 from workers.engines.base import Sequences
-from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases, weight_needs
 from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
@@ -57,8 +57,7 @@ class FrozenModel:
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
-        aliases = parameter_aliases(self._model)
-        return {name: Need(tuple(p.shape), aliases[name]) for name, p in self._model.named_parameters()}
+        return weight_needs(self._model)
 
     def save_weights(self, target: Path) -> None:
         """Write the weights as safetensors, in the element type that they have here, into an existing directory."""

@@ -13,7 +13,7 @@ Legend of shapes: A answer tokens of the micro-batch.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,21 +168,10 @@ class FsdpEngine:
 
     @torch.no_grad()
     def _load_weights(self, weights: HfWeights) -> None:
-        for name, shape, local, start in self._local_rows():
-            stored = weights.find(name, self._aliases[name])
-            local.copy_(weights.read_rows(stored, shape, start, start + local.shape[0]))
-
-    def _local_rows(self) -> Iterator[tuple[str, tuple[int, ...], Tensor, int]]:
-        """Yield name, whole shape, this rank's rows and the first row's number; FSDP2 splits as `torch.chunk` does.
-
-        Touches shapes and local tensors only: slicing a DTensor would gather it from all ranks.
-        """
-        rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
-        for name, parameter in self._model.named_parameters():
-            shape, local = tuple(parameter.shape), _local(parameter)
-            start = min(rank * -(-shape[0] // num_ranks), shape[0])
-            assert local.is_contiguous() and start + local.shape[0] <= shape[0], name
-            yield name, shape, local, start
+        for shard in local_shards(self._model.named_parameters()):
+            stored = weights.find(shard.name, self._aliases[shard.name])
+            start, num_rows = shard.box.offset[0], shard.box.size[0]
+            shard.values.copy_(weights.read_rows(stored, shard.shape, start, start + num_rows))
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -25,7 +25,7 @@ from asyncflow.errors import PlanError
 from weightsync.plan import Need
 from workers.config import ModelConfig, RolloutConfig
 from workers.engines.base import GenerateRequest, Generation
-from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, weight_needs
 from workers.engines.sampling import draw_tokens
 from workers.model_files import eos_token_ids
 
@@ -54,7 +54,6 @@ class HfEngine:
         materialize(self._model, device)
         self._model.requires_grad_(False)
         self._parameters = dict(self._model.named_parameters())
-        self._aliases = parameter_aliases(self._model)
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
 
@@ -86,7 +85,7 @@ class HfEngine:
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
-        return {name: Need(tuple(parameter.shape), self._aliases[name]) for name, parameter in self._parameters.items()}
+        return weight_needs(self._model)
 
     def _generate_batch(self, requests: Sequence[GenerateRequest], stop: threading.Event) -> Iterator[Generation]:
         if stop.is_set():

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError
+from weightsync.plan import Need
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Element types by their configuration name."""
@@ -61,6 +62,12 @@ def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {group[0]: tuple(group[1:]) for group in names.values()}
+
+
+def weight_needs(model: nn.Module) -> dict[str, Need]:
+    """Return what replaces all weights of a model, by HF name; tied weights once."""
+    aliases = parameter_aliases(model)
+    return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
