@@ -3,8 +3,9 @@
 Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
 """
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
@@ -64,34 +65,42 @@ def abort_group(group: ProcessGroup) -> None:
 
 
 class CopyStream:
-    """Copies from a device to host memory beside the computation; on the CPU they simply happen."""
+    """Copies from a device to host memory beside the computation: on a stream of its own; on the CPU, in a thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
-    @contextlib.contextmanager
-    def copying(self) -> "Iterator[CopiesDone]":
-        """Order what is copied inside after the work that the current stream has now; yields what tells its end."""
-        done = CopiesDone()
+    def run(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
+        """Begin copying, one after the other.
+
+        Args:
+            copies: each issues copies out of the device. They see what the current stream was given so far.
+
+        Returns:
+            What tells the end of each.
+        """
         if self._stream is None:
-            yield done
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+            return [CopiesDone(self._thread.submit(copy).result) for copy in copies]
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        ends = []
         with self._stream:
-            yield done
-        done.event = self._stream.record_event()
+            for copy in copies:
+                copy()
+                ends.append(CopiesDone(self._stream.record_event().synchronize))
+        return ends
 
 
+@dataclass(frozen=True)
 class CopiesDone:
-    """Whether copies of a `CopyStream` have ended."""
+    """The end of copies.
 
-    def __init__(self) -> None:
-        self.event: torch.Event | None = None
+    Attributes:
+        wait: blocks until they have ended; raises what went wrong.
+    """
 
-    def wait(self) -> None:
-        """Block until they have."""
-        if self.event is not None:
-            self.event.synchronize()
+    wait: Callable[[], object]
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:

@@ -10,7 +10,7 @@ transfer breaks, takes the same version from its node's agent.
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.device import abort_group
+from asyncflow.device import CopiesDone, abort_group
 from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
@@ -80,7 +80,7 @@ class Broadcaster:
         self._epoch = self._broken = ""
         self._number = 0
 
-    def run(self, version: Version, region: Region | None) -> dict[int, int]:
+    def run(self, version: Version, region: Region | None, copied: Mapping[int, CopiesDone]) -> dict[int, int]:
         """Broadcast this rank's buckets of a version to all receivers that are there; collective over the ranks.
 
         A receiver that does not come, or dies, costs its deadline; then nobody waits for it, and the others, too, take
@@ -88,7 +88,8 @@ class Broadcaster:
 
         Args:
             version: which.
-            region: holds it; None: this rank holds nothing.
+            region: holds it, or will; None: this rank holds nothing.
+            copied: the ends of copies into the region, by bucket.
 
         Returns:
             Checksums of the buckets that were packed, by index.
@@ -97,7 +98,7 @@ class Broadcaster:
         try:
             transfer = self._share(self._begin(version) if self._rank == 0 else None)
             if transfer.members and region is not None:
-                self._send(transfer, region, checksums)
+                self._send(transfer, region, copied, checksums)
         except (RuntimeError, TransportError, WeightSyncError) as error:
             logger.warning("weights of %s: not broadcast to all (%s); %s", version, error, _INSTEAD)
             self._broken = self._epoch
@@ -136,10 +137,14 @@ class Broadcaster:
         self._keys.delete_key(str(self._number - 2))  # everybody has read that one: steps are collective
         return transfer
 
-    def _send(self, transfer: Transfer, region: Region, checksums: dict[int, int]) -> None:
+    def _send(
+        self, transfer: Transfer, region: Region, copied: Mapping[int, CopiesDone], checksums: dict[int, int]
+    ) -> None:
         group = self._connect(transfer)
         in_flight: deque[list[Work]] = deque()
         for bucket in self._buckets:
+            if bucket.index in copied:
+                copied[bucket.index].wait()
             parts = BucketParts(region, bucket)
             works = [group.broadcast([run.to(self._device)]) for run in parts.runs]
             checksums[bucket.index] = parts.seal(transfer.version)  # while the runs travel

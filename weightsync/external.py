@@ -13,7 +13,6 @@ Reads shared memory of the agent: same host and same user as the run. It never w
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -71,24 +70,12 @@ class WeightFeed(WeightReceiver):
         Raises:
             WeightSyncError: there was none within `timeout_s`; says why.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with self._changed:
-                if not self._has_newer(version):
-                    self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-                if self._has_newer(version):
-                    return True
-                error = self._error
-            if (stop is not None and stop.is_set()) or self._over():
-                return False
-            if time.monotonic() >= deadline:
-                wanted = "no weights" if version is None else f"no weights newer than {version}"
-                why = f": {error}" if error is not None else f"; {self._agent} has none"
-                raise WeightSyncError(f"{self._name}: {wanted} came within {timeout_s:g} s{why}")
-
-    def _has_newer(self, version: Version | None) -> bool:
-        newest = self.newest
-        return newest is not None and (version is None or newest > version)
+        return self._shelf.wait(
+            lambda: self._shelf.has_newer(version),
+            f"{self._name}: weights" + ("" if version is None else f" newer than {version}"),
+            timeout_s=timeout_s,
+            over=lambda: (stop is not None and stop.is_set()) or self._over(),
+        )
 
 
 def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeout_s: float = 10.0) -> WeightFeed:

@@ -6,6 +6,7 @@ it, receivers view whole tensors in it. A region does not know whose memory it i
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -90,6 +91,15 @@ class Region:
             else:
                 target.copy_(source.clone().view(target.dtype).view(target.shape))
             offset += num_bytes
+
+    def copy(self, bucket: Bucket, source: "Region") -> None:
+        """Copy a bucket from a region of the same layout."""
+        for piece in bucket.pieces:
+            run = self.layout.run(piece)
+            if run is not None:
+                np.copyto(self.bytes_at(*run).numpy(), source.bytes_at(*run).numpy())  # one thread: others generate
+            else:
+                self.piece(piece).copy_(source.piece(piece))
 
     def checksum(self, bucket: Bucket) -> int:
         """Return the xxh3 (64 bits) of a bucket's bytes; reads them all."""

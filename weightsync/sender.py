@@ -1,19 +1,22 @@
 """The trainer's side: copy this rank's shards to the node's weight agent and go on.
 
-    trainer thread    | copy v1 | train ...                 | copy v2 | train ...
-    sender thread               | check, seal | take slot .........|    | check, seal | ...
+    trainer thread    publish v1 | forward, backward ... | update | publish v2 | forward, backward ...
+    copies                       | copy v1 |                                   | copy v2 |
+    sender thread                 | check, seal | take slot ...                 | check, seal | ...
 
-The copy goes straight into shared memory that was taken ahead, so it is all that the trainer waits for. An agent that
-died costs nothing either: the copy goes to memory of this process, and to the agent once it is back.
+The copy goes straight into shared memory that was taken ahead, bucket by bucket, and may take until the weights change:
+only what is not copied by then is waited for. An agent that died costs nothing either: the copy goes to memory of this
+process, and to the agent once it is back.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +28,13 @@ from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import Broadcaster
+from weightsync.connections import connections
 from weightsync.messages import (
     AwaitRepair,
     NoRepair,
     NoRoom,
     OpenPlan,
     Repair,
-    Reply,
     SealBuckets,
     SlotGranted,
     TakeSlot,
@@ -44,8 +47,6 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 5.0
-_PAUSE_S = 0.2
 _PATIENCE_S = 10.0
 """How long slow readers may hold up a slot (s); then they keep its memory, and the slot gets a new one."""
 _LOOK_S = 0.5
@@ -59,14 +60,14 @@ class _Staged:
     Attributes:
         version, target: what and where.
         slot: token of the agent's memory that holds it; None: it is this process's own.
-        copied: whether the copy from the device has ended.
+        copied: the ends of the copies from the device, by bucket; one that is not there has ended.
         checksums: by bucket, as far as they are known.
     """
 
     version: Version
     target: Target
     slot: bytes | None
-    copied: CopiesDone
+    copied: Mapping[int, CopiesDone] = field(default_factory=dict)
     checksums: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -130,6 +131,7 @@ class WeightSender:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._weights = threading.Lock()  # held while shards are read, so that `before_update` waits for that
+        self._copied: Collection[CopiesDone] = ()
         self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
         self._linked: bool | None = None  # None: not yet
         self._granted: _Staged | None = None
@@ -153,11 +155,11 @@ class WeightSender:
     def publish(
         self, version: Version, shards: Iterable[Shard], *, timeout_s: float, stop: threading.Event | None = None
     ) -> float:
-        """Copy the weights; returns the seconds that the trainer was held up.
+        """Begin to copy the weights; returns the seconds that the trainer was held up.
 
         Args:
             version: of these weights.
-            shards: this rank's parts, as described in the plan. They may be read until `before_update`.
+            shards: this rank's parts, as described in the plan. They are read until `before_update` returns.
             timeout_s: for memory to become free.
             stop: ends that wait early.
 
@@ -168,16 +170,12 @@ class WeightSender:
         if self._closing.is_set():
             raise WeightSyncError(f"weights of {version}: the sender is closed")
         place = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
-        copied = CopiesDone()
+        copied: Mapping[int, CopiesDone] = {}
         if place is not None:
-            shards = list(shards)
-            with self._weights, self._copies.copying() as copied:
-                self._writer.write(place.target, shards)
-                self._shards = version, shards
+            copied = self._copy(version, place.target, list(shards))
         checksums: dict[int, int] = {}
         if self._broadcaster is not None:
-            copied.wait()
-            checksums = self._broadcaster.run(version, None if place is None else place.target.region)
+            checksums = self._broadcaster.run(version, None if place is None else place.target.region, copied)
         if place is not None:
             staged = _Staged(version, place.target, place.slot, copied, checksums)
             with self._changed:
@@ -185,12 +183,18 @@ class WeightSender:
                 self._events.put(staged)
         return time.monotonic() - began
 
-    def before_update(self) -> None:
-        """The weights are about to change: wait until nobody reads them any more. Call it before every update."""
+    def before_update(self) -> float:
+        """The weights are about to change: wait until nobody reads them any more. Call it before every update.
+
+        Returns:
+            The seconds that the trainer was held up.
+        """
+        began = time.monotonic()
         with self._weights:
-            if self._staged is not None:
-                self._staged.copied.wait()
-            self._shards = None
+            for copied in self._copied:
+                copied.wait()
+            self._copied, self._shards = (), None
+        return time.monotonic() - began
 
     def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
         """Wait until the agent has this rank's part of the last version.
@@ -225,6 +229,18 @@ class WeightSender:
         if self._broadcaster is not None:
             self._broadcaster.close()
 
+    def _copy(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
+        with self._weights:
+            self._writer.match(shards)
+            indices = [bucket.index for bucket in self._buckets]
+            ends = self._copies.run([partial(self._copy_bucket, target, shards, index) for index in indices])
+            self._copied, self._shards = ends, (version, shards)
+        return dict(zip(indices, ends, strict=True))
+
+    def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
+        with self._timeline.span("copy weights", bucket=index):
+            self._writer.write(target, shards, {index})
+
     def _memory_for(self, version: Version, deadline: float, stop: threading.Event | None) -> _Staged | None:
         """Return where to copy a version; None: the agent has it already."""
         with self._changed:
@@ -234,12 +250,12 @@ class WeightSender:
                 if self._complete is not None and version <= self._complete:
                     if self._broadcaster is None:
                         return None
-                    return _Staged(version, self._own_memory(), None, CopiesDone())
+                    return _Staged(version, self._own_memory(), None)
                 if self._granted is not None and self._granted.version == version:
                     granted, self._granted = self._granted, None
                     return granted
                 if self._linked is False:
-                    return _Staged(version, self._own_memory(), None, CopiesDone())
+                    return _Staged(version, self._own_memory(), None)
                 if self._refused is not None:
                     raise WeightSyncError(self._refused)
                 if self._asked != version:
@@ -262,25 +278,21 @@ class WeightSender:
         return self._writer.target(private_memory(self._plan.region_bytes))
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        for connection in connections(
+            self._credentials, self._agent, self._name, stop=self._closing, failed=self._note
+        ):
+            self._connection = connection
             try:
-                connection = Connection(
-                    self._credentials, self._agent, self._name, Reply, timeout_s=_CONNECT_TIMEOUT_S, stop=self._closing
-                )
-            except TransportError as error:
-                logger.debug("%s", error)
-            else:
-                self._connection = connection
-                try:
-                    self._work(connection)
-                except (TransportError, WeightSyncError) as error:  # the agent died, perhaps before a slot was mapped
-                    if not self._closing.is_set():
-                        logger.warning("weights: %s; generators keep what they have until it is back", error)
-                finally:
-                    self._connection = None
-                    self._unlink()
-                    connection.close()
-            self._closing.wait(_PAUSE_S)
+                self._work(connection)
+            except (TransportError, WeightSyncError) as error:  # the agent died, perhaps before a slot was mapped
+                if not self._closing.is_set():
+                    logger.warning("weights: %s; generators keep what they have until it is back", error)
+            finally:
+                self._connection = None
+                self._unlink()
+
+    def _note(self, error: TransportError) -> None:
+        logger.debug("%s: %s", self._name, error)
 
     def _unlink(self) -> None:
         with self._changed:
@@ -340,13 +352,12 @@ class WeightSender:
         """Map a granted slot, with its pages, so that the trainer meets neither."""
         target = self._writer.target(self._slots.get(offer))
         with self._changed:
-            self._granted = _Staged(version, target, offer.token, CopiesDone())
+            self._granted = _Staged(version, target, offer.token)
             self._asked = None
             self._changed.notify_all()
 
     def _deliver(self, connection: Connection, staged: _Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""
-        staged.copied.wait()
         if staged.slot not in self._slots:
             moved = self._move(connection, staged)
             if moved is None:
@@ -355,6 +366,8 @@ class WeightSender:
             staged = moved
         with self._timeline.span("seal weights", version=staged.version.step):
             for bucket in self._buckets:
+                if bucket.index in staged.copied:
+                    staged.copied[bucket.index].wait()
                 checksum = staged.checksums.get(bucket.index) or staged.target.region.checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
@@ -369,8 +382,10 @@ class WeightSender:
         if not isinstance(reply, SlotGranted):
             return None
         target = self._writer.target(self._slots.get(reply.slot))
+        for copied in staged.copied.values():
+            copied.wait()
         self._writer.copy(staged.target, target)
-        moved = _Staged(staged.version, target, reply.slot.token, CopiesDone(), staged.checksums)
+        moved = _Staged(staged.version, target, reply.slot.token, checksums=staged.checksums)
         with self._changed:
             if self._staged is staged:
                 self._staged = moved
@@ -407,8 +422,7 @@ class WeightSender:
             able = staged is not None and staged.version == version and staged.slot in self._slots
             able = able and self._shards is not None and self._shards[0] == version
             if able and staged is not None and self._shards is not None:
-                with self._copies.copying() as copied:
-                    self._writer.write(staged.target, self._shards[1], buckets)
+                (copied,) = self._copies.run([partial(self._writer.write, staged.target, self._shards[1], buckets)])
                 copied.wait()
         if not able or staged is None:
             connection.call(NoRepair(version), timeout_s=self._timeout_s)

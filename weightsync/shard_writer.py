@@ -66,6 +66,21 @@ class ShardWriter:
         region = Region(memory, self.layout)
         return Target(region, [region.piece(piece) for _, piece in self._pieces])
 
+    def match(self, shards: Sequence[Shard]) -> None:
+        """Find each piece's shard; they are the same ones at every version.
+
+        Raises:
+            WeightSyncError: a piece is not in them.
+        """
+        held = [(shard.name, shard.box) for shard in shards]
+        if held == self._known:
+            return
+        by_name: dict[str, list[tuple[int, Box]]] = {}
+        for number, (name, box) in enumerate(held):
+            by_name.setdefault(name, []).append((number, box))
+        self._sources = [_find(piece, by_name.get(piece.name, ())) for _, piece in self._pieces]
+        self._known = held
+
     def write(self, target: Target, shards: Sequence[Shard], buckets: Container[int] | None = None) -> None:
         """Copy all pieces, or those of some buckets, with the cast to the wire's type; may return before a device has.
 
@@ -77,7 +92,7 @@ class ShardWriter:
         Raises:
             WeightSyncError: a piece is not in them.
         """
-        self._match(shards)
+        self.match(shards)
         whole: dict[int, Tensor] = {}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -110,17 +125,6 @@ class ShardWriter:
             else:
                 merged.append((start, stop))
         return merged
-
-    def _match(self, shards: Sequence[Shard]) -> None:
-        """Find each piece's shard; they are the same ones at every version."""
-        held = [(shard.name, shard.box) for shard in shards]
-        if held == self._known:
-            return
-        by_name: dict[str, list[tuple[int, Box]]] = {}
-        for number, (name, box) in enumerate(held):
-            by_name.setdefault(name, []).append((number, box))
-        self._sources = [_find(piece, by_name.get(piece.name, ())) for _, piece in self._pieces]
-        self._known = held
 
 
 def _find(piece: Piece, held: Iterable[tuple[int, Box]]) -> tuple[int, Box]:

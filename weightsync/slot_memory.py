@@ -7,6 +7,7 @@ Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives 
 readable, and nobody else will write to it.
 """
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -128,8 +129,10 @@ class SlotMappings:
 
 
 def private_memory(num_bytes: int) -> Tensor:
-    """Return uint8 [num_bytes] of this process alone, page-aligned; pages come with their first use."""
+    """Return uint8 [num_bytes] of this process alone, page-aligned, in huge pages where the kernel has them."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:num_bytes]
 
 

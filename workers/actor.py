@@ -92,7 +92,7 @@ class Actor:
                 break
             held_up_s = self._publish(step)
             record.stopped = held_up_s is None
-            record.sync_exposed_s = held_up_s or 0.0
+            record.sync_exposed_s += held_up_s or 0.0
             self._finish_step(record)
             if record.stopped:
                 break
@@ -128,7 +128,7 @@ class Actor:
         parts = gather_json(vars(record.totals), device=self._context.device)
         record.totals = StepTotals.merged(StepTotals(**part) for part in parts)
         record.scale = self._algorithm.scale(record.totals.counts)
-        self._sender.before_update()
+        record.sync_exposed_s = self._sender.before_update()
         with self._timeline.span("optimizer", step=step):
             record.stats = self._engine.step(record.scale)
         self._completed = step

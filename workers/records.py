@@ -24,7 +24,7 @@ class StepRecord:
         totals: sums, of this rank, later of all.
         scale: factor that turned the loss sum into the step's loss.
         stats: of the update.
-        sync_exposed_s: seconds that publishing held up this rank.
+        sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
         stopped: a stop came instead of publishing; on this rank, later on any.
         save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.

@@ -80,7 +80,9 @@ class Reference:
         self._receiver: WeightReceiver | None = None
         if self._interval:
             needs = self._model.weight_needs()
-            self._receiver = open_receiver(context, needs, purpose="reference", wanted=self._wants)
+            self._receiver = open_receiver(
+                context, needs, adopts=self._model.adopts_weights, purpose="reference", wanted=self._wants
+            )
 
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
         """Return float32 [A]: log-probabilities of the answers' tokens under the reference of `step`.

@@ -54,7 +54,7 @@ class Rollout:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
         self._samples = SampleLog(context.run_dir, context.gang.name, config)
         self._client = context.queue_client()
-        self._receiver = open_receiver(context, self._engine.weight_needs())
+        self._receiver = open_receiver(context, self._engine.weight_needs(), adopts=self._engine.adopts_weights)
         self._version: Version | None = None
 
     def swap_weights(self, *, at_least: int) -> None:

@@ -52,6 +52,7 @@ def open_receiver(
     context: WorkerContext,
     needs: Mapping[str, Need],
     *,
+    adopts: bool,
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
 ) -> WeightReceiver:
@@ -60,6 +61,7 @@ def open_receiver(
     Args:
         context: of this rank.
         needs: what the engine wants.
+        adopts: the engine computes with what it is given, in place.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
     """
@@ -71,8 +73,8 @@ def open_receiver(
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
-        device=context.device, wanted=wanted, member=member, lead=_agent(context), timeout_s=config.timeout_s,
-        timeline=context.timeline,
+        device=context.device, adopts=adopts, wanted=wanted, member=member, lead=_agent(context),
+        timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 

@@ -3,9 +3,10 @@
     generate | generate | load v1 | generate | generate | generate | load v2 | ...      (until it is told to pause)
 
 One burst is some matrix products with the engine's weights, then a pause, as the host of an accelerator has it. The
-engine's tensors are its own: `load` copies all of them. Between bursts it takes the newest version, and obeys orders.
+engine adopts what `load` gives it, as those on the CPU do. Between bursts it takes the newest version, and obeys.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -95,14 +96,14 @@ class Generator:
     """Its public methods, but for `swap` and `burst`, are the orders."""
 
     def __init__(self, setup: Setup, place: int) -> None:
-        assert not (setup.proves and setup.baselines), "a baseline's copy overwrites the weights that would be proved"
         self.running = True
         self._setup = setup
         self._place = place
         self._engine = {name: torch.ones(shape, dtype=WIRE) for name, shape in setup.shapes.items()}
         self._copy_of = {name: tensor.clone() for name, tensor in self._engine.items()} if setup.baselines else {}
-        largest = max(self._engine.values(), key=lambda tensor: tensor.dim() * tensor.numel())
-        self._rows = largest[:_WIDTH, :_WIDTH]
+        self._copy_to = {name: tensor.clone() for name, tensor in self._copy_of.items()}
+        self._largest = max(setup.shapes, key=lambda name: len(setup.shapes[name]) * math.prod(setup.shapes[name]))
+        self._rows = self._engine[self._largest][:_WIDTH, :_WIDTH]
         self._version: Version | None = None
         self._num_loads = 0
         self._record = Record()
@@ -115,7 +116,7 @@ class Generator:
         self._member = NotingMember(credentials.own_store(timeout_s), name, CPU)
         self._receiver = WeightReceiver(
             credentials, AGENT, name, {key: Need(shape) for key, shape in setup.shapes.items()},
-            device=CPU, member=self._member, lead=AGENT, timeout_s=timeout_s,
+            device=CPU, adopts=True, member=self._member, lead=AGENT, timeout_s=timeout_s,
         )  # fmt: skip
 
     def burst(self) -> None:
@@ -191,10 +192,11 @@ class Generator:
         return Load(version, began, time.monotonic(), 0.0)
 
     def _apply(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._engine.items():
-            tensor.copy_(weights[name])
+        self._engine = dict(weights)
+        self._rows = weights[self._largest][:_WIDTH, :_WIDTH]
 
     def _copy(self) -> float:
         began = time.monotonic()
-        self._apply(self._copy_of)
+        for name, tensor in self._copy_to.items():
+            tensor.copy_(self._copy_of[name])
         return time.monotonic() - began

@@ -6,7 +6,7 @@ the first send to the last receiver's end, in the same processes, generators sto
 buckets to all receivers, so the ratio of bandwidths is that of the times.
 
 Blocked, or exposed, is for each update the longest of:
-    a trainer rank      inside `publish`
+    a trainer rank      inside `publish`, and before its next update, a step of computing later, inside `before_update`
     a generator         broadcast: from the first call of `publish` until it has loaded, since it has nothing to do
                         staged: inside `load`, since it generates until then
 What a generator of the synchronous schedule waits *before* the transfer (for training) is no part of it.
@@ -108,12 +108,14 @@ class _Rounds:
         cluster = self._cluster
         self._step += 1
         held_up = cluster.update(self._step, broadcast=False)
+        waited = ask(cluster.trainers, "train")
         if not cluster.wait_loaded(self._step):
             raise SystemExit(f"paths: not every receiver loaded step {self._step}")
         ask(cluster.trainers, "settle")
         loads = cluster.loads_of(self._step)
         began, ended = min(begin for begin, _ in held_up), max(load.ended for load in loads)
-        trainer_s, load_s = max(end - begin for begin, end in held_up), max(load.seconds for load in loads)
+        trainer_s = max(end - begin + wait for (begin, end), wait in zip(held_up, waited, strict=True))
+        load_s = max(load.seconds for load in loads)
         return {
             "total_s": ended - began, "trainer_s": trainer_s, "load_s": load_s, "exposed_s": max(trainer_s, load_s),
         }  # fmt: skip

@@ -1,9 +1,10 @@
 """`async_trainer_stall_vs_memcpy`, `async_generator_stall_vs_memcpy`, `staged_copies_per_version`; and the trace.
 
 Four receivers generate all the time. In turn, both trainer ranks copy their own shards into warm private memory, cast
-as the wire wants them (the baseline), and publish. A generator that swaps also copies the model from warm private
-memory into the same tensors, at the same boundary and so beside the same background work: before every other load,
-after those in between. Samples of all ranks and of all receivers count.
+as the wire wants them (the baseline), and publish; what they wait for before their next update, a step of computing
+later, counts as well. A generator that swaps also copies the model between two warm private memories, at the same
+boundary and so beside the same background work: before every other load, after those in between. Samples of all ranks
+and of all receivers count.
 """
 
 import json
@@ -100,7 +101,9 @@ class _Rounds:
         self._step += 1
         ask(self._cluster.trainers, "prepare", self._step)
         held_up = ask(self._cluster.trainers, "publish", self._step, False)
+        waited = ask(self._cluster.trainers, "train")
         if not self._cluster.wait_loaded(self._step):
             raise SystemExit(f"stalls: not every receiver loaded step {self._step}")
         ask(self._cluster.trainers, "settle")
-        return {f"rank_{rank}": end - begin for rank, (begin, end) in enumerate(held_up)}
+        stalls = [end - begin + wait for (begin, end), wait in zip(held_up, waited, strict=True)]
+        return {f"rank_{rank}": stall for rank, stall in enumerate(stalls)}

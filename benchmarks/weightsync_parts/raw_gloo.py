@@ -1,7 +1,7 @@
 """What the broadcast path is held against: the same bytes over groups of the same kind, and nothing else.
 
-One group per sender, {sender} + all receivers; buckets of the path's sizes out of warm memory one after another; both
-senders at once. Nothing is packed, checked or loaded.
+One group per sender, {sender} + all receivers; all buckets of the path's sizes one after another, out of warm memory
+into warm memory; both senders at once. Nothing is packed, checked or loaded.
 """
 
 import threading
@@ -20,7 +20,7 @@ class RawSender:
 
     def __init__(self, store: Store, plan: TransferPlan, rank: int, num_receivers: int) -> None:
         self._sizes = [bucket.num_bytes for bucket in plan.of_sender(rank)]
-        self._memory = torch.ones(max(self._sizes), dtype=torch.uint8)
+        self._memory = torch.ones(sum(self._sizes), dtype=torch.uint8)
         self._group = connect_group(PrefixStore(f"raw/{rank}", store), 0, 1 + num_receivers, CPU)
 
     def run(self) -> tuple[float, float]:
@@ -38,8 +38,7 @@ class RawReceiver:
         place: of this receiver among all.
         """
         self._sizes = {rank: [bucket.num_bytes for bucket in plan.of_sender(rank)] for rank in range(plan.num_senders)}
-        largest = max(bucket.num_bytes for bucket in plan.buckets)
-        self._memories = {rank: torch.ones(largest, dtype=torch.uint8) for rank in self._sizes}
+        self._memories = {rank: torch.ones(sum(sizes), dtype=torch.uint8) for rank, sizes in self._sizes.items()}
         self._groups = {
             rank: connect_group(PrefixStore(f"raw/{rank}", store), 1 + place, 1 + num_receivers, CPU)
             for rank in self._sizes
@@ -60,5 +59,5 @@ class RawReceiver:
 
 
 def _broadcast(group: ProcessGroup, memory: torch.Tensor, sizes: list[int]) -> None:
-    for num_bytes in sizes:
-        group.broadcast([memory[:num_bytes]]).wait()
+    for bucket in memory.split(sizes):
+        group.broadcast([bucket]).wait()

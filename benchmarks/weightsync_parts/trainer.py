@@ -1,10 +1,13 @@
 """A trainer rank as a process: masters that change, and the real sender. Obeys one order after another."""
 
+import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from asyncflow.device import CopiesDone
 from weightsync.agreement import agree_on_plan
 from weightsync.broadcast import Broadcaster
 from weightsync.plan import TransferPlan
@@ -16,6 +19,10 @@ from weightsync_parts.masters import WIRE, WIRE_NAME, Masters
 from weightsync_parts.raw_gloo import RawSender
 from weightsync_parts.setup import AGENT, CPU, Setup, begin_process, obey, proof_key
 from weightsync_parts.spans import Span, Spans
+
+_STEP_S = 1.0
+_BUSY_S = 0.005
+_IDLE_S = 0.015
 
 
 def train(pipe: Any, setup: Setup, rank: int, lineage: int) -> None:
@@ -32,9 +39,9 @@ class SwitchedBroadcaster(Broadcaster):
 
     on = False
 
-    def run(self, version: Version, region: Region | None) -> dict[int, int]:
+    def run(self, version: Version, region: Region | None, copied: Mapping[int, CopiesDone]) -> dict[int, int]:
         """See `Broadcaster`."""
-        return super().run(version, region) if self.on else {}
+        return super().run(version, region, copied) if self.on else {}
 
 
 class TrainerRank:
@@ -45,6 +52,7 @@ class TrainerRank:
         self._rank = rank
         self._lineage = lineage
         self._masters = Masters(setup.shapes, rank, setup.num_ranks, setup.masters, seed=lineage)
+        self._activations = torch.ones(256, 256)
         self._private: list[torch.Tensor] = []
         self._raw: RawSender | None = None
         self._spans = Spans()
@@ -71,7 +79,7 @@ class TrainerRank:
 
     def prepare(self, step: int) -> None:
         """Make the weights of a step, and tell the store what they are."""
-        with self._spans.span("train"):
+        with self._spans.span("update"):
             self._sender.before_update()
             self._masters.update(step)
             if self._setup.proves:
@@ -81,10 +89,27 @@ class TrainerRank:
         """Publish them; returns when the trainer was held up (s, monotonic)."""
         self._broadcaster.on = broadcast
         began = time.monotonic()
-        with self._spans.span("publish (copy)"):
+        with self._spans.span("publish"):
             timeout_s = self._setup.config.timeout_s
             self._sender.publish(Version(self._lineage, step), self._masters.shards, timeout_s=timeout_s)
         return began, time.monotonic()
+
+    def train(self) -> float:
+        """Compute for a step as the host of an accelerator does, then have leave to change the weights.
+
+        Returns:
+            The seconds that this was waited for.
+        """
+        pause = threading.Event()
+        with self._spans.span("train"):
+            until = time.monotonic() + _STEP_S
+            while time.monotonic() < until:
+                busy_until = time.monotonic() + _BUSY_S
+                while time.monotonic() < busy_until:
+                    torch.mm(self._activations, self._activations)
+                pause.wait(_IDLE_S)
+        with self._spans.span("wait for copies"):
+            return self._sender.before_update()
 
     def settle(self) -> None:
         """Wait until the agent has what was published."""

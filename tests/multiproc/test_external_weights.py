@@ -168,7 +168,7 @@ def test_example_follows_a_run_and_ends_with_it(run: Run, start_script: Any) -> 
 
 def test_feed_gives_versions_as_they_come_and_takes_nobodys_turn(run: Run) -> None:
     with connect_weights(run.dir, "engine") as feed:
-        with pytest.raises(WeightSyncError, match=r"engine: no weights came within 0.1 s; weights-0 has none"):
+        with pytest.raises(WeightSyncError, match=r"engine: weights did not come within 0.1 s; weights-0 has none"):
             feed.wait_newer(None, timeout_s=0.1)
         run.publish(1)
         assert feed.wait_newer(None, timeout_s=DEADLINE_S)
@@ -180,7 +180,7 @@ def test_feed_gives_versions_as_they_come_and_takes_nobodys_turn(run: Run) -> No
         assert turns == [Version(0, 1)], "although only one may swap at a time"
         rollout.close()
         assert read(feed, Version(0, 1)) == (None, {})
-        with pytest.raises(WeightSyncError, match="no weights newer than step 1 came within 0.1 s"):
+        with pytest.raises(WeightSyncError, match="weights newer than step 1 did not come within 0.1 s"):
             feed.wait_newer(Version(0, 1), timeout_s=0.1)
         run.publish(0, lineage=1)
         assert feed.wait_newer(Version(0, 1), timeout_s=DEADLINE_S), "a newer lineage is newer"

@@ -163,7 +163,9 @@ class Trainer:
     def publish_slowly(self, version: Version) -> list[float]:
         """Say `midway` in the middle of the copy, then wait."""
         self._stops = True
-        return self.publish(version)
+        held_up = self.publish(version)
+        self._sender.before_update()  # the copy is done by another thread
+        return held_up
 
     def update(self, version: Version) -> str:
         """Let the weights become those of a version, in place."""

@@ -20,7 +20,8 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from weightsync.agent.instructions import Pull
-from weightsync.messages import BucketFetched, FetchBucket, FetchPlan, Held, PeerHas, PlanFetched, Reply, WatchPeer
+from weightsync.connections import connections
+from weightsync.messages import BucketFetched, FetchBucket, FetchPlan, Held, PeerHas, PlanFetched, WatchPeer
 from weightsync.plan import TransferPlan
 from weightsync.region import Region
 from weightsync.version import Version
@@ -28,8 +29,6 @@ from weightsync.version import Version
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S = 60.0
-_CONNECT_TIMEOUT_S = 10.0
-_PAUSE_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -107,24 +106,20 @@ class PeerLink:
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        for connection in connections(
+            self._credentials, self._peer, self._name, stop=self._closing, failed=self._note, limits=self._limits
+        ):
             try:
-                connection = Connection(
-                    self._credentials, self._peer, self._name, Reply,
-                    limits=self._limits, timeout_s=_CONNECT_TIMEOUT_S, stop=self._closing,
-                )  # fmt: skip
-            except TransportError as error:
-                logger.debug("%s: %s", self._name, error)
-            else:
-                try:
-                    self._work(connection)
-                except (TransportError, WeightSyncError) as error:
-                    logger.info("%s: %s", self._name, error)
-                finally:
-                    connection.close()
-                    self._agent.peer_lost(self._peer)  # first: what fails is fetched from others
-                    self._fail_fetches()
-            self._closing.wait(_PAUSE_S)
+                self._work(connection)
+            except (TransportError, WeightSyncError) as error:
+                logger.info("%s: %s", self._name, error)
+            finally:
+                connection.close()  # first: no event of it may come after those that are dropped
+                self._agent.peer_lost(self._peer)  # second: what fails is fetched from others
+                self._fail_fetches()
+
+    def _note(self, error: TransportError) -> None:
+        logger.debug("%s: %s", self._name, error)
 
     def _work(self, connection: Connection) -> None:
         self._watch(connection, 0)

@@ -51,6 +51,10 @@ class Generation:
 class GenerateEngine(Protocol):
     """Generates answers with the newest weights that were loaded."""
 
+    @property
+    def adopts_weights(self) -> bool:
+        """Whether `load_weights` makes the given tensors the engine's own, until the next call, instead of copying."""
+
     def generate(
         self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
     ) -> Iterator[Generation]:

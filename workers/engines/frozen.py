@@ -9,7 +9,14 @@ from torch import Tensor
 from weightsync.plan import Need
 from workers.config import ModelConfig
 from workers.engines.base import Sequences
-from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases, weight_needs
+from workers.engines.hf_model import (
+    DTYPES,
+    empty_causal_lm,
+    materialize,
+    parameter_aliases,
+    replace_weights,
+    weight_needs,
+)
 from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
@@ -49,11 +56,14 @@ class FrozenModel:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 
-    @torch.no_grad()
+    @property
+    def adopts_weights(self) -> bool:
+        """On the CPU: weights in host memory are where they are needed."""
+        return self._device.type == "cpu"
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights (the names of `weight_needs`)."""
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(weights[name])
+        replace_weights(dict(self._model.named_parameters()), weights, adopt=self.adopts_weights)
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""

@@ -25,7 +25,7 @@ from asyncflow.errors import PlanError
 from weightsync.plan import Need
 from workers.config import ModelConfig, RolloutConfig
 from workers.engines.base import GenerateRequest, Generation
-from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, weight_needs
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, replace_weights, weight_needs
 from workers.engines.sampling import draw_tokens
 from workers.model_files import eos_token_ids
 
@@ -57,6 +57,11 @@ class HfEngine:
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
 
+    @property
+    def adopts_weights(self) -> bool:
+        """On the CPU: weights in host memory are where they are needed."""
+        return self._device.type == "cpu"
+
     def generate(
         self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
     ) -> Iterator[Generation]:
@@ -67,7 +72,7 @@ class HfEngine:
             yield from self._generate_batch(requests[first : first + self._rollout.batch_size], stop)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights (HF names), in place. Not while `generate` is being iterated.
+        """Replace all weights (HF names). Not while `generate` is being iterated.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
@@ -79,8 +84,7 @@ class HfEngine:
             if weights[name].shape != parameter.shape:
                 shapes = f"{tuple(weights[name].shape)}, but the model's is {tuple(parameter.shape)}"
                 raise PlanError(f"weight {name}: its shape is {shapes}")
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+        replace_weights(self._parameters, weights, adopt=self.adopts_weights)
         self._loaded = True
 
     def weight_needs(self) -> Mapping[str, Need]:

@@ -4,13 +4,13 @@ Every engine calls `empty_causal_lm` and fills the parameters itself: the traine
 the trainer. Knows config.json and generation_config.json; never opens a weight file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError
@@ -68,6 +68,22 @@ def weight_needs(model: nn.Module) -> dict[str, Need]:
     """Return what replaces all weights of a model, by HF name; tied weights once."""
     aliases = parameter_aliases(model)
     return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], *, adopt: bool) -> None:
+    """Give parameters new values.
+
+    Args:
+        parameters: of the model, by name.
+        weights: of the same shapes; other element types are cast.
+        adopt: let the parameters be these tensors, where the type is theirs, instead of copying.
+    """
+    for name, parameter in parameters.items():
+        if adopt:
+            parameter.data = weights[name].to(parameter.dtype)
+        else:
+            parameter.copy_(weights[name])
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,207 @@
+"""What a receiver has for its engine: the newest version that was checked, and memory of this process for the next.
+
+    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: nobody uses it)
+    engine's thread        load() v1 ....................... load() v2
+
+Thread-safe. It knows no agent and no broadcast: whoever puts a version says what to do once it is no longer used.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asyncflow.errors import PlanError, TransportError, WeightSyncError
+from weightsync.region import Region, RegionLayout
+from weightsync.slot_memory import private_memory
+from weightsync.version import Version
+
+_LOOK_S = 0.5
+"""How often a wait looks at its stop event (s)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AtHand:
+    """A version that was checked.
+
+    Attributes:
+        version, views: what, by the engine's names.
+        own: it lies in memory of the shelf; else in the agent's.
+        release: called once when nobody uses it any more.
+    """
+
+    version: Version
+    views: Mapping[str, Tensor]
+    own: bool
+    release: Callable[[], None]
+
+
+class Shelf:
+    """Between the threads that get versions and the one that loads them."""
+
+    def __init__(self, source: str, *, adopts: bool) -> None:
+        """Args:
+        source: the agent's name, for errors.
+        adopts: what was loaded stays in use until the next version was.
+        """
+        self._source = source
+        self._adopts = adopts
+        self._changed = threading.Condition()
+        self._at_hand: AtHand | None = None
+        self._used: list[AtHand] = []  # by the engine: during `load`, and after it if it adopts
+        self._newest: Version | None = None
+        self._loaded: Version | None = None
+        self._coming: Version | None = None
+        self._free: list[Region] = []
+        self._error: Exception | None = None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version that ever was at hand."""
+        return self._newest
+
+    @property
+    def loaded(self) -> Version | None:
+        """The version that the engine has."""
+        return self._loaded
+
+    def put(self, at_hand: AtHand) -> bool:
+        """Have the engine load this next; returns False, and releases it, if there was something newer already."""
+        with self._changed:
+            unused = [at_hand]
+            if self._newest is None or at_hand.version > self._newest:
+                unused = [] if self._at_hand is None else [self._at_hand]
+                self._at_hand = at_hand
+                self._newest, self._error = at_hand.version, None
+                self._changed.notify_all()
+            unused = self._unused(unused)
+        _release(unused)
+        return at_hand not in unused
+
+    def has_newer(self, version: Version | None) -> bool:
+        """Return whether a version newer than this one is at hand."""
+        at_hand = self._at_hand
+        return at_hand is not None and (version is None or at_hand.version > version)
+
+    def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
+        """Give the newest version to `apply`, if it is newer; returns it, or None."""
+        with self._changed:
+            at_hand = self._at_hand
+            if at_hand is None or not self.has_newer(newer_than):
+                return None
+            former = self._used
+            self._used = [*former, at_hand]
+        apply(at_hand.views)
+        with self._changed:
+            self._loaded = at_hand.version
+            self._used = [at_hand] if self._adopts else []
+            unused = self._unused([*former, at_hand])
+        _release(unused)
+        return at_hand.version
+
+    def drop(self) -> None:
+        """Forget the version at hand if it was loaded, so that its memory can be used again."""
+        with self._changed:
+            unused = self._forget_loaded()
+        _release(unused)
+
+    def memory(self, layout: RegionLayout) -> Region:
+        """Return memory of this process that nobody uses, for a version that comes; then `put` it or `give_back`."""
+        with self._changed:
+            given_up = self._at_hand is not None and self._at_hand.own and not self._adopts
+            unused = self._forget_loaded() if given_up else []
+        _release(unused)
+        with self._changed:
+            fitting = [region for region in self._free if region.layout is layout]
+            self._free = fitting[1:]
+        return fitting[0] if fitting else Region(private_memory(layout.plan.region_bytes), layout)
+
+    def give_back(self, region: Region) -> None:
+        """Let memory be used again."""
+        with self._changed:
+            self._free.append(region)
+
+    @contextmanager
+    def coming(self, version: Version) -> Iterator[None]:
+        """Have others wait in `came` for this version while it is received."""
+        with self._changed:
+            self._coming = version
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._coming = None
+                self._changed.notify_all()
+
+    def came(self, version: Version, *, stop: threading.Event) -> bool:
+        """Return whether a version need not be got any more; waits for one that is `coming`."""
+        with self._changed:
+            while self._coming is not None and self._coming >= version and not stop.is_set():
+                self._changed.wait(_LOOK_S)
+            return self._newest is not None and self._newest >= version
+
+    def fail(self, error: Exception) -> bool:
+        """Note why there is no newer version; returns False if that is known."""
+        with self._changed:
+            changed = str(error) != str(self._error)
+            self._error = error
+            self._changed.notify_all()
+        return changed
+
+    def connected(self) -> None:
+        """The agent answers: it is no longer the reason."""
+        with self._changed:
+            if isinstance(self._error, TransportError):
+                self._error = None
+
+    def wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, over: Callable[[], bool]) -> bool:
+        """Wait until `wanted()`; False: `over()` came first.
+
+        Args:
+            wanted: is asked when something changes.
+            what: is missing, for the error.
+            timeout_s: deadline.
+            over: is asked twice a second.
+
+        Raises:
+            WeightSyncError: not within `timeout_s`; says why.
+            PlanError: trainer and engine do not agree on a tensor.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if not wanted():
+                    self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+                if wanted():
+                    return True
+                error = self._error
+            if over():
+                return False
+            if isinstance(error, PlanError):
+                raise error
+            if time.monotonic() >= deadline:
+                why = f": {error}" if error is not None else f"; {self._source} has none"
+                raise WeightSyncError(f"{what} did not come within {timeout_s:g} s{why}")
+
+    def wake(self) -> None:
+        """Let waits look whether they are over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _forget_loaded(self) -> list[AtHand]:
+        at_hand = self._at_hand
+        if at_hand is None or at_hand.version != self._loaded:
+            return []
+        self._at_hand = None
+        return self._unused([at_hand])
+
+    def _unused(self, each: Iterable[AtHand]) -> list[AtHand]:
+        return [one for one in dict.fromkeys(each) if one is not self._at_hand and one not in self._used]
+
+
+def _release(unused: Iterable[AtHand]) -> None:
+    for each in unused:
+        each.release()
