@@ -6,12 +6,16 @@ Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
 from asyncflow.errors import ConfigError
 from asyncflow.transport.channel import abort_gloo, gloo_group
+
+_GLOO_THREADS = 4
+"""Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
 
 
 def open_device(name: str) -> torch.device:
@@ -41,7 +45,8 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
     """
     backend = get_default_backend_for_device(device)
     if backend == "gloo":
-        return gloo_group(store, rank, size, timeout=store.timeout)  # type: ignore[attr-defined]  # the stub lacks it
+        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # the stub lacks it
+        return gloo_group(store, rank, size, timeout=timeout, num_threads=_GLOO_THREADS)
     if backend == "nccl":
         from torch.distributed import ProcessGroupNCCL
 

@@ -75,17 +75,20 @@ def gloo_device() -> Any:
     return ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, *, timeout: timedelta = _NO_TIMEOUT) -> dist.ProcessGroup:
+def gloo_group(
+    store: dist.Store, rank: int, size: int, *, timeout: timedelta = _NO_TIMEOUT, num_threads: int = 1
+) -> dist.ProcessGroup:
     """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came or the store times out.
 
     Args:
         store: of this group alone.
         rank, size: of this process in it.
         timeout: of everything that happens in the group; it also bounds connecting to a rank that came, and died.
+        num_threads: so many operations run at a time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo_device()]
-    options._threads = 1
+    options._threads = num_threads
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
 
