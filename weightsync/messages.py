@@ -192,12 +192,14 @@ class Offered(msgspec.Struct, tag=True):
 
     Attributes:
         checksums: of every bucket, in order.
+        checksum: of the whole, `version_checksum(checksums)`.
     """
 
     version: Version
     plan: TransferPlan
     slot: SlotOffer
     checksums: list[int]
+    checksum: int
 
 
 class Repair(msgspec.Struct, tag=True):

@@ -26,7 +26,7 @@ from weightsync.engine_views import EngineViews
 from weightsync.messages import AskSwap, EndSwap, Offered, Release, ReportCorrupt, Serving, SwapTurn, Watch
 from weightsync.participant import Participant
 from weightsync.plan import Bucket, Need
-from weightsync.region import Region
+from weightsync.region import Region, version_checksum
 from weightsync.shelf import AtHand, Shelf
 from weightsync.slot_memory import SlotMappings
 from weightsync.version import Version
@@ -225,6 +225,8 @@ class WeightReceiver:
                 region.copy(bucket, slot)
             return region.checksum(bucket) == expected
 
+        if version_checksum(offered.checksums) != offered.checksum:
+            raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums are not those of the whole")
         for bucket, expected in zip(offered.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False

@@ -115,6 +115,6 @@ class Region:
         return self.piece(piece).contiguous().view(-1).view(torch.uint8)
 
 
-def version_checksum(checksums: list[int]) -> int:
+def version_checksum(checksums: Sequence[int]) -> int:
     """Return the checksum of a whole version: xxh3 (64 bits) of its buckets' checksums in order."""
     return int(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "little") for each in checksums)))

@@ -37,6 +37,7 @@ class Setup:
         cut: how parameters are cut among them: by `rows` or `columns`.
         dtype, bucket_bytes, num_slots, timeout_s: see `WeightSyncConfig`.
         broadcast: the path is `broadcast`.
+        adopts: receivers compute with what they load, in place.
         wide: the embedding's rows are so many times longer.
         tampers: so many messages of the first broadcast are damaged on their way.
     """
@@ -49,6 +50,7 @@ class Setup:
     num_slots: int = 3
     timeout_s: float = DEADLINE_S
     broadcast: bool = False
+    adopts: bool = False
     wide: int = 1
     tampers: int = 0
 

@@ -215,9 +215,11 @@ class Receiver:
         member = BroadcastMember(mine.own_store(setup.timeout_s), name, CPU) if setup.broadcast else None
         self._receiver = WeightReceiver(
             mine, agent, name, needs(setup.wide) if wanted is None else wanted,
-            device=CPU, whole=wanted is None, member=member, lead="weights-0", timeout_s=setup.timeout_s,
+            device=CPU, whole=wanted is None, adopts=setup.adopts, member=member, lead="weights-0",
+            timeout_s=setup.timeout_s,
         )  # fmt: skip
         self._loaded: Version | None = None
+        self._views: Mapping[str, Tensor] = {}
 
     def newest(self) -> Version | None:
         return self._receiver.newest
@@ -252,6 +254,11 @@ class Receiver:
             loads.append(self._load(DEADLINE_S))
         return loads
 
+    def still_whole(self) -> bool:
+        """Whether what was loaded last, and not copied, is still that version."""
+        assert self._loaded is not None
+        return same(self._views, self._loaded, dtype=self._setup.dtype, wide=self._setup.wide)
+
     def groups_built(self) -> int:
         return len(self._built)
 
@@ -280,6 +287,7 @@ class Receiver:
                 self._pipe.send("inside")
                 self._pipe.recv()
             loaded.update({name: view.clone() for name, view in views.items()})
+            self._views = views
             self._note("end")
 
         version = self._receiver.load(apply, newer_than=self._loaded, patience_s=patience_s)

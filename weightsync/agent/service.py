@@ -65,7 +65,7 @@ from weightsync.messages import (
     WatchPeer,
 )
 from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan
-from weightsync.region import Region, RegionLayout
+from weightsync.region import Region, RegionLayout, version_checksum
 from weightsync.slot_memory import SlotMemory
 from weightsync.version import Version
 
@@ -245,7 +245,7 @@ class WeightAgent:
                     replies.append((call, self._granted(version, slot, plan)))
                 case Offer(call, version, slot, plan, checksums):
                     offer = self._memory(slot, plan).offer
-                    replies.append((call, Offered(version, plan, offer, list(checksums))))
+                    replies.append((call, Offered(version, plan, offer, list(checksums), version_checksum(checksums))))
                 case Pull() as pull:
                     region = Region(self._memory(pull.slot, pull.plan).memory, self._layout(pull.plan))
                     self._peers[pull.peer].fetch(Fetch(pull, region))
