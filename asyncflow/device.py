@@ -3,10 +3,12 @@
 Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu`.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
@@ -14,6 +16,9 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default
 from asyncflow.errors import ConfigError
 from asyncflow.transport.channel import abort_gloo, gloo_group
 
+logger = logging.getLogger(__name__)
+
+_CUDA_HOST_REGISTER_READ_ONLY = 8
 _GLOO_THREADS = 4
 """Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
 
@@ -75,7 +80,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")  # starts with its first work
 
     def run(self, copies: Iterable[Callable[[], None]]) -> "list[CopiesDone]":
         """Begin copying, one after the other.
@@ -96,6 +101,10 @@ class CopyStream:
                 ends.append(CopiesDone(self._stream.record_event().synchronize))
         return ends
 
+    def close(self) -> None:
+        """End the thread once it is done; idempotent."""
+        self._thread.shutdown()
+
 
 @dataclass(frozen=True)
 class CopiesDone:
@@ -108,12 +117,25 @@ class CopiesDone:
     wait: Callable[[], object]
 
 
-def pin(memory: torch.Tensor, device: torch.device) -> None:
+def pin(address: int, num_bytes: int, device: torch.device, *, writable: bool) -> Callable[[], object] | None:
     """Page-lock host memory, so that copies between it and `device` need no intermediate buffer and may overlap.
 
-    Without effect on the CPU, and on devices whose runtime offers no such call to Python (NPU): there, copies are
-    staged by the driver.
+    Only on CUDA; other runtimes offer no such call to Python (NPU): there, copies are staged by the driver. Where it
+    fails (limits of locked memory), copies are slower, and that is all.
+
+    Args:
+        address, num_bytes: of the memory.
+        device: that copies.
+        writable: whether this process may write to it.
+
+    Returns:
+        What releases it, to be called before the memory is unmapped; None: it is not locked.
     """
-    if device.type == "cuda" and memory.numel():
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if device.type != "cuda" or not num_bytes:
+        return None
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, num_bytes, 0 if writable else _CUDA_HOST_REGISTER_READ_ONLY))
+    if error:
+        logger.debug("cudaHostRegister of %d bytes: error %d", num_bytes, error)
+        return None
+    return partial(runtime.cudaHostUnregister, address)

@@ -1,5 +1,6 @@
 """Weight synchronisation: a trainer with any sharding feeds any number of receivers.
 
-`plan` decides what travels in which bucket from which rank (pure); `sender` and `receiver` carry it out over
-broadcast groups built once by `groups`.
+`plan` decides what lies in which bucket and who writes it (pure). `sender` copies it to the node's agent, whose shared
+memory `receiver` reads; `broadcast` is the collective path beside that. `external`, `export` and `notify` are for
+engines outside the run.
 """

@@ -35,7 +35,9 @@ def agree_on_plan(
     keys.set(f"held/{rank}", msgspec.msgpack.encode(list(held)))  # type: ignore[arg-type]  # the stub lacks bytes
     if rank == 0:
         everybody = [
-            msgpack_decoder(list[ShardSpec]).decode(wait_for_key(keys, f"held/{k}", f"trainer rank {k}"))
+            msgpack_decoder(list[ShardSpec]).decode(
+                wait_for_key(keys, f"held/{k}", f"trainer rank {k}", "what it holds")
+            )
             for k in range(num_ranks)
         ]
         try:
@@ -43,14 +45,18 @@ def agree_on_plan(
         except PlanError as error:
             published = _Published(None, str(error))
         keys.set("plan", msgspec.msgpack.encode(published))  # type: ignore[arg-type]  # the stub lacks bytes
-    agreed = msgpack_decoder(_Published).decode(wait_for_key(keys, "plan", "trainer rank 0"))
+    agreed = msgpack_decoder(_Published).decode(wait_for_key(keys, "plan", "trainer rank 0", "the plan"))
     if agreed.plan is None:
         raise PlanError(agreed.error)
     return agreed.plan
 
 
-def wait_for_key(store: Store, key: str, who: str) -> bytes:
+def wait_for_key(store: Store, key: str, who: str, what: str) -> bytes:
     """Return a key's value once it is there.
+
+    Args:
+        store, key: where.
+        who, what: should have written it, and what it is, for the error.
 
     Raises:
         WeightSyncError: not within the store's timeout; names who should have written it.
@@ -58,4 +64,4 @@ def wait_for_key(store: Store, key: str, who: str) -> bytes:
     try:
         return store.get(key)
     except RuntimeError as error:
-        raise WeightSyncError(f"weights: {who} published no {key.split('/')[0]!r} within the deadline") from error
+        raise WeightSyncError(f"weights: {who} did not say {what} within the deadline") from error

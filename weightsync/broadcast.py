@@ -9,6 +9,7 @@ transfer breaks, takes the same version from its node's agent.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,8 @@ from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
 
+_LEAST_WAIT_S = 0.001
+"""Gloo waits without end for a timeout of 0."""
 _AHEAD = 2
 """Buckets that are sent, or checked, while the next one is prepared."""
 _INSTEAD = "receivers take them from their agents"
@@ -62,7 +65,7 @@ class Broadcaster:
         rank: this trainer rank.
         device: where the group's backend wants its tensors.
         epoch: of the trainer's gang.
-        timeout_s: for the receivers to be ready, for a group to meet, and for each bucket.
+        timeout_s: for the receivers to be ready, for a group to meet, and for the transfer.
         """
         self._credentials = credentials
         self._lead = lead
@@ -131,7 +134,9 @@ class Broadcaster:
         """Return the transfer that rank 0 began, on every rank."""
         self._number += 1
         if transfer is None:
-            return msgpack_decoder(Transfer).decode(wait_for_key(self._keys, str(self._number), "trainer rank 0"))
+            return msgpack_decoder(Transfer).decode(
+                wait_for_key(self._keys, str(self._number), "trainer rank 0", "who takes part")
+            )
         shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
         self._keys.set(str(self._number), msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
         self._keys.delete_key(str(self._number - 2))  # everybody has read that one: steps are collective
@@ -141,6 +146,7 @@ class Broadcaster:
         self, transfer: Transfer, region: Region, copied: Mapping[int, CopiesDone], checksums: dict[int, int]
     ) -> None:
         group = self._connect(transfer)
+        deadline = time.monotonic() + self._timeout_s
         in_flight: deque[list[Work]] = deque()
         for bucket in self._buckets:
             if bucket.index in copied:
@@ -151,9 +157,9 @@ class Broadcaster:
             works.append(group.broadcast([parts.tail.to(self._device)]))
             in_flight.append(works)
             if len(in_flight) > _AHEAD:
-                _wait(in_flight.popleft(), self._timeout_s)
+                _wait(in_flight.popleft(), deadline)
         for works in in_flight:
-            _wait(works, self._timeout_s)
+            _wait(works, deadline)
 
     def _connect(self, transfer: Transfer) -> ProcessGroup:
         if self._epoch != transfer.epoch:
@@ -193,13 +199,13 @@ class BroadcastMember:
         Args:
             transfer: the lead agent's.
             region: is written to.
-            timeout_s: for each bucket.
+            timeout_s: for all of it.
 
         Raises:
             WeightSyncError: the trainer or another receiver is gone, or a bucket is not what was sent; the groups are
                 given up, and what is in `region` is undefined.
         """
-        plan = region.layout.plan
+        plan, deadline = region.layout.plan, time.monotonic() + timeout_s
         coming: deque[_Coming] = deque()
         taken: deque[Future[None]] = deque()
         try:
@@ -208,11 +214,11 @@ class BroadcastMember:
                 for bucket in plan.buckets:
                     coming.append(_Coming(groups[bucket.sender], BucketParts(region, bucket), self._device))
                     if len(coming) > len(groups):
-                        taken.append(checker.submit(coming.popleft().arrived(timeout_s).take, transfer.version))
+                        taken.append(checker.submit(coming.popleft().arrived(deadline).take, transfer.version))
                     if len(taken) > _AHEAD:
                         taken.popleft().result()
                 for each in coming:
-                    taken.append(checker.submit(each.arrived(timeout_s).take, transfer.version))
+                    taken.append(checker.submit(each.arrived(deadline).take, transfer.version))
                 for one in taken:
                     one.result()
         except RuntimeError as error:
@@ -253,9 +259,9 @@ class _Coming:
         self._buffers = [_buffer(target, device) for target in self._targets]
         self._works = [group.broadcast([buffer]) for buffer in self._buffers]
 
-    def arrived(self, timeout_s: float) -> BucketParts:
+    def arrived(self, deadline: float) -> BucketParts:
         """Wait until all parts are here."""
-        _wait(self._works, timeout_s)
+        _wait(self._works, deadline)
         for target, buffer in zip(self._targets, self._buffers, strict=True):
             if buffer is not target:
                 target.copy_(buffer)
@@ -266,6 +272,6 @@ def _buffer(target: Tensor, device: torch.device) -> Tensor:
     return target if device.type == "cpu" else torch.empty_like(target, device=device)
 
 
-def _wait(works: Iterable[Work], timeout_s: float) -> None:
+def _wait(works: Iterable[Work], deadline: float) -> None:
     for work in works:
-        work.wait(timedelta(seconds=timeout_s))
+        work.wait(timedelta(seconds=max(_LEAST_WAIT_S, deadline - time.monotonic())))

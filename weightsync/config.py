@@ -80,9 +80,11 @@ class WeightSyncConfig(Settings):
     """At most so many generating instances swap their weights at the same time, while the rest go on generating;
     null: all may."""
     delta: bool = False
-    """Between nodes, send what changed since the version that the other node has, where that is smaller; lossless."""
+    """Between nodes, send what changed since the version that the other node has, where that is smaller; lossless.
+    Without effect on one node, where nothing travels."""
     timeout_s: float = Field(300.0, gt=0)
-    """Deadline of one whole transfer, from the trainer's first bucket to the receiver's last check (s)."""
+    """Deadline, each, of what an update waits for: receivers to be ready, a slot to be free, a group to be built, a
+    broadcast to end (s)."""
     export: ExportConfig | None = None
     """Also write versions to disk; null: do not."""
 

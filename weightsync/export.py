@@ -23,6 +23,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from asyncflow.errors import WeightSyncError
 from weightsync.config import ExportConfig
 from weightsync.external import WeightFeed
 from weightsync.notify import weight_sync_notify
@@ -35,7 +36,7 @@ WriteWeights = Callable[[Path, Mapping[str, tuple[int, ...]], Callable[[str], Te
 LATEST = "latest"
 MARKER = "export.json"
 _ID_FILE = "export-id"
-_LOOK_S = 0.1
+_WAIT_S = 600.0
 
 
 class WeightExporter:
@@ -78,12 +79,9 @@ class WeightExporter:
         self._feed.close()
 
     def _follow(self) -> None:
-        last = False
-        while not last:
-            last = self._closing.wait(_LOOK_S)
+        while self._has_newer():
             newest = self._feed.newest
-            if newest is None or (self._seen is not None and newest <= self._seen):
-                continue
+            assert newest is not None
             if newest.step % self._config.every:
                 self._seen = newest
                 continue
@@ -95,6 +93,14 @@ class WeightExporter:
                 logger.warning(
                     "weights of %s: not exported to %s (%s); what was exported before stays", newest, self._root, error
                 )
+
+    def _has_newer(self) -> bool:
+        """Wait for a version to look at; False: closing, and there is none."""
+        while True:
+            try:
+                return self._feed.wait_newer(self._seen, timeout_s=_WAIT_S, stop=self._closing)
+            except WeightSyncError as error:
+                logger.debug("export: %s", error)
 
     def _export(self, newest: Version) -> None:
         target = self._root / directory_name(newest)

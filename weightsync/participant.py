@@ -51,7 +51,7 @@ class Participant:
             shelf: gets what came.
             views: of the engine.
             missed: is called when a version did not come whole.
-            timeout_s: for each bucket.
+            timeout_s: for each transfer.
             timeline: records the transfers.
         """
         self._credentials = credentials

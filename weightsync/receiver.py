@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
+from asyncflow.errors import PeerRefused, PlanError, TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
@@ -34,7 +34,10 @@ from weightsync.version import Version
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
+_TURN_TIMEOUT_S = 2.0
+"""An agent that does not answer for so long counts nobody: the engine stands still meanwhile (s)."""
 _KEPT_MAPPINGS = 4
+"""Of slots: a mapping keeps the memory of a slot that the agent has replaced."""
 
 
 class WeightReceiver:
@@ -51,6 +54,7 @@ class WeightReceiver:
         whole: bool = True,
         adopts: bool = False,
         guest: bool = False,
+        takes_turns: bool = False,
         wanted: Callable[[Version], bool] | None = None,
         member: BroadcastMember | None = None,
         lead: str = "",
@@ -68,7 +72,8 @@ class WeightReceiver:
             whole: the engine takes the whole model; False: its ranks share it.
             adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
                 is memory of this process then, of up to three versions; else the node's shared memory.
-            guest: nobody waits for it, and it waits for no turn to swap: for a process outside of the run.
+            guest: nobody waits for it: for a process outside of the run.
+            takes_turns: it asks the agent before it swaps, since only so many may at the same time.
             wanted: passes other versions over; None: takes the newest.
             member: takes part in broadcasts; None: everything comes from the agent.
             lead: the agent that says when a broadcast begins.
@@ -78,6 +83,7 @@ class WeightReceiver:
         self._timeline = timeline or NoTimeline()
         self._adopts = adopts
         self._guest = guest
+        self._takes_turns = takes_turns
         self._wanted = wanted
         self._credentials = credentials
         self._agent = agent
@@ -95,6 +101,11 @@ class WeightReceiver:
             )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()
+
+    @property
+    def adopts(self) -> bool:
+        """Whether what `load` gives stays as it is until the next call has ended."""
+        return self._adopts
 
     @property
     def newest(self) -> Version | None:
@@ -124,7 +135,8 @@ class WeightReceiver:
         try:
             loaded = self._shelf.load(apply, newer_than=newer_than)  # perhaps a newer one by now
         finally:
-            self._tell(EndSwap())
+            if self._takes_turns:
+                self._tell(EndSwap())
         if loaded is not None:
             self._tell(Serving(loaded))
         return loaded
@@ -164,6 +176,9 @@ class WeightReceiver:
             self._shelf.connected()
             try:
                 self._watch(connection)
+            except PlanError as error:  # it would be the same every time
+                self._fail(error)
+                return
             except (TransportError, WeightSyncError) as error:
                 self._fail(error)
             finally:
@@ -252,10 +267,10 @@ class WeightReceiver:
     def _ask_turn(self, patience_s: float) -> bool:
         """Ask for a turn to swap; without an agent there is nobody who could count, and nothing to wait for."""
         connection = self._connection
-        if connection is None or self._guest:
+        if connection is None or not self._takes_turns:
             return True
         try:
-            reply, _ = connection.call(AskSwap(patience_s), timeout_s=patience_s + _CALL_TIMEOUT_S)
+            reply, _ = connection.call(AskSwap(patience_s), timeout_s=patience_s + _TURN_TIMEOUT_S)
         except TransportError:
             return True
         return isinstance(reply, SwapTurn) and reply.granted

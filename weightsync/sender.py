@@ -141,6 +141,7 @@ class WeightSender:
         self._complete: Version | None = None
         self._staged: _Staged | None = None
         self._delivered: Version | None = None
+        self._num_bytes = 0
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
@@ -148,9 +149,9 @@ class WeightSender:
             self._thread.start()
 
     @property
-    def bytes_per_version(self) -> int:
-        """Bytes that this rank writes for one version."""
-        return sum(bucket.num_bytes for bucket in self._buckets)
+    def num_bytes(self) -> int:
+        """Bytes that this rank wrote for the last version; 0: it was there already."""
+        return self._num_bytes
 
     def publish(
         self, version: Version, shards: Iterable[Shard], *, timeout_s: float, stop: threading.Event | None = None
@@ -171,8 +172,10 @@ class WeightSender:
             raise WeightSyncError(f"weights of {version}: the sender is closed")
         place = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
         copied: Mapping[int, CopiesDone] = {}
+        self._num_bytes = 0
         if place is not None:
             copied = self._copy(version, place.target, list(shards))
+            self._num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         checksums: dict[int, int] = {}
         if self._broadcaster is not None:
             checksums = self._broadcaster.run(version, None if place is None else place.target.region, copied)
@@ -226,6 +229,7 @@ class WeightSender:
             if self._thread.is_alive() and connection is not None:
                 connection.close()  # the agent does not answer
                 self._thread.join(timeout_s)
+        self._copies.close()
         if self._broadcaster is not None:
             self._broadcaster.close()
 
@@ -368,7 +372,9 @@ class WeightSender:
             for bucket in self._buckets:
                 if bucket.index in staged.copied:
                     staged.copied[bucket.index].wait()
-                checksum = staged.checksums.get(bucket.index) or staged.target.region.checksum(bucket)
+                checksum = staged.checksums.get(bucket.index)
+                if checksum is None:
+                    checksum = staged.target.region.checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
         self._delivered_one(staged)

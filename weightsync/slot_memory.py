@@ -27,6 +27,7 @@ from asyncflow.transport.arena import create_memfd, open_memfd
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _HEADER_BYTES = mmap.PAGESIZE  # the token's page
 _MADV_POPULATE_READ = 22  # Linux 5.14; absent from the mmap module of Python 3.11
 _MADV_POPULATE_WRITE = 23
@@ -67,8 +68,13 @@ class SlotMemory:
         self.offer = SlotOffer(os.getpid(), fd, num_bytes, token)
 
 
-def map_slot(offer: SlotOffer, *, write: bool) -> Tensor:
+def map_slot(offer: SlotOffer, *, write: bool, device: torch.device = _CPU) -> Tensor:
     """Map an agent's slot; returns uint8 [num_bytes], which lives as long as a view of it does.
+
+    Args:
+        offer: the agent's.
+        write: whether this process writes to it.
+        device: that copies to or from it.
 
     Raises:
         WeightSyncError: it cannot be opened: another host, or the agent is gone.
@@ -78,7 +84,7 @@ def map_slot(offer: SlotOffer, *, write: bool) -> Tensor:
     except TransportError as error:
         raise WeightSyncError(f"weights: the agent's memory cannot be mapped ({error})") from error
     try:
-        return _map(fd, offer.num_bytes, write=write)
+        return _map(fd, offer.num_bytes, write=write, device=device)
     except OSError as error:
         raise WeightSyncError(f"weights: {offer.num_bytes:,} bytes cannot be mapped ({error.strerror})") from error
     finally:
@@ -114,10 +120,9 @@ class SlotMappings:
         """
         memory = self._memories.pop(offer.token, None)
         if memory is None:
-            memory = map_slot(offer, write=self._write)
+            memory = map_slot(offer, write=self._write, device=self._device)
             for start, stop in [(0, offer.num_bytes)] if self._extents is None else self._extents:
                 populate(memory[start:stop], write=self._write)
-            pin(memory, self._device)
         self._memories[offer.token] = memory
         while len(self._memories) > self._keep:
             self._memories.pop(next(iter(self._memories)))
@@ -145,13 +150,16 @@ def populate(memory: Tensor, *, write: bool) -> None:
         logger.debug("populate: %s", os.strerror(ctypes.get_errno()))  # an older kernel: pages come with their use
 
 
-def _map(fd: int, num_bytes: int, *, write: bool) -> Tensor:
+def _map(fd: int, num_bytes: int, *, write: bool, device: torch.device = _CPU) -> Tensor:
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes, flags=mmap.MAP_SHARED, prot=protection)
-    array = np.frombuffer(memory, dtype=np.uint8)
+    array = np.frombuffer(memory, dtype=np.uint8)[_HEADER_BYTES:]
+    unpin = pin(array.ctypes.data, num_bytes, device, writable=write)
+    if unpin is not None:
+        weakref.finalize(array, unpin).atexit = False  # views are gone by then, the mapping is not yet
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors
-        return torch.from_numpy(array)[_HEADER_BYTES:]
+        return torch.from_numpy(array)
 
 
 def _libc() -> ctypes.CDLL:

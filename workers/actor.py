@@ -195,7 +195,7 @@ class Actor:
 
     def _finish_step(self, record: StepRecord) -> None:
         self._loader.ack()
-        record.sync_bytes = self._sender.bytes_per_version
+        record.sync_bytes = self._sender.num_bytes
         record.save_wanted = self._keeps_rows and self._client.checkpoint_wanted()
         record.join(gather_json(record.share(), device=self._context.device))
         if self._recorder is not None:

@@ -11,10 +11,12 @@ Whoever loads new weights first also writes them to the run directory, for check
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from asyncflow.errors import ConfigError, WeightSyncError
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.context import WorkerContext
@@ -107,14 +109,26 @@ class Reference:
             if not receiver.wait_for(needed, timeout_s=self._timeout_s, stop=self._context.stopping):
                 return
         with self._context.timeline.span("load weights", step=needed):
-            loaded = receiver.load(self._model.load_weights, newer_than=None)
+            loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
             receiver.drop()
-        assert loaded is not None
-        if loaded.step != needed:
-            logger.warning("the reference is of step %d instead of %d: that was replaced too fast", loaded.step, needed)
+        if loaded is None or loaded.step != needed:
+            self._read(needed)  # the trainer is ahead: another reference has served it
         self._step = needed
         if self._writes:
             self._write(_kept_as(self._context, needed))
+
+    def _read(self, needed: int) -> None:
+        """Take what another reference wrote; nothing else is the reference of these steps.
+
+        Raises:
+            WeightSyncError: nobody did.
+        """
+        try:
+            self._model.read_weights(_kept_as(self._context, needed))
+        except ConfigError as error:
+            raise WeightSyncError(
+                f"the reference of step {needed} is gone: newer weights came before it was loaded ({error})"
+            ) from error
 
     def _wants(self, version: Version) -> bool:
         """Return whether a version is the first at or after a refresh; the receiver asks for one after the other."""

@@ -8,6 +8,7 @@ While a generation runs, a thread stages newer weights; they are swapped in at i
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,8 @@ class Rollout:
         if self._receiver.newest in (None, self._version):
             return
         with self._context.timeline.span("load weights"):
-            loaded = self._receiver.load(self._engine.load_weights, newer_than=self._version, patience_s=patience_s)
+            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
+            loaded = self._receiver.load(load, newer_than=self._version, patience_s=patience_s)
         if loaded is not None:
             self._version = loaded
             self._context.report("idle", version=loaded.step)

@@ -61,7 +61,7 @@ def open_receiver(
     Args:
         context: of this rank.
         needs: what the engine wants.
-        adopts: the engine computes with what it is given, in place.
+        adopts: the engine can compute with what it is given, in place; it does where the element types are the same.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
     """
@@ -73,8 +73,9 @@ def open_receiver(
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
-        device=context.device, adopts=adopts, wanted=wanted, member=member, lead=_agent(context),
-        timeout_s=config.timeout_s, timeline=context.timeline,
+        device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype),
+        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted,
+        member=member, lead=_agent(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 

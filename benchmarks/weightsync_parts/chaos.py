@@ -30,6 +30,8 @@ VICTIMS = ("receiver", "trainer", "agent")
 _BUCKET_BYTES = 4 << 20
 _TIMEOUT_S = 5.0
 """Deadline of the weight path: what a death may cost the others. Well below the chaos's own."""
+_MOST_HELD_UP_S = 3 * _TIMEOUT_S
+"""A death may cost the deadline of the readiness, of a group, and of a transfer."""
 _ANSWER_S = 20.0
 """A process that says nothing for so long is stuck."""
 _WARM_UP = 4
@@ -171,7 +173,7 @@ class _Chaos:
         killed = time.monotonic()
         cluster.restart_receiver(place)
         restarted = time.monotonic()
-        hear(cluster.trainers, timeout_s=_ANSWER_S)
+        self._check_held_up(hear(cluster.trainers, timeout_s=_ANSWER_S))
         self._wait_loaded("receiver", restarted)
         self._note_moment(killed, but=place)
 
@@ -195,7 +197,7 @@ class _Chaos:
         killed = time.monotonic()
         cluster.start_agent()
         restarted = time.monotonic()
-        hear(cluster.trainers, timeout_s=_ANSWER_S)
+        self._check_held_up(hear(cluster.trainers, timeout_s=_ANSWER_S))
         wanted = Version(cluster.lineage, self._step)
         while (newest := cluster.status().newest) is None or newest < wanted:
             if time.monotonic() > restarted + self._deadline_s:
@@ -203,6 +205,11 @@ class _Chaos:
             self._pause.wait(_POLL_S)
         self._wait_loaded("agent", restarted)
         self._note_moment(killed)
+
+    def _check_held_up(self, held_up: list[tuple[float, float]]) -> None:
+        longest_s = max(end - begin for begin, end in held_up)
+        if longest_s > _MOST_HELD_UP_S:
+            raise _Failed(f"a trainer rank was held up for {longest_s:.1f} s")
 
     def _wait_loaded(self, victim: str, restarted: float) -> None:
         left_s = max(0.0, restarted + self._deadline_s - time.monotonic())

@@ -162,10 +162,10 @@ class Generator:
         """Meet the trainer's ranks in groups of the raw broadcast's own."""
         self._raw = RawReceiver(self._store, plan, self._place, self._setup.num_receivers)
 
-    def raw(self) -> tuple[float, float]:
+    def raw(self, at_a_time: int) -> tuple[float, float]:
         """Receive the same bytes without the weight path; returns begin and end (s, monotonic)."""
         assert self._raw is not None
-        return self._raw.run()
+        return self._raw.run(at_a_time)
 
     def record(self) -> Record:
         """Return what happened since the last time."""

@@ -78,6 +78,8 @@ def _measure(shapes: Shapes, options: Options) -> dict[str, Any]:
             "async_generator_stall_vs_memcpy": load_s / copy_s,
             "staged_copies_per_version": pages.pss_bytes / (region_bytes * num_slots),
         },
+        "step_with_update_vs_without": statistics.median(rounds.step_s["with"])
+        / statistics.median(rounds.step_s["without"]),
         "trainer_s": {side: {rank: each.report() for rank, each in values.items()} for side, values in samples.items()},
         "generator_s": {"load": load_s, "copy": copy_s, "loads": len(loads), "slowest": max(x.seconds for x in loads)},
         "slots": {"written": num_slots, "memories": pages.num_memories, "region_bytes": region_bytes},
@@ -90,20 +92,26 @@ class _Rounds:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._step = 0
+        self.step_s: dict[str, list[float]] = {"with": [], "without": []}
 
     def copy(self) -> dict[str, float]:
         """The baseline of all ranks at once."""
         ask(self._cluster.trainers, "prepare", self._step + 1)
-        return {f"rank_{rank}": seconds for rank, seconds in enumerate(ask(self._cluster.trainers, "copy"))}
+        copied = ask(self._cluster.trainers, "copy")
+        self.step_s["without"] += [wait + work for wait, work in ask(self._cluster.trainers, "train")]
+        return {f"rank_{rank}": seconds for rank, seconds in enumerate(copied)}
 
     def publish(self) -> dict[str, float]:
         """One version, until everybody has loaded it."""
         self._step += 1
         ask(self._cluster.trainers, "prepare", self._step)
         held_up = ask(self._cluster.trainers, "publish", self._step, False)
-        waited = ask(self._cluster.trainers, "train")
+        trained = ask(self._cluster.trainers, "train")
         if not self._cluster.wait_loaded(self._step):
             raise SystemExit(f"stalls: not every receiver loaded step {self._step}")
         ask(self._cluster.trainers, "settle")
-        stalls = [end - begin + wait for (begin, end), wait in zip(held_up, waited, strict=True)]
+        self.step_s["with"] += [
+            end - begin + wait + work for (begin, end), (wait, work) in zip(held_up, trained, strict=True)
+        ]
+        stalls = [end - begin + wait for (begin, end), (wait, _) in zip(held_up, trained, strict=True)]
         return {f"rank_{rank}": stall for rank, stall in enumerate(stalls)}

@@ -1,14 +1,15 @@
 """What the broadcast path is held against: the same bytes over groups of the same kind, and nothing else.
 
-One group per sender, {sender} + all receivers; all buckets of the path's sizes one after another, out of warm memory
-into warm memory; both senders at once. Nothing is packed, checked or loaded.
+One group per sender, {sender} + all receivers; all buckets of the path's sizes, one or several at a time, out of warm
+memory into warm memory; both senders at once. Nothing is packed, checked or loaded.
 """
 
 import threading
 import time
+from collections import deque
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from asyncflow.device import connect_group
 from weightsync.plan import TransferPlan
@@ -23,10 +24,10 @@ class RawSender:
         self._memory = torch.ones(sum(self._sizes), dtype=torch.uint8)
         self._group = connect_group(PrefixStore(f"raw/{rank}", store), 0, 1 + num_receivers, CPU)
 
-    def run(self) -> tuple[float, float]:
+    def run(self, at_a_time: int) -> tuple[float, float]:
         """Send everything; returns begin and end (s, monotonic)."""
         began = time.monotonic()
-        _broadcast(self._group, self._memory, self._sizes)
+        _broadcast(self._group, self._memory, self._sizes, at_a_time)
         return began, time.monotonic()
 
 
@@ -44,11 +45,11 @@ class RawReceiver:
             for rank in self._sizes
         }
 
-    def run(self) -> tuple[float, float]:
+    def run(self, at_a_time: int) -> tuple[float, float]:
         """Receive everything; returns begin and end (s, monotonic)."""
         began = time.monotonic()
         threads = [
-            threading.Thread(target=_broadcast, args=(self._groups[rank], self._memories[rank], sizes))
+            threading.Thread(target=_broadcast, args=(self._groups[rank], self._memories[rank], sizes, at_a_time))
             for rank, sizes in self._sizes.items()
         ]
         for thread in threads:
@@ -58,6 +59,11 @@ class RawReceiver:
         return began, time.monotonic()
 
 
-def _broadcast(group: ProcessGroup, memory: torch.Tensor, sizes: list[int]) -> None:
+def _broadcast(group: ProcessGroup, memory: torch.Tensor, sizes: list[int], at_a_time: int) -> None:
+    in_flight: deque[Work] = deque()
     for bucket in memory.split(sizes):
-        group.broadcast([bucket]).wait()
+        in_flight.append(group.broadcast([bucket]))
+        if len(in_flight) == at_a_time:
+            in_flight.popleft().wait()
+    for work in in_flight:
+        work.wait()

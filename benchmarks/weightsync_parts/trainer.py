@@ -20,9 +20,10 @@ from weightsync_parts.raw_gloo import RawSender
 from weightsync_parts.setup import AGENT, CPU, Setup, begin_process, obey, proof_key
 from weightsync_parts.spans import Span, Spans
 
-_STEP_S = 1.0
-_BUSY_S = 0.005
+_BURSTS = 50
+_PRODUCTS = 10
 _IDLE_S = 0.015
+"""A step: matrix products of some 5 ms, then a pause, as often as this takes about a second."""
 
 
 def train(pipe: Any, setup: Setup, rank: int, lineage: int) -> None:
@@ -94,22 +95,22 @@ class TrainerRank:
             self._sender.publish(Version(self._lineage, step), self._masters.shards, timeout_s=timeout_s)
         return began, time.monotonic()
 
-    def train(self) -> float:
-        """Compute for a step as the host of an accelerator does, then have leave to change the weights.
+    def train(self) -> tuple[float, float]:
+        """Do a step's work, as the host of an accelerator does, then have leave to change the weights.
 
         Returns:
-            The seconds that this was waited for.
+            The seconds that this was waited for, and those of the work before that.
         """
         pause = threading.Event()
+        began = time.monotonic()
         with self._spans.span("train"):
-            until = time.monotonic() + _STEP_S
-            while time.monotonic() < until:
-                busy_until = time.monotonic() + _BUSY_S
-                while time.monotonic() < busy_until:
+            for _ in range(_BURSTS):
+                for _ in range(_PRODUCTS):
                     torch.mm(self._activations, self._activations)
                 pause.wait(_IDLE_S)
+        worked_s = time.monotonic() - began
         with self._spans.span("wait for copies"):
-            return self._sender.before_update()
+            return self._sender.before_update(), worked_s
 
     def settle(self) -> None:
         """Wait until the agent has what was published."""
@@ -128,10 +129,10 @@ class TrainerRank:
         """Meet the receivers in a group of the raw broadcast's own."""
         self._raw = RawSender(self._store, plan, self._rank, self._setup.num_receivers)
 
-    def raw(self) -> tuple[float, float]:
+    def raw(self, at_a_time: int) -> tuple[float, float]:
         """Broadcast the same bytes without the weight path; returns begin and end (s, monotonic)."""
         assert self._raw is not None
-        return self._raw.run()
+        return self._raw.run(at_a_time)
 
     def spans(self) -> list[Span]:
         """Return what was recorded since the last time."""

@@ -8,3 +8,4 @@ def test_everybody_goes_on_though_processes_die_in_the_middle_of_transfers() -> 
     assert report.num_kills == report.survived, report.failures
     assert report.mixed_reads == 0, report.failures
     assert report.outputs > 0
+    assert report.mid_transfer > 0

@@ -173,7 +173,7 @@ def test_feed_gives_versions_as_they_come_and_takes_nobodys_turn(run: Run) -> No
         run.publish(1)
         assert feed.wait_newer(None, timeout_s=DEADLINE_S)
         needs = {name: Need(tuple(tensor.shape)) for name, tensor in INITIAL.items()}
-        rollout = WeightReceiver(run.credentials, "weights-0", "rollout-0", needs, device=CPU)
+        rollout = WeightReceiver(run.credentials, "weights-0", "rollout-0", needs, device=CPU, takes_turns=True)
         rollout.wait_for(1, timeout_s=DEADLINE_S)
         turns: list[Any] = []
         feed.load(lambda _: turns.append(rollout.load(lambda _: None, newer_than=None)), newer_than=None)

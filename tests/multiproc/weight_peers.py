@@ -143,7 +143,7 @@ class Trainer:
         self._built = _count_groups("connect_sender")
         self._stops = False
         self._tampers = _tamper(setup.tampers)
-        _before_copying(self._wait_for_the_test)
+        _after_first_bucket(self._wait_for_the_test)
         self._sender = WeightSender(
             mine, agent, name, self._plan, rank,
             device=CPU, num_slots=setup.num_slots, timeout_s=setup.timeout_s, broadcaster=caster,
@@ -215,7 +215,7 @@ class Receiver:
         member = BroadcastMember(mine.own_store(setup.timeout_s), name, CPU) if setup.broadcast else None
         self._receiver = WeightReceiver(
             mine, agent, name, needs(setup.wide) if wanted is None else wanted,
-            device=CPU, whole=wanted is None, adopts=setup.adopts, member=member, lead="weights-0",
+            device=CPU, whole=wanted is None, adopts=setup.adopts, takes_turns=True, member=member, lead="weights-0",
             timeout_s=setup.timeout_s,
         )  # fmt: skip
         self._loaded: Version | None = None
@@ -332,14 +332,13 @@ def _tamper(number: int) -> list[None]:
     return left
 
 
-def _before_copying(called: Callable[[], None]) -> None:
-    """Have a copy of the shards stop after its first bucket."""
+def _after_first_bucket(called: Callable[[], None]) -> None:
+    """Have the copy of the shards stop after its first bucket."""
     write = ShardWriter.write
 
-    def halting(writer: ShardWriter, target: Target, shards: Any, buckets: Any = None) -> None:
-        write(writer, target, shards, {writer.buckets[0].index})
-        called()
+    def halting(writer: ShardWriter, target: Target, shards: Any, buckets: Any) -> None:
         write(writer, target, shards, buckets)
+        called()
 
     setattr(ShardWriter, "write", halting)  # noqa: B010 - a test's hook
 

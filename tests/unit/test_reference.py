@@ -1,6 +1,25 @@
 """Which weights are the reference of a step."""
 
-from workers.reference import reference_step
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncflow.errors import WeightSyncError
+from asyncflow.timeline import NoTimeline
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from weightsync.plan import Need
+from weightsync.version import Version
+from workers.engines.base import Sequences
+from workers.engines.frozen import FrozenModel
+from workers.reference import Reference, reference_step
+
+CPU = torch.device("cpu")
 
 
 def test_reference_changes_after_every_interval() -> None:
@@ -10,3 +29,46 @@ def test_reference_changes_after_every_interval() -> None:
 
 def test_reference_stays_without_an_interval() -> None:
     assert {reference_step(step, 0) for step in (1, 2, 100)} == {0}
+
+
+class LateReceiver:
+    """Has only the weights of a later step."""
+
+    adopts = False
+    newest = Version(0, 8)
+
+    def __init__(self, needs: Mapping[str, Need]) -> None:
+        self._needs = needs
+
+    def wait_for(self, step: int, **_: Any) -> bool:
+        return step <= 8
+
+    def load(self, apply: Callable[[Mapping[str, Tensor]], None], **_: Any) -> Version:
+        apply({name: torch.full(need.shape, 8.0) for name, need in self._needs.items()})
+        return self.newest
+
+    def drop(self) -> None: ...
+
+
+def test_reference_that_comes_late_reads_what_another_one_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(find_recipe("quickstart"), overrides=["algorithm.ref_update_interval=4"])
+    context: Any = SimpleNamespace(
+        config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
+        job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
+    )  # fmt: skip
+    monkeypatch.setattr("workers.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
+    tokens = torch.tensor([5, 6, 7, 8])
+    batch = Sequences(tokens, torch.tensor([4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+    late = Reference(context)
+    before = late.log_probs(batch, step=4)
+    with pytest.raises(WeightSyncError, match="the reference of step 4 is gone"):
+        late.log_probs(batch, step=5)
+
+    other = FrozenModel(Path(config.model.path), config.model, temperature=config.rollout.temperature, device=CPU)
+    other.load_weights({name: torch.full(need.shape, 0.01) for name, need in other.weight_needs().items()})
+    (written := tmp_path / "reference" / "lineage0000-step_000004").mkdir(parents=True)
+    other.save_weights(written)
+    assert torch.equal(late.log_probs(batch, step=5), other.log_probs(batch))
+    assert not torch.equal(late.log_probs(batch, step=6), before)

@@ -292,7 +292,7 @@ class WeightAgent:
         if region is None:
             return None
         try:
-            return region.packed(region.layout.plan.buckets[bucket]).clone()
+            return region.packed(region.layout.plan.buckets[bucket]).clone()  # it may be a view
         finally:
             self._give_back(token, version)
 

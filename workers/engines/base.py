@@ -53,15 +53,20 @@ class GenerateEngine(Protocol):
 
     @property
     def adopts_weights(self) -> bool:
-        """Whether `load_weights` makes the given tensors the engine's own, until the next call, instead of copying."""
+        """Whether `load_weights` can make the given tensors the engine's own instead of copying."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
     ) -> Iterator[Generation]:
         """Yield each answer as soon as it is finished, in any order; end early, between tokens, once `stop` is set."""
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated."""
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated.
+
+        Args:
+            weights: of the model's shapes; other element types are cast.
+            adopt: they stay as they are until the end of the next call: an engine that can computes with them.
+        """
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""

@@ -50,20 +50,34 @@ class FrozenModel:
         self._device = device
         weights = HfWeights(weights_dir or model_dir)
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=PACKED_ATTENTION)
-        aliases = parameter_aliases(self._model)
         materialize(self._model, device)
         self._model.requires_grad_(False)
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+        self._read(weights)
 
     @property
     def adopts_weights(self) -> bool:
         """On the CPU: weights in host memory are where they are needed."""
         return self._device.type == "cpu"
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights (the names of `weight_needs`)."""
-        replace_weights(dict(self._model.named_parameters()), weights, adopt=self.adopts_weights)
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Replace all weights (the names of `weight_needs`); `adopt`: see `GenerateEngine`."""
+        replace_weights(dict(self._model.named_parameters()), weights, adopt=adopt and self.adopts_weights)
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Replace all weights by those of safetensors.
+
+        Raises:
+            ConfigError: they are not all there.
+        """
+        self._read(HfWeights(weights_dir))
+
+    def _read(self, weights: HfWeights) -> None:
+        aliases = parameter_aliases(self._model)
+        found = {
+            name: weights.read(weights.find(name, aliases[name]), tuple(parameter.shape))
+            for name, parameter in self._model.named_parameters()
+        }
+        self.load_weights(found)
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""

@@ -71,7 +71,7 @@ class HfEngine:
         for first in range(0, len(requests), self._rollout.batch_size):
             yield from self._generate_batch(requests[first : first + self._rollout.batch_size], stop)
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names). Not while `generate` is being iterated.
 
         Raises:
@@ -84,7 +84,7 @@ class HfEngine:
             if weights[name].shape != parameter.shape:
                 shapes = f"{tuple(weights[name].shape)}, but the model's is {tuple(parameter.shape)}"
                 raise PlanError(f"weight {name}: its shape is {shapes}")
-        replace_weights(self._parameters, weights, adopt=self.adopts_weights)
+        replace_weights(self._parameters, weights, adopt=adopt and self.adopts_weights)
         self._loaded = True
 
     def weight_needs(self) -> Mapping[str, Need]:

@@ -34,8 +34,28 @@ class FakeFeed:
     """Has whatever version it is given; `loads` is what was read."""
 
     def __init__(self) -> None:
-        self.newest: Version | None = None
+        self._newest: Version | None = None
+        self._changed = threading.Condition()
         self.closed = False
+
+    @property
+    def newest(self) -> Version | None:
+        return self._newest
+
+    @newest.setter
+    def newest(self, version: Version) -> None:
+        with self._changed:
+            self._newest = version
+            self._changed.notify_all()
+
+    def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event) -> bool:
+        with self._changed:
+            while True:
+                if self._newest is not None and (version is None or self._newest > version):
+                    return True
+                if stop.is_set():
+                    return False
+                self._changed.wait(0.01)
 
     def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
         version = self.newest
