@@ -114,3 +114,15 @@ def test_version_that_is_overwritten_while_the_agent_comes_back_is_never_deliver
     trainer.tell("go on")
     assert len(trainer.hear()) == 1
     assert ask(receiver, "load", 3) == (Version(0, 3), True)
+
+
+def test_stopped_agent_holds_up_no_swap(weight_run: WeightRun) -> None:
+    weight_run.configure(takes_turns=False)
+    receiver = weight_run.start_node("rollout-0")[0]
+    weight_run.publish(Version(0, 1))
+    assert ask(receiver, "load", 1) == (Version(0, 1), True)
+    weight_run.agent.signal(signal.SIGSTOP)
+    assert ask(receiver, "load_again") == (Version(0, 1), True)
+    weight_run.agent.signal(signal.SIGCONT)
+    weight_run.publish(Version(0, 2))
+    assert ask(receiver, "load", 2) == (Version(0, 2), True)

@@ -38,6 +38,7 @@ class Setup:
         dtype, bucket_bytes, num_slots, timeout_s: see `WeightSyncConfig`.
         broadcast: the path is `broadcast`.
         adopts: receivers compute with what they load, in place.
+        takes_turns: receivers ask the agent before they swap.
         wide: the embedding's rows are so many times longer.
         tampers: so many messages of the first broadcast are damaged on their way.
     """
@@ -51,6 +52,7 @@ class Setup:
     timeout_s: float = DEADLINE_S
     broadcast: bool = False
     adopts: bool = False
+    takes_turns: bool = True
     wide: int = 1
     tampers: int = 0
 

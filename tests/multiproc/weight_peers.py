@@ -215,8 +215,8 @@ class Receiver:
         member = BroadcastMember(mine.own_store(setup.timeout_s), name, CPU) if setup.broadcast else None
         self._receiver = WeightReceiver(
             mine, agent, name, needs(setup.wide) if wanted is None else wanted,
-            device=CPU, whole=wanted is None, adopts=setup.adopts, takes_turns=True, member=member, lead="weights-0",
-            timeout_s=setup.timeout_s,
+            device=CPU, whole=wanted is None, adopts=setup.adopts, takes_turns=setup.takes_turns,
+            member=member, lead="weights-0", timeout_s=setup.timeout_s,
         )  # fmt: skip
         self._loaded: Version | None = None
         self._views: Mapping[str, Tensor] = {}
