@@ -4,7 +4,7 @@
 
     sync_vs_gloo_broadcast            bandwidth of an update by broadcast, publish to loaded / of raw Gloo
     async_vs_sync_exposed             longest time that any role is blocked by an update, staged / broadcast
-    async_trainer_stall_vs_memcpy     inside `publish`, staged / one copy of the rank's shards
+    async_trainer_stall_vs_memcpy     inside `publish` and `before_update`, staged / one copy of the rank's shards
     async_generator_stall_vs_memcpy   inside `load` / one copy of the model
     staged_copies_per_version         memory of the slots over all processes / slots that were written
     updates mixed_reads               versions while four receivers generate; outputs of other weights than they claim
@@ -100,7 +100,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print figures and details as JSON")
     parser.add_argument("--only", nargs="*", choices=KEYS, metavar="KEY", default=list(KEYS), help="default: all")
-    parser.add_argument("--model-bytes", type=int, default=1_000_000_000, help="of the synthetic model, in bfloat16")
+    parser.add_argument(
+        "--model-bytes",
+        type=int,
+        default=1_000_000_000,
+        help="of the synthetic model, in bfloat16; updates take 25 MB of it at most, kills 50 MB",
+    )
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="of timed transfers")
     parser.add_argument("--kills", type=int, default=50, help="processes to kill")
     parser.add_argument("--long", action="store_true", help="three times the rounds and updates")

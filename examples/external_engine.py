@@ -8,11 +8,16 @@ Ends when the run does. Generators of the run neither wait for it nor notice it.
 
 import argparse
 import hashlib
+import os
+import sys
 from collections.abc import Mapping
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # at the end of a run the store is gone: no traces of that
 
 import torch
 from torch import Tensor
 
+from asyncflow.errors import AsyncFlowError
 from weightsync.external import connect_weights
 
 
@@ -42,8 +47,11 @@ def load(weights: Mapping[str, Tensor]) -> None:
         model.load_state_dict(weights, strict=False)  # tied weights come once
 
 
-with connect_weights(arguments.run_dir, "external-engine") as feed:
-    held = None
-    while feed.wait_newer(held, timeout_s=3600):
-        held = feed.load(load, newer_than=held) or held
-        print(f"weights of {held}", flush=True)  # noqa: T201
+try:
+    with connect_weights(arguments.run_dir, "external-engine") as feed:
+        held = None
+        while feed.wait_newer(held, timeout_s=3600):
+            held = feed.load(load, newer_than=held) or held
+            print(f"weights of {held}", flush=True)  # noqa: T201
+except AsyncFlowError as error:
+    sys.exit(f"Error: {error}")

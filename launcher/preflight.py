@@ -1,14 +1,16 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.batch_sizes import check_batch_sizes
 from launcher.devices import Devices, find_devices
 from launcher.placement import place_gangs
+from launcher.rundir import OWN_NAMES
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
 
@@ -49,6 +51,7 @@ def check_run(config: RunConfig) -> Preflight:
     check_batch_sizes(config)
     _check_clients(config)
     _check_queue(config)
+    _check_export(config)
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
@@ -107,6 +110,24 @@ def _check_queue(config: RunConfig) -> None:
             f"groups x {schedule.n_samples_per_prompt} answers x (staleness {schedule.staleness_bound} + 1) = "
             f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
         )
+
+
+def _check_export(config: RunConfig) -> None:
+    """Refuse a directory for exports that is the run's own, or that could not be made."""
+    if config.weightsync.export is None:
+        return
+    given = config.weightsync.export.directory
+    key, relative = "weightsync.export.directory", PurePath(given)
+    if not relative.is_absolute():
+        if not relative.parts or relative.parts[0] in (*OWN_NAMES, ".."):
+            raise ConfigError(
+                f"{key}: {given!r} is among the run's own files, or outside; use a name such as weights, "
+                f"or an absolute path"
+            )
+        return
+    parent = next(path for path in (Path(given), *Path(given).parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"{key}: {given!r} cannot be made, {parent} is no directory that can be written to")
 
 
 def _check_clients(config: RunConfig) -> None:

@@ -29,6 +29,8 @@ the user knows whether they are worth their disk; `latest` never looks there."""
 META_FILE = "meta.json"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt")
 """Settings that decide which prompt, which rows and which step group g has."""
+_REFERENCE = "algorithm.ref_update_interval"
+"""Decides which weights are the reference of a step; checkpoints hold that one alone."""
 _CUT_FILES = (LEDGER_FILE, METRICS_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _START_SLACK_S = 5.0
@@ -117,8 +119,14 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
         return
     before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
     for name in now:
-        if not name.startswith(_FIXED) or name not in before or before[name] == now[name]:
+        if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
             continue
+        if name == _REFERENCE:
+            raise ConfigError(
+                f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
+                f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "
+                f"(--set model.path=...)"
+            )
         if name == "data.path" and _same_data(Path(str(before[name])), Path(str(now[name]))):
             continue
         raise ConfigError(

@@ -25,6 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
+OWN_NAMES = frozenset({CONFIG_FILE, METRICS_FILE, LEDGER_FILE, *DIRECTORIES, "reference", "job.json", "export-id"})
+"""What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
 

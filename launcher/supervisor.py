@@ -18,7 +18,7 @@ from workers.dataflow import SERVICES
 
 TRAINERS = frozenset({"actor", "critic"})
 EXIT_TIMEOUT_S = 5.0
-"""How long processes may take to leave in phase `exit`, where nothing is saved any more (s)."""
+"""How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""
 EARLY_EXIT_TIMEOUT_S = 3.0
 """The same before all are at work: some may wait for the gang that failed, and would until their deadlines (s)."""
 
@@ -203,7 +203,10 @@ class Supervisor:
         self._phase = phase
         if phase is Phase.STOP:
             return [SetPhase(phase), Arm(Timer.STOP, self._stop_timeout_s)]
-        timeout_s = EXIT_TIMEOUT_S if self._all_ready else EARLY_EXIT_TIMEOUT_S
+        if not self._all_ready:
+            timeout_s = EARLY_EXIT_TIMEOUT_S
+        else:
+            timeout_s = EXIT_TIMEOUT_S if self._failures else self._stop_timeout_s  # the last weights are exported
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:

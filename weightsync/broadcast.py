@@ -9,23 +9,24 @@ transfer breaks, takes the same version from its node's agent.
 """
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import ProcessGroup, Store, Work
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.device import CopiesDone, abort_group
 from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Credentials
-from weightsync.agreement import wait_for_key
+from asyncflow.transport.handshake import Credentials, key_appears
 from weightsync.bucket import BucketParts
 from weightsync.groups import Membership, connect_receiver, connect_sender
 from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer
@@ -39,6 +40,10 @@ _LEAST_WAIT_S = 0.001
 """Gloo waits without end for a timeout of 0."""
 _AHEAD = 2
 """Buckets that are sent, or checked, while the next one is prepared."""
+STALL_S = 30.0
+"""Of a group, however long a transfer may take: for its members to meet, and for one message to arrive (s)."""
+_LOOK_S = 0.2
+"""How often a broadcast looks whether it is to stop (s)."""
 _INSTEAD = "receivers take them from their agents"
 
 
@@ -76,14 +81,22 @@ class Broadcaster:
         self._timeout_s = timeout_s
         self._senders = senders_of(plan)
         self._buckets = plan.of_sender(rank)
-        self._store = credentials.own_store(timeout_s)
-        self._keys = PrefixStore(f"weights/transfer/{epoch}", credentials.own_store(2 * timeout_s))
+        self._store = credentials.own_store(min(timeout_s, STALL_S))
+        self._keys = credentials.own_store(timeout_s)
         self._connection: Connection | None = None
         self._group: ProcessGroup | None = None
-        self._epoch = self._broken = ""
+        self._epoch = epoch
+        self._group_epoch = self._broken = ""
         self._number = 0
 
-    def run(self, version: Version, region: Region | None, copied: Mapping[int, CopiesDone]) -> dict[int, int]:
+    def run(
+        self,
+        version: Version,
+        region: Region | None,
+        copied: Mapping[int, CopiesDone],
+        *,
+        stop: threading.Event | None = None,
+    ) -> dict[int, int]:
         """Broadcast this rank's buckets of a version to all receivers that are there; collective over the ranks.
 
         A receiver that does not come, or dies, costs its deadline; then nobody waits for it, and the others, too, take
@@ -93,20 +106,40 @@ class Broadcaster:
             version: which.
             region: holds it, or will; None: this rank holds nothing.
             copied: the ends of copies into the region, by bucket.
+            stop: ends it early: receivers have the version from their agents.
 
         Returns:
             Checksums of the buckets that were packed, by index.
         """
         checksums: dict[int, int] = {}
+        with _aborting(self._abort, when=stop):
+            self._run(version, region, copied, checksums, stop or threading.Event())
+        return checksums
+
+    def _run(
+        self,
+        version: Version,
+        region: Region | None,
+        copied: Mapping[int, CopiesDone],
+        checksums: dict[int, int],
+        stop: threading.Event,
+    ) -> None:
         try:
-            transfer = self._share(self._begin(version) if self._rank == 0 else None)
+            transfer = self._share(self._begin(version) if self._rank == 0 else None, stop)
             if transfer.members and region is not None:
                 self._send(transfer, region, copied, checksums)
         except (RuntimeError, TransportError, WeightSyncError) as error:
             logger.warning("weights of %s: not broadcast to all (%s); %s", version, error, _INSTEAD)
-            self._broken = self._epoch
+            self._broken = self._group_epoch
             self._leave()
-        return checksums
+
+    def _abort(self) -> None:
+        """End what another thread waits for."""
+        connection, group = self._connection, self._group
+        if connection is not None:
+            connection.close()
+        if group is not None:
+            abort_group(group)
 
     def close(self) -> None:
         """Leave group and lead; idempotent."""
@@ -124,22 +157,29 @@ class Broadcaster:
                 self._connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
             request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)
             reply, _ = self._connection.call(request, timeout_s=2 * self._timeout_s)
-        except TransportError as error:
+        except (RuntimeError, TransportError) as error:  # the others are told that there is none
             logger.warning("weights of %s: %s; %s", version, error, _INSTEAD)
             return Transfer("", version, [], None)
         assert isinstance(reply, Transfer)
         return reply
 
-    def _share(self, transfer: Transfer | None) -> Transfer:
-        """Return the transfer that rank 0 began, on every rank."""
+    def _share(self, transfer: Transfer | None, stop: threading.Event) -> Transfer:
+        """Return the transfer that rank 0 began, on every rank.
+
+        Raises:
+            WeightSyncError: rank 0 does not say, or `stop` was set.
+        """
         self._number += 1
+        key = f"weights/transfer/{self._epoch}/{self._number}"
         if transfer is None:
-            return msgpack_decoder(Transfer).decode(
-                wait_for_key(self._keys, str(self._number), "trainer rank 0", "who takes part")
-            )
+            if not key_appears(self._keys, key, 2 * self._timeout_s, stop):
+                raise WeightSyncError("trainer rank 0 did not say who takes part")
+            return msgpack_decoder(Transfer).decode(self._keys.get(key))
         shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
-        self._keys.set(str(self._number), msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
-        self._keys.delete_key(str(self._number - 2))  # everybody has read that one: steps are collective
+        self._keys.set(key, msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._keys.delete_key(
+            f"weights/transfer/{self._epoch}/{self._number - 2}"
+        )  # all have read it: steps are collective
         return transfer
 
     def _send(
@@ -162,9 +202,9 @@ class Broadcaster:
             _wait(works, deadline)
 
     def _connect(self, transfer: Transfer) -> ProcessGroup:
-        if self._epoch != transfer.epoch:
+        if self._group_epoch != transfer.epoch:
             self._leave()
-            self._epoch = transfer.epoch
+            self._group_epoch = transfer.epoch
             members = Membership(transfer.epoch, self._senders, tuple(transfer.members))
             self._group = connect_sender(self._store, members, self._rank, self._device)
         if self._group is None:  # what its members wrote to the store is of no use to a second group
@@ -192,6 +232,7 @@ class BroadcastMember:
         self._groups: dict[int, ProcessGroup] = {}
         self.epoch = ""
         """Of the groups that it has, or had last."""
+        self._aborted = False
 
     def receive(self, transfer: Transfer, region: Region, *, timeout_s: float) -> None:
         """Take part in a broadcast; `region` holds the version afterwards, every bucket checked.
@@ -222,24 +263,30 @@ class BroadcastMember:
                 for one in taken:
                     one.result()
         except RuntimeError as error:
-            self.abort()
+            self._leave()
             raise WeightSyncError(f"weights of {transfer.version}: broadcast broke ({error})") from error
         except WeightSyncError:
-            self.abort()
+            self._leave()
             raise
 
     def abort(self) -> None:
-        """Leave the groups, so that nobody waits in them; idempotent."""
+        """Leave the groups, so that nobody waits in them; nothing is received any more. Idempotent."""
+        self._aborted = True
+        self._leave()
+
+    def _leave(self) -> None:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             abort_group(group)
 
     def _connect(self, transfer: Transfer, plan: TransferPlan) -> dict[int, ProcessGroup]:
         if self.epoch != transfer.epoch:
-            self.abort()
+            self._leave()
             self.epoch = transfer.epoch
             members = Membership(transfer.epoch, senders_of(plan), tuple(transfer.members))
             self._groups = connect_receiver(self._store, members, self._name, self._device)
+            if self._aborted:
+                raise WeightSyncError(f"weights of {transfer.version}: this receiver is closing")
         if not self._groups:  # what its members wrote to the store is of no use to a second group
             raise WeightSyncError(f"the groups of epoch {transfer.epoch} broke before")
         return self._groups
@@ -270,6 +317,25 @@ class _Coming:
 
 def _buffer(target: Tensor, device: torch.device) -> Tensor:
     return target if device.type == "cpu" else torch.empty_like(target, device=device)
+
+
+@contextmanager
+def _aborting(abort: Callable[[], None], *, when: threading.Event | None) -> Iterator[None]:
+    """Call `abort` from another thread as soon as `when` is set, while the enclosed block runs."""
+    done = threading.Event()
+
+    def watch(stop: threading.Event) -> None:
+        while not done.wait(_LOOK_S):
+            if stop.is_set():
+                abort()
+                return
+
+    if when is not None:
+        threading.Thread(target=watch, args=(when,), name="weight-stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _wait(works: Iterable[Work], deadline: float) -> None:

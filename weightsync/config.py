@@ -52,7 +52,7 @@ class ExportConfig(Settings):
     """Versions of the weights as Hugging Face directories, for engines outside the run."""
 
     directory: str = "weights"
-    """Where `step_000012/` and the link `latest` appear; relative to the run directory."""
+    """Where `step_000012/` and the link `latest` appear; relative to the run directory, and not among its own files."""
     every: int = Field(1, ge=1)
     """Write the versions of every so many steps. A version is left out when the next is there before its turn."""
     keep_last: int = Field(2, ge=1)
@@ -68,7 +68,7 @@ class WeightSyncConfig(Settings):
     """`staged`: the trainer copies its shards to host memory and goes on; each node's weight agent hands them to its
     receivers. `broadcast`: trainer and receivers meet in a collective over the devices' own backend; both wait. It
     leaves the version with the agents, too."""
-    bucket_bytes: int = Field(64 * 2**20, ge=1024)
+    bucket_bytes: int = Field(64 * 2**20, ge=1024, le=2**30)
     """Weights are checked, sent and repaired in buckets of about this size (bytes)."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Element type on the wire and in the slots, to which the trainer casts; null: that of the copies that generate

@@ -7,8 +7,8 @@
     newest version -> .export-ID.tmp/ -> fsync -> renamed -> `latest` replaced -> older ones removed -> engines told
 
 A kill at any point leaves the former exports and their `latest`. Every directory has its run's `export.json`; others
-are never touched. Whatever fails (a full disk, an engine) is a warning: the run goes on. A thread beside the weight
-agent of one node runs it; it knows no model, only names and tensors.
+are never touched. Whatever fails (a full disk, an engine that hangs) is a warning: the run goes on. A thread beside the
+weight agent of one node runs it; it knows no model, only names and tensors.
 """
 
 import json
@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from asyncflow.errors import WeightSyncError
 from weightsync.config import ExportConfig
 from weightsync.external import WeightFeed
-from weightsync.notify import weight_sync_notify
+from weightsync.notify import Notifier
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -69,14 +70,19 @@ class WeightExporter:
         self._write_weights = write_weights
         self._seen: Version | None = None
         self._closing = threading.Event()
+        self._notifier = Notifier(config.notify)
         self._thread = threading.Thread(target=self._follow, name="weight-export", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Export what is at hand and was not yet, if that takes less than `timeout_s`, and end; idempotent."""
+        deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("weights: the last export to %s is not complete; what was exported before stays", self._root)
         self._feed.close()
+        self._notifier.close(max(0.0, deadline - time.monotonic()))
 
     def _follow(self) -> None:
         while self._has_newer():
@@ -144,7 +150,7 @@ class WeightExporter:
         _sync(self._root)
         self._remove_older()
         logger.info("weights of %s: exported to %s", version, directory)
-        weight_sync_notify(self._config.notify, directory, version, stop=self._closing)
+        self._notifier.tell(directory, version)
 
     def _remove_older(self) -> None:
         latest = (self._root / LATEST).resolve()

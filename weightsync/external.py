@@ -64,6 +64,19 @@ class WeightFeed(WeightReceiver):
     ) -> None:
         self.close()
 
+    def wait_for(self, step: int, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
+        """Wait until a version of `step` or later is at hand; False: the run is over, or `stop` is set.
+
+        Raises:
+            WeightSyncError: not within `timeout_s`; says why.
+        """
+        return self._shelf.wait(
+            lambda: (newest := self.newest) is not None and newest.step >= step,
+            f"{self._name}: weights of step {step}",
+            timeout_s=timeout_s,
+            over=lambda: (stop is not None and stop.is_set()) or self._over(),
+        )
+
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
         """Wait until a version newer than `version` is at hand for `load`; False: the run is over, or `stop` is set.
 

@@ -73,9 +73,7 @@ def weight_sync_notify(
         stop: once set, nothing is tried again.
         pauses_s: before each further attempt.
     """
-    servers: dict[str, list[NotifyTarget]] = {}
-    for target in targets:
-        servers.setdefault(urlsplit(target.url).netloc, []).append(target)
+    servers = _servers(targets)
     outcomes: dict[int, str] = {}
     stop = stop or threading.Event()
 
@@ -84,7 +82,7 @@ def weight_sync_notify(
             body = json.dumps(fill_in(target.body, directory, version)).encode()
             outcomes[id(target)] = _post(target, body, stop, pauses_s)
 
-    threads = [(threading.Thread(target=tell, args=(queue,), daemon=True), queue) for queue in servers.values()]
+    threads = [(threading.Thread(target=tell, args=(queue,), daemon=True), queue) for queue in servers]
     for thread, _ in threads:
         thread.start()
     began = time.monotonic()
@@ -95,6 +93,52 @@ def weight_sync_notify(
     for failure in failures:
         logger.warning("weights of %s: not told to %s", version, failure)
     return failures
+
+
+class Notifier:
+    """Tells engines of the newest export, each server in a thread of its own: one that hangs holds up nobody else."""
+
+    def __init__(self, targets: Sequence[NotifyTarget]) -> None:
+        """Args:
+        targets: whom.
+        """
+        self._changed = threading.Condition()
+        self._newest: tuple[Path, Version] | None = None
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(server,), name="weight-notify", daemon=True)
+            for server in _servers(targets)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, directory: Path, version: Version) -> None:
+        """Have every server told; one that is busy with an older export is told of the newest one afterwards."""
+        with self._changed:
+            self._newest = directory, version
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until everybody was told, or did not answer in time; idempotent."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("weights: an engine was not told of the last export: it does not answer")
+
+    def _run(self, server: Sequence[NotifyTarget]) -> None:
+        told: Version | None = None
+        while True:
+            with self._changed:
+                while (newest := self._newest) is None or newest[1] == told:
+                    if self._closing.is_set():
+                        return
+                    self._changed.wait()
+            directory, told = newest
+            weight_sync_notify(server, directory, told, stop=self._closing)
 
 
 def fill_in(template: JsonValue, directory: Path, version: Version) -> JsonValue:
@@ -115,6 +159,14 @@ def fill_in(template: JsonValue, directory: Path, version: Version) -> JsonValue
     for place, text in places.items():
         template = template.replace(f"{{{place}}}", text)
     return template.replace("{directory}", str(directory))  # last: what a path contains is no place
+
+
+def _servers(targets: Sequence[NotifyTarget]) -> list[list[NotifyTarget]]:
+    """Return the targets of each host and port, in their order."""
+    servers: dict[str, list[NotifyTarget]] = {}
+    for target in targets:
+        servers.setdefault(urlsplit(target.url).netloc, []).append(target)
+    return list(servers.values())
 
 
 def _post(target: NotifyTarget, body: bytes, stop: threading.Event, pauses_s: Sequence[float]) -> str:

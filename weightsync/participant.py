@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from asyncflow.errors import PlanError, TransportError, WeightSyncError
+from asyncflow.errors import TransportError, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
@@ -83,9 +83,9 @@ class Participant:
                     self._join_all(connection)
                 except TransportError as error:
                     self._note(error)
-        except PlanError as error:  # else every broadcast would wait for one that cannot take it in
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: versions come from the agent from now on
             self._shelf.fail(error)
-            logger.warning("%s: %s", self._name, error)
+            logger.warning("%s takes part in no more broadcasts: %s", self._name, error)
         self._member.abort()
 
     def _note(self, error: TransportError) -> None:
@@ -108,8 +108,8 @@ class Participant:
         assert transfer.plan is not None
         layout = self._views.layout(transfer.plan)
         with self._shelf.coming(transfer.version):
-            region = self._shelf.memory(layout)
             try:
+                region = self._shelf.memory(layout)
                 with self._timeline.span("receive weights", version=transfer.version.step):
                     self._member.receive(transfer, region, timeout_s=self._timeout_s)
             except WeightSyncError as error:  # bytes may still be under way to the region: it is not given back

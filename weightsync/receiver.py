@@ -34,6 +34,8 @@ from weightsync.version import Version
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 60.0
+_PAUSE_S = 0.2
+"""After a version that cannot be used, before the next is asked for (s)."""
 _TURN_TIMEOUT_S = 2.0
 """An agent that does not answer for so long counts nobody: the engine stands still meanwhile (s)."""
 _KEPT_MAPPINGS = 4
@@ -179,7 +181,7 @@ class WeightReceiver:
             except PlanError as error:  # it would be the same every time
                 self._fail(error)
                 return
-            except (TransportError, WeightSyncError) as error:
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the engine goes on with what it has
                 self._fail(error)
             finally:
                 self._connection = None
@@ -198,15 +200,19 @@ class WeightReceiver:
             offered = parked_reply(watch, stop=self._closing)
             if not isinstance(offered, Offered):
                 return
-            seen = offered.version
-            unwanted = self._wanted is not None and not self._wanted(seen)
-            if unwanted or self._shelf.came(seen, stop=self._closing):
-                self._tell(Release(seen), connection)
+            version = offered.version
+            unwanted = self._wanted is not None and not self._wanted(version)
+            if unwanted or self._shelf.came(version, stop=self._closing):
+                self._tell(Release(version), connection)
+                seen = version
+            elif self._take(connection, offered):
+                seen = version
             else:
-                self._take(connection, offered)
+                seen = self.newest  # the agent has given that version up: an older one will do
+                self._closing.wait(_PAUSE_S)
 
-    def _take(self, connection: Connection, offered: Offered) -> None:
-        """Check what the agent offers, and have the engine load it."""
+    def _take(self, connection: Connection, offered: Offered) -> bool:
+        """Check what the agent offers, and have the engine load it; returns False if it is damaged."""
         version, layout = offered.version, self._views.layout(offered.plan)
         region = slot = Region(self._slots.get(offered.slot), layout)
         release = partial(self._tell, Release(version), connection)
@@ -221,6 +227,7 @@ class WeightReceiver:
             self._shelf.put(AtHand(version, self._views.of(region), own=self._adopts, release=release))
         else:
             release()
+        return checked
 
     def _check(self, connection: Connection, offered: Offered, slot: Region, region: Region) -> bool:
         """Compare all buckets with their checksums, where the engine will read them; a damaged one is asked for once.

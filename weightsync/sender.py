@@ -178,7 +178,9 @@ class WeightSender:
             self._num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         checksums: dict[int, int] = {}
         if self._broadcaster is not None:
-            checksums = self._broadcaster.run(version, None if place is None else place.target.region, copied)
+            checksums = self._broadcaster.run(
+                version, None if place is None else place.target.region, copied, stop=stop
+            )
         if place is not None:
             staged = _Staged(version, place.target, place.slot, copied, checksums)
             with self._changed:
@@ -288,7 +290,7 @@ class WeightSender:
             self._connection = connection
             try:
                 self._work(connection)
-            except (TransportError, WeightSyncError) as error:  # the agent died, perhaps before a slot was mapped
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the agent died, or no slot was mapped
                 if not self._closing.is_set():
                     logger.warning("weights: %s; generators keep what they have until it is back", error)
             finally:

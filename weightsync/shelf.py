@@ -120,9 +120,9 @@ class Shelf:
         return fitting[0] if fitting else Region(private_memory(layout.plan.region_bytes), layout)
 
     def give_back(self, region: Region) -> None:
-        """Let memory be used again."""
+        """Let memory be used again; one version's is kept."""
         with self._changed:
-            self._free.append(region)
+            self._free = [region]
 
     @contextmanager
     def coming(self, version: Version) -> Iterator[None]:
@@ -139,7 +139,9 @@ class Shelf:
     def came(self, version: Version, *, stop: threading.Event) -> bool:
         """Return whether a version need not be got any more; waits for one that is `coming`."""
         with self._changed:
-            while self._coming is not None and self._coming >= version and not stop.is_set():
+            while not stop.is_set() and self._coming is not None and self._coming >= version:
+                if self._coming > version and self._newest is None:
+                    break  # better an older one now than nothing
                 self._changed.wait(_LOOK_S)
             return self._newest is not None and self._newest >= version
 

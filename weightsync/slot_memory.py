@@ -134,8 +134,15 @@ class SlotMappings:
 
 
 def private_memory(num_bytes: int) -> Tensor:
-    """Return uint8 [num_bytes] of this process alone, page-aligned, in huge pages where the kernel has them."""
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Return uint8 [num_bytes] of this process alone, page-aligned, in huge pages where the kernel has them.
+
+    Raises:
+        WeightSyncError: there is not so much.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise WeightSyncError(f"weights: no memory of {num_bytes:,} bytes for a version ({error.strerror})") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:num_bytes]

@@ -109,10 +109,12 @@ class Reference:
             if not receiver.wait_for(needed, timeout_s=self._timeout_s, stop=self._context.stopping):
                 return
         with self._context.timeline.span("load weights", step=needed):
-            loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
-            receiver.drop()
-        if loaded is None or loaded.step != needed:
-            self._read(needed)  # the trainer is ahead: another reference has served it
+            loaded = None
+            if receiver.newest is not None and receiver.newest.step == needed:
+                loaded = receiver.load(partial(self._model.load_weights, adopt=receiver.adopts), newer_than=None)
+                receiver.drop()
+            if loaded is None or loaded.step != needed:
+                self._read(needed)  # the trainer is ahead: another reference has served it
         self._step = needed
         if self._writes:
             self._write(_kept_as(self._context, needed))

@@ -99,5 +99,5 @@ def run_weights(context: WorkerContext) -> None:
     context.report("serving")
     context.exiting.wait()
     if exporter is not None:
-        exporter.close()
+        exporter.close(context.config.launcher.stop_timeout_s)
     agent.close()

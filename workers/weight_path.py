@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.agreement import agree_on_plan
-from weightsync.broadcast import Broadcaster, BroadcastMember
+from weightsync.broadcast import STALL_S, Broadcaster, BroadcastMember
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
@@ -69,7 +69,7 @@ def open_receiver(
     name = f"{context.name}-{purpose}" if purpose else context.name
     member = None
     if config.path == "broadcast" and wanted is None:
-        store = context.new_store(config.timeout_s)
+        store = context.new_store(min(config.timeout_s, STALL_S))
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,

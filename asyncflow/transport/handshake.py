@@ -135,7 +135,7 @@ def ask_for_channel(
     base = f"channel/{service}/{ask.channel_id}"
     try:
         store.queue_push(ask_key(service), msgspec.msgpack.encode(ask))
-        if not _appears(store, f"{base}/offer", timeout_s, stop or threading.Event()):
+        if not key_appears(store, f"{base}/offer", timeout_s, stop or threading.Event()):
             closing = stop is not None and stop.is_set()
             raise TransportError(
                 f"{client}: closed while {service} was asked for a channel"
@@ -179,7 +179,7 @@ def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) 
     return _pair_key(secret, service, ask, nonce)
 
 
-def _appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
+def key_appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
     """Wait for a key. Not with the store's own wait: nobody could wake that, and it prints a warning at its end."""
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S

@@ -40,9 +40,16 @@ class SwitchedBroadcaster(Broadcaster):
 
     on = False
 
-    def run(self, version: Version, region: Region | None, copied: Mapping[int, CopiesDone]) -> dict[int, int]:
+    def run(
+        self,
+        version: Version,
+        region: Region | None,
+        copied: Mapping[int, CopiesDone],
+        *,
+        stop: threading.Event | None = None,
+    ) -> dict[int, int]:
         """See `Broadcaster`."""
-        return super().run(version, region, copied) if self.on else {}
+        return super().run(version, region, copied, stop=stop) if self.on else {}
 
 
 class TrainerRank:

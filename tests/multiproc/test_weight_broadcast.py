@@ -132,3 +132,23 @@ def test_agent_that_is_gone_leaves_the_trainer_to_itself(weight_run: WeightRun) 
     assert ask_all(receivers, "load", 3) == [(Version(0, 3), True)] * 2
     for version in steps(4, 6):
         broadcast_to(weight_run, version, *receivers)
+
+
+def test_stop_ends_a_broadcast_that_waits_for_a_stopped_receiver(weight_run: WeightRun) -> None:
+    weight_run.configure(timeout_s=60.0)
+    stopped, other = weight_run.start_node("stopped", "other")
+    for version in steps(1, 2):
+        broadcast_to(weight_run, version, stopped, other)
+    stopped.signal(signal.SIGSTOP)
+    for child in weight_run.trainers:
+        child.tell(("publish_until_stopped", Version(0, 3)))
+        assert child.hear() == "publishing"
+    for child in weight_run.trainers:
+        child.tell("stop")
+    for child in weight_run.trainers:
+        (after_s,) = child.hear()
+        assert after_s < SLACK_S
+    assert ask_all(weight_run.trainers, "wait") == ["delivered"] * 2
+    assert ask(other, "load", 3) == (Version(0, 3), True)
+    stopped.signal(signal.SIGCONT)
+    assert ask(stopped, "load", 3) == (Version(0, 3), True)

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import pytest
 from weight_model import weights
 from weight_run import WeightRun, ask, ask_all
 
@@ -73,3 +74,19 @@ def test_damaged_transfer_between_agents_is_fetched_again(weight_run: WeightRun)
     assert ask(far, "load", 1) == (Version(0, 1), True)
     assert ask(weight_run.agent, "lies_left") == 0
     assert weight_run.status(other).newest == Version(0, 1)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_late_receiver_takes_the_older_version_when_the_newest_cannot_be_mended(
+    weight_run: WeightRun, adopts: bool
+) -> None:
+    weight_run.configure(adopts=adopts)
+    weight_run.start_node()
+    old, damaged = Version(0, 1), Version(0, 2)
+    weight_run.publish(old)
+    weight_run.publish(damaged)
+    weight_run.damage(damaged, HEAD, head_bytes(damaged))
+    for child in weight_run.trainers:
+        child.kill()
+    late = weight_run.start_receivers("late")[0]
+    assert ask(late, "load", 1) == (old, True)

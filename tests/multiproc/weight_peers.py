@@ -6,6 +6,7 @@ model is that of `weight_model`.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
@@ -166,6 +167,24 @@ class Trainer:
         held_up = self.publish(version)
         self._sender.before_update()  # the copy is done by another thread
         return held_up
+
+    def publish_until_stopped(self, version: Version) -> list[float]:
+        """Say `publishing`, then publish; the next order stops that. Returns seconds held up after it came."""
+        self.update(version)
+        stop, stopped = threading.Event(), []
+
+        def obey() -> None:
+            self._pipe.recv()
+            stopped.append(time.monotonic())
+            stop.set()
+
+        self._pipe.send("publishing")
+        waits = threading.Thread(target=obey)
+        waits.start()
+        self._sender.publish(version, self._parts, timeout_s=DEADLINE_S, stop=stop)
+        ended = time.monotonic()
+        waits.join()
+        return [ended - stopped[0]]
 
     def update(self, version: Version) -> str:
         """Let the weights become those of a version, in place."""

@@ -15,7 +15,15 @@ DETERMINISTIC = (
 
 @pytest.mark.parametrize("roles", ["rollout:1,actor:1,ref:1", "rollout:1,actor:1"])
 def test_refreshed_reference_survives_a_resume(tmp_path: Path, roles: str) -> None:
-    every_3 = (*DETERMINISTIC, "--roles", roles, "--set", "algorithm.ref_update_interval=3")
+    every_3 = (
+        *DETERMINISTIC,
+        "--roles",
+        roles,
+        "--set",
+        "algorithm.ref_update_interval=3",
+        "--set",
+        "weightsync.max_updating=1",
+    )
     whole = command.run("--run-dir", "whole", "--steps", "8", *every_3, cwd=tmp_path)
     first = command.run("--run-dir", "parts", "--steps", "5", *every_3, cwd=tmp_path)
     second = command.run("--resume", "latest", "--run-dir", "parts", "--steps", "8", cwd=tmp_path)

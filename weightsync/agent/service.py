@@ -247,11 +247,19 @@ class WeightAgent:
                     offer = self._memory(slot, plan).offer
                     replies.append((call, Offered(version, plan, offer, list(checksums), version_checksum(checksums))))
                 case Pull() as pull:
-                    region = Region(self._memory(pull.slot, pull.plan).memory, self._layout(pull.plan))
-                    self._peers[pull.peer].fetch(Fetch(pull, region))
+                    replies += self._pull(pull)
                 case LacksPlan(peer, plan):
                     self._peers[peer].fetch_plan(plan)
         return replies
+
+    def _pull(self, pull: Pull) -> _Replies:
+        try:
+            memory = self._memory(pull.slot, pull.plan).memory
+        except WeightSyncError as error:  # it counts as not fetched, so it is asked for again when there is news
+            logger.warning("%s: %s", self._name, error)
+            return self._carry_out(self._state.pulled(pull.peer, pull.version, pull.bucket, None))
+        self._peers[pull.peer].fetch(Fetch(pull, Region(memory, self._layout(pull.plan))))
+        return []
 
     def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:

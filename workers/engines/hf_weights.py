@@ -111,10 +111,17 @@ def write_weights(
         tensors = {name: read(name) for name in names}
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, target / file, metadata={"format": "pt"})
+        (target / file).chmod(_readable(target))  # safetensors makes it readable for its owner alone
         weight_map.update(dict.fromkeys(names, file))
     if len(groups) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (target / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _readable(directory: Path) -> int:
+    """Return the mode of files that whoever may list the directory may read."""
+    mode = directory.stat().st_mode
+    return 0o600 | (0o040 if mode & 0o050 == 0o050 else 0) | (0o004 if mode & 0o005 == 0o005 else 0)
 
 
 def copy_without_weights(source: Path, target: Path) -> None:

@@ -70,6 +70,15 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--set", "weightsync.export={directory: checkpoints}"], "'checkpoints' is among the run's own files"),
+        (
+            ["--set", "weightsync.export={directory: ../elsewhere}"],
+            "'../elsewhere' is among the run's own files, or outside",
+        ),
+        (
+            ["--set", "weightsync.export={directory: /dev/null/x}"],
+            "weightsync.export.directory: '/dev/null/x' cannot be",
+        ),
         (["--roles", "rolout:8,actor:4"], "roles: 'rolout' is not a role; did you mean 'rollout'?"),
         (["--roles", "rollout:0,actor:4"], "roles: rollout:0 must have at least 1 rank"),
         (["--roles", "rollout:-1,actor:4"], "roles: rollout:-1 must have at least 1 rank"),
@@ -249,6 +258,7 @@ def test_resume_with_another_model_is_refused(write_config: WriteConfig, tmp_pat
     "change",
     [
         "seed=1",
+        "algorithm.ref_update_interval=3",
         "data.shuffle=false",
         "data.max_prompt_tokens=30",
         "schedule.rollout_batch_size=2",

@@ -21,6 +21,7 @@ from launcher.supervisor import (
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
 EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]
+EXIT_IN_PEACE = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 30.0)]
 NAMES = ("controller", "storage-0", "rollout-0", "rollout-1", "actor")
 
 
@@ -51,7 +52,7 @@ def test_services_leave_after_the_work_and_the_run_is_done() -> None:
     supervisor = started_run()
     assert supervisor.handle(LastStepDone()) == []
     assert leave(supervisor, "rollout-0", "rollout-1") == []
-    assert leave(supervisor, "actor") == [*STOP, *EXIT]
+    assert leave(supervisor, "actor") == [*STOP, *EXIT_IN_PEACE]
     assert leave(supervisor, "controller") == []
     assert leave(supervisor, "storage-0") == [Finish(0, "done")]
 
@@ -59,13 +60,13 @@ def test_services_leave_after_the_work_and_the_run_is_done() -> None:
 def test_rollouts_are_told_to_leave_when_the_actor_has_left() -> None:
     supervisor = started_run()
     assert leave(supervisor, "actor") == STOP
-    assert leave(supervisor, "rollout-0", "rollout-1") == EXIT
+    assert leave(supervisor, "rollout-0", "rollout-1") == EXIT_IN_PEACE
 
 
 def test_requested_stop_is_resumable() -> None:
     supervisor = started_run()
     assert supervisor.handle(StopRequested(1)) == STOP
-    assert leave(supervisor, "rollout-0", "rollout-1", "actor") == EXIT
+    assert leave(supervisor, "rollout-0", "rollout-1", "actor") == EXIT_IN_PEACE
     assert leave(supervisor, "controller", "storage-0") == [Finish(75, "stopped")]
 
 

@@ -26,7 +26,7 @@ def plan_for(version: Version) -> TransferPlan:
 
 def checksum_of(version: Version, bucket: int) -> int:
     """Return what a good copy has."""
-    return hash((version, bucket))
+    return hash((version, bucket)) % 2**64
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """Agent state: who writes, who reads, who waits. Events in, instructions out."""
 
+import pytest
 from agent_events import ALONE, DONE, PLAN, V0, V1, V2, V3, agent, grant, held, offer, pull, seal, take, write
 
 from weightsync.agent.instructions import Answer, Grant, Refuse, Renew
@@ -226,3 +227,12 @@ def test_a_turn_is_passed_on_when_its_holder_dies() -> None:
     assert state.closed("receiver a") == [Answer("b", SwapTurn(True))]
     assert state.ask_swap("c", "receiver c", 9.0) == []
     assert state.tick(9.0) == [Answer("c", SwapTurn(False))]
+
+
+@pytest.mark.parametrize("checksum", [-1, 2**64])
+def test_what_is_no_checksum_is_refused(checksum: int) -> None:
+    state = agent()
+    take(state, 0, V1)
+    (refused,) = seal(state, 0, V1, b0=checksum)
+    assert isinstance(refused, Refuse) and "what is no checksum" in refused.reason
+    assert seal(state, 0, V1) == [DONE]

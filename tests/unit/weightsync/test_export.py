@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,9 +130,11 @@ def _start(tmp_path: Path, model_dir: Path, server: Any) -> Iterator[Start]:
     """Return a function that starts an exporter whose engine is `server`; `write` replaces the writer."""
     exporters: list[WeightExporter] = []
 
-    def start(write: Any = write_weights, run_dir: Path = tmp_path, **config: Any) -> tuple[FakeFeed, WeightExporter]:
+    def start(
+        write: Any = write_weights, run_dir: Path = tmp_path, also: Sequence[NotifyTarget] = (), **config: Any
+    ) -> tuple[FakeFeed, WeightExporter]:
         feed: Any = FakeFeed()
-        export = ExportConfig(notify=(NotifyTarget(url=f"{server.url}/ok"),), **config)
+        export = ExportConfig(notify=(NotifyTarget(url=f"{server.url}/ok"), *also), **config)
         copy_rest = partial(copy_without_weights, model_dir)
         exporters.append(WeightExporter(feed, export, run_dir, copy_rest=copy_rest, write_weights=write))
         return feed, exporters[-1]
@@ -390,6 +392,28 @@ def test_a_hanging_server_does_not_delay_another(server: Any) -> None:
     assert {server.seen.get(timeout=3)[0], server.seen.get(timeout=3)[0]} == {"/hangs", "/ok"}
     server.hold.set()
     done.join(DEADLINE_S)
+
+
+def test_an_engine_that_hangs_holds_up_neither_exports_nor_other_engines(start: Start, server: Any) -> None:
+    hanging = target(server, "/hangs", timeout_s=DEADLINE_S).model_copy(
+        update={"url": f"http://localhost:{server.server_port}/hangs"}
+    )
+    feed, exporter = start(also=[hanging])
+    for step in (1, 2, 3):
+        feed.newest = Version(0, step)
+        while server.seen.get(timeout=DEADLINE_S)[1].get("weight_version") != f"0.{step}":
+            pass
+    exporter.close(timeout_s=0.2)
+    assert feed.closed
+    server.hold.set()
+
+
+def test_exported_files_may_be_read_by_whoever_may_list_them(start: Start, server: Any, tmp_path: Path) -> None:
+    feed, _ = start()
+    feed.newest = Version(0, 1)
+    told(server)
+    modes = {path.stat().st_mode & 0o044 for path in (tmp_path / "weights" / "step_000001").iterdir()}
+    assert modes == {(tmp_path / "weights" / "step_000001" / "config.json").stat().st_mode & 0o044}
 
 
 def test_nothing_is_tried_again_after_a_stop(server: Any) -> None:

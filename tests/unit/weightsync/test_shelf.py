@@ -137,6 +137,9 @@ def test_wait_says_why_nothing_comes() -> None:
 def test_version_that_is_being_received_is_waited_for() -> None:
     shelf = Shelf("weights-0", adopts=False)
     assert not shelf.came(Version(0, 1), stop=NEVER)
+    with shelf.coming(Version(0, 2)):
+        assert not shelf.came(Version(0, 1), stop=NEVER), "better an older one now than nothing"
+    shelf.put(at_hand(0, []))
     seen: list[bool] = []
     with shelf.coming(Version(0, 2)):
         waits = threading.Thread(target=lambda: seen.append(shelf.came(Version(0, 1), stop=NEVER)))

@@ -71,3 +71,8 @@ def test_pages_can_be_made_present_ahead(num_bytes: int) -> None:
 def test_offer_travels() -> None:
     offer = SlotMemory(1).offer
     assert msgspec.convert(msgspec.to_builtins(offer), SlotOffer) == offer
+
+
+def test_memory_that_there_is_not_is_named() -> None:
+    with pytest.raises(WeightSyncError, match=r"no memory of 1,152,921,504,606,846,976 bytes for a version"):
+        private_memory(2**60)
