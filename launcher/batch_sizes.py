@@ -16,7 +16,7 @@ def check_batch_sizes(config: RunConfig) -> None:
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     ranks, micro = config.roles["actor"], config.actor.micro_batch_size
     smallest = MIN_GROUP_SIZE.get(config.algorithm.name, 1)
-    if group_size < smallest:
+    if group_size < smallest and config.actor.engine != "sim":
         raise ConfigError(
             f"schedule.n_samples_per_prompt: {group_size} answer per prompt cannot be compared by "
             f"{config.algorithm.name}; give {smallest} or more"

@@ -82,9 +82,9 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
 
 
 def _settle_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:
-    """In `sync` mode the bound is 0: write that down unless the user asked for another number together with it."""
+    """In `sync` and `periodic` mode the bound is 0: write that down unless the user asked for another number, too."""
     schedule = values.get("schedule")
-    if not isinstance(schedule, dict) or schedule.get("mode") != "sync":
+    if not isinstance(schedule, dict) or schedule.get("mode") not in ("sync", "periodic"):
         return
     only_mode_given = "schedule.mode" in options and "schedule.max_staleness" not in options
     if only_mode_given or "max_staleness" not in schedule:
@@ -101,8 +101,8 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
     if schedule.staleness_bound < schedule.max_staleness:
         where = origins.of(("schedule", "max_staleness"))
         raise ConfigError(
-            f"schedule.max_staleness: {schedule.max_staleness} cannot be with mode sync{where}; "
-            f"set it to 0, or schedule.mode to async"
+            f"schedule.max_staleness: {schedule.max_staleness} cannot be with mode {schedule.mode}{where}; "
+            f"set it to 0, or schedule.mode to async or substep"
         )
     return config
 

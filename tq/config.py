@@ -16,16 +16,20 @@ class ScheduleMode(StrEnum):
     """Which stages overlap; see docs/architecture.md."""
 
     SYNC = "sync"
+    PERIODIC = "periodic"
     ASYNC = "async"
+    SUBSTEP = "substep"
 
 
 class ScheduleConfig(Settings):
     """Which groups make a step, and how old the weights may be that generate them."""
 
     mode: ScheduleMode = ScheduleMode.ASYNC
-    """`sync`: generate all, then score, then train. `async`: everything overlaps, within `max_staleness`."""
+    """`sync`: generate all, then score, then train. `periodic`: all at once, but on the newest weights only. `async`:
+    steps overlap, too, within `max_staleness`; an instance takes newer weights when it begins a step. `substep`: as
+    async, but instances take newer weights as soon as they exist, where the engine goes on with answers that run."""
     max_staleness: int = Field(1, ge=0)
-    """Largest (s - 1) - v for a sample of step s generated with weights of version v. `sync` requires 0."""
+    """Largest (s - 1) - v for a sample of step s generated with weights of version v; `sync`, `periodic`: always 0."""
     rollout_batch_size: int = Field(ge=1)
     """Groups (prompts) per step."""
     n_samples_per_prompt: int = Field(ge=1)
@@ -33,8 +37,8 @@ class ScheduleConfig(Settings):
 
     @property
     def staleness_bound(self) -> int:
-        """`max_staleness`, or 0 in `sync` mode."""
-        return 0 if self.mode is ScheduleMode.SYNC else self.max_staleness
+        """`max_staleness`, or 0 where a step only uses the newest weights."""
+        return 0 if self.mode in (ScheduleMode.SYNC, ScheduleMode.PERIODIC) else self.max_staleness
 
     @property
     def live_rows(self) -> int:

@@ -55,6 +55,7 @@ class WeightReceiver:
         device: torch.device,
         whole: bool = True,
         adopts: bool = False,
+        arrived: Callable[[], None] = lambda: None,
         guest: bool = False,
         takes_turns: bool = False,
         wanted: Callable[[Version], bool] | None = None,
@@ -74,6 +75,7 @@ class WeightReceiver:
             whole: the engine takes the whole model; False: its ranks share it.
             adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
                 is memory of this process then, of up to three versions; else the node's shared memory.
+            arrived: called, by a thread of the receiver, when a newer version is at hand.
             guest: nobody waits for it: for a process outside of the run.
             takes_turns: it asks the agent before it swaps, since only so many may at the same time.
             wanted: passes other versions over; None: takes the newest.
@@ -92,7 +94,7 @@ class WeightReceiver:
         self._name = name
         self._views = EngineViews(needs, whole=whole)
         self._slots = SlotMappings(write=False, keep=_KEPT_MAPPINGS, device=device)
-        self._shelf = Shelf(agent, adopts=adopts)
+        self._shelf = Shelf(agent, adopts=adopts, arrived=arrived)
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._participant: Participant | None = None

@@ -42,11 +42,13 @@ class AtHand:
 class Shelf:
     """Between the threads that get versions and the one that loads them."""
 
-    def __init__(self, source: str, *, adopts: bool) -> None:
+    def __init__(self, source: str, *, adopts: bool, arrived: Callable[[], None] = lambda: None) -> None:
         """Args:
         source: the agent's name, for errors.
         adopts: what was loaded stays in use until the next version was.
+        arrived: called when a newer version is at hand.
         """
+        self._arrived = arrived
         self._source = source
         self._adopts = adopts
         self._changed = threading.Condition()
@@ -79,7 +81,10 @@ class Shelf:
                 self._changed.notify_all()
             unused = self._unused(unused)
         _release(unused)
-        return at_hand not in unused
+        taken = at_hand not in unused
+        if taken:
+            self._arrived()
+        return taken
 
     def has_newer(self, version: Version | None) -> bool:
         """Return whether a version newer than this one is at hand."""

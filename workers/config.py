@@ -13,6 +13,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig
+from workers.engines.sim_config import SimConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -62,8 +63,8 @@ class RewardConfig(Settings):
 class RolloutConfig(Settings):
     """Generation."""
 
-    engine: Literal["hf"] = "hf"
-    """Generating engine; `hf`: transformers."""
+    engine: Literal["hf", "sim"] = "hf"
+    """Generating engine; `hf`: transformers; `sim`: sleeps, see `sim`."""
     batch_size: int = Field(64, ge=1)
     """Answers generated at the same time by one instance; rounded down to whole groups, at least one."""
     max_response_tokens: int = Field(ge=1)
@@ -83,8 +84,8 @@ class RolloutConfig(Settings):
 class ActorConfig(Settings):
     """Training."""
 
-    engine: Literal["fsdp"] = "fsdp"
-    """Training engine; `fsdp`: FSDP2 over all actor ranks."""
+    engine: Literal["fsdp", "sim"] = "fsdp"
+    """Training engine; `fsdp`: FSDP2 over all actor ranks; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(16, ge=1)
     """Answers per rank and forward-backward."""
     lr: float = Field(1e-6, gt=0)
@@ -108,6 +109,8 @@ class ActorConfig(Settings):
 class RefConfig(Settings):
     """The frozen reference."""
 
+    engine: Literal["hf", "sim"] = "hf"
+    """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
     """Answers per forward."""
 
@@ -157,6 +160,7 @@ class RunConfig(Settings):
     rollout: RolloutConfig
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    sim: SimConfig = SimConfig()
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

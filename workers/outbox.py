@@ -1,11 +1,11 @@
-"""Finished answers of one lease on their way to the queue, scored, a group's worth at a time.
+"""Finished answers on their way to the queue: scored, then put, a group's worth of each lease at a time.
 
 The rollout adds an answer as it finishes and goes on generating; scoring threads and this outbox's own thread do the
 rest, so neither a slow reward nor a slow queue holds up generation.
 
-    rollout thread   add .. add .......... add | close: waits for the last put
+    rollout thread   add .. add .......... add ...            close: waits for the last put
     score threads       score ... score ...... score
-    outbox thread             put (G answers) .......... put (the rest)
+    outbox thread             put (G answers) .......... put (the rest of a lease)
 
 It never decides what is generated or which weights are used.
 """
@@ -16,8 +16,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from asyncflow.errors import Superseded
 from tq.batch import Column, PackedBatch
@@ -32,54 +34,62 @@ logger = logging.getLogger(__name__)
 STOP_POLL_S = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RolloutLease:
-    """What was leased, and with which weights it is answered.
+    """What was leased.
 
     Attributes:
         granted: the lease.
         batch: columns `prompts` and `answers` of its rows.
-        version: step of the weights that generate all of it.
     """
 
     granted: Granted
     batch: PackedBatch
-    version: int
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Where each row is in the lease, by its index."""
+        return {index: k for k, index in enumerate(self.batch.indices)}
+
+    @cached_property
+    def prompts(self) -> Sequence[Tensor]:
+        """int64 [P] each."""
+        return list(self.batch["prompts"].rows())
+
+    @cached_property
+    def answers(self) -> Sequence[str]:
+        """Reference answers."""
+        return self.batch["answers"].texts()
 
 
 class Outbox:
-    """Scores and puts the answers of one lease; one thread adds and closes."""
+    """Scores and puts the answers of one instance; one thread adds and closes."""
 
-    def __init__(
-        self, client: QueueClient, lease: RolloutLease, *, scorer: Scorer | None, samples: SampleLog, rows_per_put: int
-    ) -> None:
+    def __init__(self, client: QueueClient, *, scorer: Scorer | None, samples: SampleLog, rows_per_put: int) -> None:
         """Start the thread that puts.
 
         Args:
-            client: holds the lease.
-            lease: whose answers come.
+            client: holds the leases.
             scorer: None when a role of its own computes rewards.
             samples: shows scored answers to a person.
-            rows_per_put: answers that are put together, while more are to come.
+            rows_per_put: answers of a lease that are put together, while more of it are to come.
         """
         self._client = client
-        self._lease = lease
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
-        self._position = {index: k for k, index in enumerate(lease.batch.indices)}
-        self._prompts = lease.batch["prompts"].rows()
-        self._answers = lease.batch["answers"].texts()
         self._num_added = 0
-        self._num_taken = 0
+        self._num_put = 0
         self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._finished: dict[RolloutLease, list[_Finished]] = {}
+        self._left: dict[RolloutLease, int] = {}
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def add(self, generation: Generation) -> None:
+    def add(self, lease: RolloutLease, generation: Generation) -> None:
         """Have an answer scored and put; returns at once.
 
         Raises:
@@ -89,11 +99,11 @@ class Outbox:
             raise self._failure
         self._num_added += 1
         if self._scorer is None:
-            self._done.put(_Finished(generation, None))
+            self._done.put(_Finished(lease, generation, None))
             return
-        k = self._position[generation.index]
-        future = self._scorer.submit(self._prompts[k], generation.response_R, self._answers[k])
-        future.add_done_callback(lambda score: self._done.put(_Finished(generation, score)))
+        k = lease.position[generation.index]
+        future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.answers[k])
+        future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score)))
 
     def close(self, *, stop: threading.Event) -> None:
         """Wait until everything that was added is in the queue. Once `stop` is set, nothing more is put. Idempotent.
@@ -116,54 +126,58 @@ class Outbox:
 
     def _run(self) -> None:
         try:
-            while finished := self._gather():
-                self._put(finished)
+            while not (self._closing.is_set() and self._num_put == self._num_added):
+                one = self._done.get()
+                if self._dropped.is_set():
+                    return
+                if one is not None:
+                    self._gather(one)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
             self._failure = error
 
-    def _gather(self) -> "list[_Finished]":
-        """Wait for a put's worth of scored answers, or for all that are left; nothing when there are none."""
-        finished: list[_Finished] = []
-        while len(finished) < self._rows_per_put and not self._dropped.is_set():
-            if self._closing.is_set() and self._num_taken == self._num_added:
-                break
-            item = self._done.get()
-            if item is not None:
-                finished.append(item)
-                self._num_taken += 1
-        return [] if self._dropped.is_set() else finished
+    def _gather(self, one: "_Finished") -> None:
+        """Put the answers of a lease once there are enough, or all that are left."""
+        lease = one.lease
+        together = self._finished.setdefault(lease, [])
+        together.append(one)
+        left = self._left.setdefault(lease, len(lease.batch))
+        if len(together) >= min(self._rows_per_put, left):
+            self._put(lease, self._finished.pop(lease))
+            self._left[lease] = left - len(together)
+            self._num_put += len(together)
+            if not self._left[lease]:
+                del self._left[lease]
 
-    def _put(self, finished: "Sequence[_Finished]") -> None:
+    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
         generations = [one.generation for one in finished]
-        columns = _answer_columns(generations, self._lease.version)
+        columns = _answer_columns(generations)
         scores = [one.score.result() for one in finished if one.score is not None]
         if scores:
             columns |= score_columns(scores)
-            self._show(generations, scores)
+            self._show(lease, generations, scores)
         try:
-            self._client.put("actor_rollout", self._lease.granted, [one.index for one in generations], columns)
+            self._client.put("actor_rollout", lease.granted, [one.index for one in generations], columns)
         except Superseded as error:
             logger.warning("dropped %d answers: %s", len(generations), error)
 
-    def _show(self, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
-        granted = self._lease.granted
+    def _show(self, lease: RolloutLease, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
         for generation, score in zip(generations, scores, strict=True):
-            group = granted.groups[self._position[generation.index]]
-            self._samples.write(generation, score, step=granted.partition, group=group, version=self._lease.version)
+            group = lease.granted.groups[lease.position[generation.index]]
+            self._samples.write(generation, score, step=lease.granted.partition, group=group)
 
 
 @dataclass(frozen=True)
 class _Finished:
+    lease: RolloutLease
     generation: Generation
     score: "Future[ScoredAnswer] | None"
 
 
-def _answer_columns(generations: Sequence[Generation], version: int) -> dict[str, Column]:
+def _answer_columns(generations: Sequence[Generation]) -> dict[str, Column]:
     """Return the outputs of task `actor_rollout`; every token carries the version of the weights that drew it."""
-    responses = Column.of_rows([one.response_R for one in generations])
     return {
-        "responses": responses,
+        "responses": Column.of_rows([one.response_R for one in generations]),
         "rollout_log_probs": Column.of_rows([one.log_probs_R for one in generations]),
-        "versions": Column(torch.full_like(responses.values, version, dtype=torch.int32), responses.lengths),
+        "versions": Column.of_rows([one.versions_R for one in generations]),
         "truncated": Column.of_scalars(torch.tensor([one.truncated for one in generations])),
     }

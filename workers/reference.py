@@ -21,7 +21,7 @@ from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import Sequences
-from workers.engines.frozen import FrozenModel
+from workers.engines.load import load_frozen_model
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,8 @@ class Reference:
         first = reference_step(context.start_step + 1, self._interval)
         restored = 0 < first < context.start_step
         self._step = first if restored else 0
-        self._model = FrozenModel(
-            Path(config.model.path),
-            config.model,
-            temperature=config.rollout.temperature,
-            device=context.device,
-            weights_dir=Path(context.job.resume_from) / DIRECTORY if restored else None,
-        )
+        weights_dir = Path(context.job.resume_from) / DIRECTORY if restored else None
+        self._model = load_frozen_model(config, device=context.device, weights_dir=weights_dir)
         self._receiver: WeightReceiver | None = None
         if self._interval:
             needs = self._model.weight_needs()

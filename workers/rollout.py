@@ -1,24 +1,27 @@
-"""The rollout loop: lease whole groups, generate, score each answer as it finishes, put, swap weights in between.
+"""The rollout loop: fill free places, generate, score and put each answer as it ends, take newer weights.
 
-    take newest weights -> fetch groups -> generate ... put finished answers ... -> take newest weights -> ...
+    fill -> step -> fill -> step, an answer ended -> outbox ... newer weights at hand -> swap, if the schedule says so
 
-While a generation runs, a thread stages newer weights; they are swapped in at its end (delayed update). Called by
-`workers.main`. Never mixes versions inside a lease, and never decides which groups may start: admission does.
+Prompts are leased by the `Feeder`'s thread and answers put by the `Outbox`'s, so neither holds up generation. Called by
+`workers.main`. Never decides which groups may start: admission does.
 """
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tq.batch import PackedBatch
-from tq.messages import Granted, NoRowsReason
+from tq.config import ScheduleMode
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import GenerateRequest
 from workers.engines.load import load_generate_engine
+from workers.feeder import Feeder
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
@@ -29,16 +32,29 @@ from workers.weight_path import open_receiver
 logger = logging.getLogger(__name__)
 
 _TURN_PATIENCE_S = 1.0
-"""How long to wait for a turn to swap before looking again whether the run stops (s)."""
+"""How long an idle instance waits for a turn to swap before it looks again whether the run stops (s)."""
+_LOOK_S = 0.5
+"""How often an idle instance looks whether the run stops (s)."""
 
 
 def run_rollout(context: WorkerContext) -> None:
     """Generate until the queue stops."""
     rollout = Rollout(context)
-    context.report("waiting for weights")
-    rollout.swap_weights(at_least=context.start_step)
+    rollout.wait_for_weights(context.start_step)
     rollout.generate_until_stopped()
     rollout.close()
+
+
+def may_swap(mode: ScheduleMode, *, interruptible: bool, num_running: int, boundary: bool) -> bool:
+    """Return whether an instance takes newer weights now.
+
+    Args:
+        mode: of the schedule.
+        interruptible: the engine goes on with answers that run.
+        num_running: answers that run.
+        boundary: the next answers are of a later step than those that run, or need newer weights.
+    """
+    return num_running == 0 or (interruptible and (boundary or mode is ScheduleMode.SUBSTEP))
 
 
 class Rollout:
@@ -55,77 +71,133 @@ class Rollout:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
         self._samples = SampleLog(context.run_dir, context.gang.name, config)
         self._client = context.queue_client()
-        self._receiver = open_receiver(context, self._engine.weight_needs(), adopts=self._engine.adopts_weights)
+        self._wake = threading.Event()
+        self._receiver = open_receiver(
+            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set
+        )
         self._version: Version | None = None
+        self._feeder = Feeder(self._client, wake=self._wake)
+        self._outbox = Outbox(
+            self._client,
+            scorer=self._scorer,
+            samples=self._samples,
+            rows_per_put=config.schedule.n_samples_per_prompt,
+        )
+        self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()
+        self._running: dict[int, RolloutLease] = {}
+        self._step = 0
+        self._busy = ExitStack()
+        self._noted: tuple[int, int] | None = None
 
-    def swap_weights(self, *, at_least: int) -> None:
-        """Load the newest weights at hand, if it is this instance's turn; wait until it has some of step `at_least`.
+    def wait_for_weights(self, step: int) -> None:
+        """Load weights of `step` or later; returns without them only when the run stops.
 
         Raises:
             WeightSyncError: they do not come.
         """
         context, timeout_s = self._context, self._config.weightsync.timeout_s
-        while self._version is None or self._version.step < at_least:
+        while self._version is None or self._version.step < step:
             context.report("waiting for weights")
-            with context.timeline.span("wait for weights", step=at_least):
-                if not self._receiver.wait_for(at_least, timeout_s=timeout_s, stop=context.stopping):
+            with context.timeline.span("wait for weights", step=step):
+                if not self._receiver.wait_for(step, timeout_s=timeout_s, stop=context.stopping):
                     return
             self._load_newest(patience_s=_TURN_PATIENCE_S)
-        self._load_newest(patience_s=0.0)
-
-    def _load_newest(self, *, patience_s: float) -> None:
-        if self._receiver.newest in (None, self._version):
-            return
-        with self._context.timeline.span("load weights"):
-            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
-            loaded = self._receiver.load(load, newer_than=self._version, patience_s=patience_s)
-        if loaded is not None:
-            self._version = loaded
-            self._context.report("idle", version=loaded.step)
 
     def generate_until_stopped(self) -> None:
-        """Lease, generate, put; swap weights in between."""
-        group_size = self._config.schedule.n_samples_per_prompt
-        num_rows = max(1, self._config.rollout.batch_size // group_size) * group_size
+        """Fill, step, put, swap."""
         while not self._context.stopping.is_set():
-            version = 0 if self._version is None else self._version.step
-            self._context.report("waiting for prompts")
-            with self._context.timeline.span("wait for prompts"):
-                answer = self._client.fetch("actor_rollout", num_rows=num_rows, version=version)
-            if isinstance(answer, Granted):
-                self._generate(answer, version)
-                self.swap_weights(at_least=0)
-            elif answer.reason is NoRowsReason.STOP:
-                return
-            elif answer.reason is NoRowsReason.NEWER_VERSION:
-                self.swap_weights(at_least=answer.newest_version)
+            self._wake.clear()
+            self._swap_if_due()
+            self._fill()
+            if self._engine.num_running:
+                self._generate()
+            elif self._feeder.stopped:
+                break
+            else:
+                self._wait()
+        self._engine.abort()
+        self._busy.close()
 
     def close(self) -> None:
-        """Leave the queue and the weight agent."""
+        """Put what is finished; leave the queue and the weight agent."""
+        self._outbox.close(stop=self._context.stopping)
+        self._feeder.close()
         self._samples.close()
         if self._scorer is not None:
             self._scorer.close()
         self._client.close()
         self._receiver.close()
 
-    def _generate(self, granted: Granted, version: int) -> None:
-        step = granted.partition
-        self._context.report("generating", f"{len(granted.rows)} answers", step=step)
-        with self._context.timeline.span("generate", step=step, rows=len(granted.rows), version=version):
-            batch = self._client.get(granted, ["prompts", "answers"])
-            outbox = Outbox(
-                self._client,
-                RolloutLease(granted, batch, version),
-                scorer=self._scorer,
-                samples=self._samples,
-                rows_per_put=self._config.schedule.n_samples_per_prompt,
-            )
-            for generation in self._engine.generate(list(self._requests(batch)), stop=self._context.stopping):
-                outbox.add(generation)
-            outbox.close(stop=self._context.stopping)
+    def _swap_if_due(self) -> None:
+        if self._receiver.newest in (None, self._version):
+            return
+        boundary = bool(self._waiting and self._waiting[0][0].granted.partition > self._step)
+        due = may_swap(
+            self._config.schedule.mode,
+            interruptible=self._engine.interruptible,
+            num_running=self._engine.num_running,
+            boundary=boundary or self._feeder.needed_version() is not None,
+        )
+        if due:
+            self._load_newest(patience_s=0.0)
 
-    def _requests(self, batch: PackedBatch) -> Iterator[GenerateRequest]:
-        for index, prompt in zip(batch.indices, batch["prompts"].rows(), strict=True):
+    def _load_newest(self, *, patience_s: float) -> None:
+        with self._context.timeline.span("load weights"):
+            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
+            loaded = self._receiver.load(load, newer_than=self._version, patience_s=patience_s)
+        if loaded is not None:
+            self._version = loaded
+            self._engine.version = loaded.step
+            self._context.report("idle", version=loaded.step)
+
+    def _fill(self) -> None:
+        """Give the engine what came, and ask for what there is room for."""
+        for lease in self._feeder.take():
+            self._waiting.extend((lease, request) for request in self._requests(lease))
+        number = min(self._engine.free_slots, len(self._waiting))
+        if number:
+            taken = [self._waiting.popleft() for _ in range(number)]
+            self._running |= {request.index: lease for lease, request in taken}
+            self._note_busy(max(lease.granted.partition for lease, _ in taken))
+            self._engine.submit([request for _, request in taken])
+        self._feeder.want(self._engine.free_slots - len(self._waiting), version=self._held)
+
+    def _generate(self) -> None:
+        for generation in self._engine.step(self._wake):
+            self._outbox.add(self._running.pop(generation.index), generation)
+
+    def _wait(self) -> None:
+        """Nothing runs: wait for prompts, or for the weights that they need."""
+        self._note_idle()
+        needed = self._feeder.needed_version()
+        if needed is not None:
+            self.wait_for_weights(needed)
+            return
+        self._context.report("waiting for prompts")
+        with self._context.timeline.span("wait for prompts"):
+            while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
+                pass
+
+    def _note_busy(self, step: int) -> None:
+        """Begin a span of the timeline when the step or the weights change."""
+        self._step = step
+        if self._noted == (step, self._held):
+            return
+        self._note_idle()
+        self._noted = step, self._held
+        self._context.report("generating", f"{len(self._running)} answers", step=step)
+        self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._held))
+
+    def _note_idle(self) -> None:
+        self._busy.close()
+        self._noted = None
+
+    @property
+    def _held(self) -> int:
+        return 0 if self._version is None else self._version.step
+
+    def _requests(self, lease: RolloutLease) -> Iterator[GenerateRequest]:
+        for index, prompt in zip(lease.batch.indices, lease.prompts, strict=True):
             yield GenerateRequest(index, prompt, seed=_seed(self._config.seed, index))
 
 

@@ -19,13 +19,12 @@ class SampleLog:
         self._batch = config.schedule.rollout_batch_size
         self._per_step = config.rollout.samples_per_step
 
-    def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int, version: int) -> None:
+    def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int) -> None:
         """Write one answer, if its group is among those shown.
 
         Args:
             generation, scored: the answer.
             step, group: that it belongs to.
-            version: step of the weights that generated it.
         """
         if group % self._batch >= self._per_step:
             return
@@ -33,7 +32,7 @@ class SampleLog:
             "step": step,
             "group": group,
             "index": generation.index,
-            "version": version,
+            "version": int(generation.versions_R[0]),
             "prompt": scored.prompt,
             "response": scored.response,
             "answer": scored.answer,

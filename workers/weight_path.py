@@ -53,6 +53,7 @@ def open_receiver(
     needs: Mapping[str, Need],
     *,
     adopts: bool,
+    arrived: Callable[[], None] = lambda: None,
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
 ) -> WeightReceiver:
@@ -62,6 +63,7 @@ def open_receiver(
         context: of this rank.
         needs: what the engine wants.
         adopts: the engine can compute with what it is given, in place; it does where the element types are the same.
+        arrived: called, by another thread, when a newer version is at hand.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
     """
@@ -73,7 +75,7 @@ def open_receiver(
         member = BroadcastMember(store, name, context.device)
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
-        device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype),
+        device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted,
         member=member, lead=_agent(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip

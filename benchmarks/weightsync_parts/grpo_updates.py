@@ -11,7 +11,7 @@ from tq.batch import Column, PackedBatch
 from weightsync_parts.setup import CPU
 from workers.config import RunConfig
 from workers.data import read_prompt_rows
-from workers.engines.base import GenerateRequest, Generation, LocalShard
+from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
 from workers.engines.load import load_generate_engine, load_train_engine
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
@@ -54,7 +54,7 @@ class GrpoUpdates:
         self._generator.load_weights(_by_name(self.shards()))
         offset = first * size
         requests = [GenerateRequest(k, prompt.tokens, seed=offset + k) for k, prompt in enumerate(prompts)]
-        answers = sorted(self._generator.generate(requests), key=lambda answer: answer.index)
+        answers = sorted(generate(self._generator, requests), key=lambda answer: answer.index)
         return self._batch(prompts, answers, size)
 
     def _batch(self, prompts: Sequence[Prompt], answers: Sequence[Generation], size: int) -> PackedBatch:

@@ -82,34 +82,35 @@ def lease(*prompts: int) -> RolloutLease:
         "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
         "answers": Column.of_texts(["-"] * len(rows)),
     }
-    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)), version=4)
+    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
 
 def answer(index: int) -> Generation:
-    return Generation(index, torch.tensor([4, 1]), torch.tensor([-1.0, -2.0]), truncated=False)
+    versions = torch.tensor([3, 4], dtype=torch.int32)
+    return Generation(index, torch.tensor([4, 1]), torch.tensor([-1.0, -2.0]), versions, truncated=False)
 
 
 def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: GatedScorer, samples: SampleLog) -> None:
     client = Queue()
-    outbox = Outbox(client, lease(3, 5, 6, 7), scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    one, outbox = lease(3, 5, 6, 7), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
     for index in (10, 11, 12, 13):
-        outbox.add(answer(index))
+        outbox.add(one, answer(index))
     assert client.arrived.acquire(timeout=DEADLINE_S)
     assert 10 not in client.puts[0][0] and len(client.puts[0][0]) == 2
     scorer.open.set()
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11, 12, 13]
     for rows, columns in client.puts:
-        assert columns["versions"].values.tolist() == [4] * 2 * len(rows)
+        assert columns["versions"].values.tolist() == [3, 4] * len(rows)
         assert columns["rewards"].values.tolist() == [1.0] * len(rows)
         assert all(len(column) == len(rows) for column in columns.values())
 
 
 def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
     client = Queue()
-    outbox = Outbox(client, lease(5, 6, 7), scorer=None, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    one, outbox = lease(5, 6, 7), Outbox(client, scorer=None, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
     for index in (12, 10, 11):
-        outbox.add(answer(index))
+        outbox.add(one, answer(index))
     outbox.close(stop=threading.Event())
     assert [rows for rows, _ in client.puts] == [[12, 10], [11]]
     assert "rewards" not in client.puts[0][1]
@@ -117,8 +118,8 @@ def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
 
 def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: SampleLog) -> None:
     client, stop = Queue(), threading.Event()
-    outbox = Outbox(client, lease(3, 5), scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
-    outbox.add(answer(10))
+    one, outbox = lease(3, 5), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    outbox.add(one, answer(10))
     stop.set()
     outbox.close(stop=stop)
     assert client.puts == []
@@ -128,8 +129,8 @@ def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: Sampl
 def test_void_lease_is_dropped_and_other_errors_are_raised(
     samples: SampleLog, error: Exception, expected: type[Exception] | None
 ) -> None:
-    outbox = Outbox(Queue(error), lease(5), scorer=None, samples=samples, rows_per_put=1)  # type: ignore[arg-type]
-    outbox.add(answer(10))
+    one, outbox = lease(5), Outbox(Queue(error), scorer=None, samples=samples, rows_per_put=1)  # type: ignore[arg-type]
+    outbox.add(one, answer(10))
     if expected is None:
         outbox.close(stop=threading.Event())
     else:

@@ -5,6 +5,7 @@ all its samples, one after another, no padding), A answer tokens of a packed mic
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,29 +40,54 @@ class Generation:
         index: the request's row index.
         response_R: int64 [R], with the end-of-sequence token when it was produced.
         log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
+        versions_R: int32 [R], step of the weights that drew each token.
         truncated: cut at `max_response_tokens`.
     """
 
     index: int
     response_R: Tensor
     log_probs_R: Tensor
+    versions_R: Tensor
     truncated: bool
 
 
 class GenerateEngine(Protocol):
-    """Generates answers with the newest weights that were loaded."""
+    """Generates answers, many at a time, with the newest weights that were loaded. Used by one thread.
+
+    submit(requests) -> step() ... step() -> finished answers, each as soon as it ends
+                load_weights() between steps, while nothing runs or, where the engine is `interruptible`, at any time
+    """
+
+    version: int
+    """Step of the weights that are loaded: stamps the tokens that are drawn from now on. Set by who loads them."""
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether weights may be loaded while answers run: they go on with the new ones."""
 
     @property
     def adopts_weights(self) -> bool:
         """Whether `load_weights` can make the given tensors the engine's own instead of copying."""
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
-    ) -> Iterator[Generation]:
-        """Yield each answer as soon as it is finished, in any order; end early, between tokens, once `stop` is set."""
+    @property
+    def num_running(self) -> int:
+        """Answers that were submitted and did not finish."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many answers may be submitted now."""
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Begin answers, at most `free_slots`."""
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Go on until answers finish, a token was drawn, or `wake` is set; returns those that finished."""
+
+    def abort(self) -> None:
+        """Forget what runs."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names) and drop cached keys and values. Not while `generate` is being iterated.
+        """Replace all weights (HF names) and drop cached keys and values of prompts and of what does not run.
 
         Args:
             weights: of the model's shapes; other element types are cast.
@@ -70,6 +96,16 @@ class GenerateEngine(Protocol):
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
+
+
+def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
+    """Yield the answers to all requests, each as soon as it is finished, in any order."""
+    waiting, never = deque(requests), threading.Event()
+    while waiting or engine.num_running:
+        number = min(engine.free_slots, len(waiting))
+        if number:
+            engine.submit([waiting.popleft() for _ in range(number)])
+        yield from engine.step(never)
 
 
 @dataclass(frozen=True)
@@ -115,6 +151,29 @@ class LocalShard:
     shape: tuple[int, ...]
     box: Box
     values: Tensor
+
+
+class FrozenEngine(Protocol):
+    """A model that is not trained."""
+
+    @property
+    def adopts_weights(self) -> bool:
+        """See `GenerateEngine`."""
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens under the tempered distribution."""
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Replace all weights (HF names); `adopt`: see `GenerateEngine`."""
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Replace all weights by those of safetensors."""
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return what `load_weights` needs, by HF name; tied weights once."""
+
+    def save_weights(self, target: Path) -> None:
+        """Write the weights as safetensors, in the element type that they have here, into an existing directory."""
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

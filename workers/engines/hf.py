@@ -11,7 +11,7 @@ prompts.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -56,23 +56,54 @@ class HfEngine:
         self._parameters = dict(self._model.named_parameters())
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
+        self._batch: _Batch | None = None
+        self.version = 0
 
     @property
     def adopts_weights(self) -> bool:
         """On the CPU: weights in host memory are where they are needed."""
         return self._device.type == "cpu"
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], *, stop: threading.Event | None = None
-    ) -> Iterator[Generation]:
-        """Yield each answer as soon as it is finished, in any order; `rollout.batch_size` of them run at a time."""
-        assert self._loaded, "generate() before load_weights()"
-        stop = stop or threading.Event()
-        for first in range(0, len(requests), self._rollout.batch_size):
-            yield from self._generate_batch(requests[first : first + self._rollout.batch_size], stop)
+    @property
+    def interruptible(self) -> bool:
+        """No: the cache of keys and values belongs to the old weights."""
+        return False
+
+    @property
+    def num_running(self) -> int:
+        """Answers that were submitted and did not finish."""
+        return 0 if self._batch is None else self._batch.num_running
+
+    @property
+    def free_slots(self) -> int:
+        """`rollout.batch_size` once all that ran has finished: answers of a batch have the same number of tokens."""
+        return self._rollout.batch_size if self._batch is None else 0
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Begin answers: compute the prompts."""
+        assert self._loaded, "submit() before load_weights()"
+        assert len(requests) <= self.free_slots
+        self._batch = self._prefill(requests)
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Draw the next token of every running answer; returns those that it finished."""
+        batch = self._batch
+        if batch is None:
+            return []
+        if batch.num_tokens:
+            self._decode(batch)
+        batch.num_tokens += 1
+        finished = [batch.generation(row, self.version, truncated=cut) for row, cut in self._sample(batch)]
+        if not batch.num_running:
+            self._batch = None
+        return finished
+
+    def abort(self) -> None:
+        """Forget what runs."""
+        self._batch = None
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names). Not while `generate` is being iterated.
+        """Replace all weights (HF names). Not while answers run.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
@@ -90,17 +121,6 @@ class HfEngine:
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
         return weight_needs(self._model)
-
-    def _generate_batch(self, requests: Sequence[GenerateRequest], stop: threading.Event) -> Iterator[Generation]:
-        if stop.is_set():
-            return
-        batch = self._prefill(requests)
-        for num_tokens in range(1, self._rollout.max_response_tokens + 1):
-            for row, truncated in self._sample(batch, num_tokens):
-                yield batch.generation(row, num_tokens, truncated=truncated)
-            if batch.num_running == 0 or stop.is_set():
-                return
-            self._decode(batch, num_tokens)
 
     @torch.inference_mode()
     def _prefill(self, requests: Sequence[GenerateRequest]) -> "_Batch":
@@ -138,17 +158,18 @@ class HfEngine:
             log_probs_BM=torch.zeros(size, device=self._device),
             finished_B=torch.zeros(len(requests), dtype=torch.bool, device=self._device),
             num_running=len(requests),
+            num_tokens=0,
         )
 
     @torch.inference_mode()
-    def _sample(self, batch: "_Batch", num_tokens: int) -> list[tuple[int, bool]]:
-        """Draw the next token of every row; return the rows that end with it, and whether they were cut."""
-        column = num_tokens - 1
+    def _sample(self, batch: "_Batch") -> list[tuple[int, bool]]:
+        """Draw each row's `num_tokens`-th token; return the rows that end with it, and whether they were cut."""
+        column = batch.num_tokens - 1
         token_B, log_prob_B = draw_tokens(batch.logits_BV, batch.uniforms_BM[:, column], self._rollout)
         batch.responses_BM[:, column] = token_B
         batch.log_probs_BM[:, column] = log_prob_B
         eos_B = torch.isin(token_B, self._eos)
-        last = num_tokens == self._rollout.max_response_tokens
+        last = batch.num_tokens == self._rollout.max_response_tokens
         ended_B = ~batch.finished_B if last else eos_B & ~batch.finished_B
         rows: list[int] = ended_B.nonzero().flatten().tolist()
         if not rows:
@@ -159,14 +180,15 @@ class HfEngine:
         return list(zip(rows, truncated, strict=True))
 
     @torch.inference_mode()
-    def _decode(self, batch: "_Batch", num_tokens: int) -> None:
+    def _decode(self, batch: "_Batch") -> None:
         """Feed each answer's newest token, its `num_tokens`-th, and compute the next logits."""
+        num_tokens = batch.num_tokens
         num_rows = len(batch.requests)
         if num_rows - batch.num_running >= COMPACT_SHARE * num_rows:
             batch.compact()
         output = self._model(
             input_ids=batch.responses_BM[:, num_tokens - 1, None],
-            attention_mask=batch.mask(num_tokens),
+            attention_mask=batch.mask(),
             position_ids=batch.positions_B[:, None] + (num_tokens - 1),
             past_key_values=batch.cache,
             use_cache=True,
@@ -187,7 +209,8 @@ class _Batch:
     Attributes:
         keys_BK: bool mask over prompt and answer tokens, [B, P + M]; None when no prompt is padded.
         positions_B: position of the first answer token.
-        finished_B: rows that were yielded but not yet removed.
+        finished_B: rows that were returned but not yet removed.
+        num_tokens: of every answer.
     """
 
     requests: list[GenerateRequest]
@@ -200,12 +223,13 @@ class _Batch:
     log_probs_BM: Tensor
     finished_B: Tensor
     num_running: int
+    num_tokens: int
 
-    def mask(self, num_tokens: int) -> Tensor | None:
-        """Return which of the prompt's and the first `num_tokens` answer tokens exist."""
+    def mask(self) -> Tensor | None:
+        """Return which of the prompt's and the answer's tokens exist."""
         if self.keys_BK is None:
             return None
-        return self.keys_BK[:, : self.keys_BK.shape[1] - self.responses_BM.shape[1] + num_tokens]
+        return self.keys_BK[:, : self.keys_BK.shape[1] - self.responses_BM.shape[1] + self.num_tokens]
 
     def compact(self) -> None:
         """Remove the finished rows."""
@@ -219,12 +243,14 @@ class _Batch:
         self.log_probs_BM = self.log_probs_BM[kept]
         self.finished_B = self.finished_B[kept]
 
-    def generation(self, row: int, num_tokens: int, *, truncated: bool) -> Generation:
+    def generation(self, row: int, version: int, *, truncated: bool) -> Generation:
         """Copy a finished answer to the CPU, as normal tensors (not of inference mode)."""
+        num_tokens = self.num_tokens
         return Generation(
             index=self.requests[row].index,
             response_R=self.responses_BM[row, :num_tokens].clone().cpu(),
             log_probs_R=self.log_probs_BM[row, :num_tokens].clone().cpu(),
+            versions_R=torch.full((num_tokens,), version, dtype=torch.int32),
             truncated=truncated,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from workers.config import RunConfig
-from workers.engines.base import GenerateEngine, TrainEngine
+from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine
 
 
 def load_generate_engine(config: RunConfig, *, device: torch.device) -> GenerateEngine:
@@ -23,6 +23,36 @@ def load_generate_engine(config: RunConfig, *, device: torch.device) -> Generate
             from workers.engines.hf import HfEngine
 
             return HfEngine(model_dir, config.model, rollout=config.rollout, device=device)
+        case "sim":
+            from workers.engines.sim import SimGenerateEngine
+            from workers.engines.sim_model import SimLengths
+
+            per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
+            lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
+            return SimGenerateEngine(config.sim, lengths, num_slots=config.rollout.batch_size)
+
+
+def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:
+    """Return the reference `ref.engine` with the initial weights, or those in `weights_dir`.
+
+    Raises:
+        ConfigError: see the engine.
+    """
+    match config.ref.engine:
+        case "hf":
+            from workers.engines.frozen import FrozenModel
+
+            return FrozenModel(
+                Path(config.model.path),
+                config.model,
+                temperature=config.rollout.temperature,
+                device=device,
+                weights_dir=weights_dir,
+            )
+        case "sim":
+            from workers.engines.sim import SimFrozenModel
+
+            return SimFrozenModel(config.sim)
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:
@@ -40,3 +70,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
             return FsdpEngine(
                 model_dir, config.model, actor=config.actor, temperature=temperature, device=device, seed=config.seed
             )
+        case "sim":
+            from workers.engines.sim import SimTrainEngine
+
+            return SimTrainEngine(config.sim, lr=config.actor.lr)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
 from workers.config import ModelConfig, RolloutConfig
-from workers.engines.base import GenerateRequest, Generation
+from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_log_probs_equal_those_of_a_full_forward(make_model_dir: Callable[..., P
     path = make_model_dir(family)
     requests = make_requests(24)
     model = AutoModelForCausalLM.from_pretrained(path)
-    answers = by_index(list(make_engine(path, temperature=0.8).generate(requests)))
+    answers = by_index(list(generate(make_engine(path, temperature=0.8), requests)))
     assert [answer.index for answer in answers] == list(range(24))
     for request, answer in zip(requests, answers, strict=True):
         tokens = torch.cat([request.prompt_P, answer.response_R])
@@ -56,7 +56,7 @@ def test_log_probs_equal_those_of_a_full_forward(make_model_dir: Callable[..., P
 
 
 def test_answers_end_at_eos_or_are_flagged(model_dir: Path) -> None:
-    answers = list(make_engine(model_dir).generate(make_requests(40)))
+    answers = list(generate(make_engine(model_dir), make_requests(40)))
     assert {answer.truncated for answer in answers} == {True, False}
     for answer in answers:
         assert 1 not in answer.response_R[:-1]
@@ -66,27 +66,37 @@ def test_answers_end_at_eos_or_are_flagged(model_dir: Path) -> None:
 
 
 def test_short_answers_come_first(model_dir: Path) -> None:
-    lengths = [len(answer.response_R) for answer in make_engine(model_dir).generate(make_requests(40))]
+    lengths = [len(answer.response_R) for answer in generate(make_engine(model_dir), make_requests(40))]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
 
 
-def test_a_stop_ends_generation_between_tokens(model_dir: Path) -> None:
-    stop = threading.Event()
-    answers = []
-    for answer in make_engine(model_dir).generate(make_requests(40), stop=stop):
-        answers.append(answer)
-        stop.set()
-    assert {len(answer.response_R) for answer in answers} == {len(answers[0].response_R)}
-    assert len(answers) < 40
+def test_abort_ends_generation_between_tokens(model_dir: Path) -> None:
+    engine, never = make_engine(model_dir), threading.Event()
+    engine.submit(make_requests(40))
+    assert engine.num_running == 40 and engine.free_slots == 0
+    while not (answers := engine.step(never)):
+        pass
+    assert 0 < engine.num_running == 40 - len(answers)
+    engine.abort()
+    assert engine.num_running == 0 and engine.free_slots == 64
+    assert len(list(generate(engine, make_requests(3)))) == 3
+
+
+def test_tokens_say_which_weights_drew_them(model_dir: Path) -> None:
+    engine = make_engine(model_dir)
+    engine.version = 7
+    for answer in generate(engine, make_requests(3)):
+        assert answer.versions_R.dtype == torch.int32
+        assert answer.versions_R.tolist() == [7] * len(answer.response_R)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9}])
 def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str, float]) -> None:
     requests = make_requests(24)
     engine = make_engine(model_dir, **sampling)
-    together = by_index(list(engine.generate(requests)))
-    in_fives = by_index(list(make_engine(model_dir, batch_size=5, **sampling).generate(requests)))
-    alone = [next(engine.generate([request])) for request in requests]
+    together = by_index(list(generate(engine, requests)))
+    in_fives = by_index(list(generate(make_engine(model_dir, batch_size=5, **sampling), requests)))
+    alone = [next(generate(engine, [request])) for request in requests]
     for answers in (in_fives, alone):
         for left, right in zip(together, answers, strict=True):
             assert left.response_R.equal(right.response_R)
@@ -96,10 +106,10 @@ def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str
 def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]) -> None:
     old, new = make_model_dir(seed=0), make_model_dir(seed=1)
     engine = make_engine(old)
-    before = by_index(list(engine.generate(make_requests(8))))
+    before = by_index(list(generate(engine, make_requests(8))))
     engine.load_weights(weights_of(new))
-    after = by_index(list(engine.generate(make_requests(8))))
-    fresh = by_index(list(make_engine(new).generate(make_requests(8))))
+    after = by_index(list(generate(engine, make_requests(8))))
+    fresh = by_index(list(generate(make_engine(new), make_requests(8))))
     assert any(not a.response_R.equal(b.response_R) for a, b in zip(before, after, strict=True))
     for left, right in zip(after, fresh, strict=True):
         assert left.response_R.equal(right.response_R) and left.log_probs_R.equal(right.log_probs_R)
@@ -109,7 +119,7 @@ def test_weights_are_cast_to_the_configured_type(model_dir: Path) -> None:
     config = ModelConfig(path=str(model_dir), dtype="bfloat16")
     engine = HfEngine(model_dir, config, rollout=RolloutConfig(max_response_tokens=4), device=CPU)
     engine.load_weights(weights_of(model_dir))
-    answers = list(engine.generate(make_requests(4)))
+    answers = list(generate(engine, make_requests(4)))
     assert len(answers) == 4 and all(answer.log_probs_R.dtype == torch.float32 for answer in answers)
 
 
@@ -117,12 +127,12 @@ def test_tied_weights_are_asked_for_once(make_model_dir: Callable[..., Path]) ->
     engine = make_engine(make_model_dir("llama", tie_word_embeddings=True))
     needs = engine.weight_needs()
     assert "lm_head.weight" not in needs and needs["model.embed_tokens.weight"].shape == (13, 32)
-    assert list(engine.generate(make_requests(2)))
+    assert list(generate(engine, make_requests(2)))
 
 
 def test_weights_that_do_not_fit_are_named(model_dir: Path) -> None:
     engine = make_engine(model_dir)
-    before = next(engine.generate(make_requests(1)))
+    before = next(generate(engine, make_requests(1)))
     weights = weights_of(model_dir)
     missing = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
     with pytest.raises(PlanError, match=r"missing model\.norm\.weight, unknown none"):
@@ -133,12 +143,12 @@ def test_weights_that_do_not_fit_are_named(model_dir: Path) -> None:
         engine.load_weights(
             {name: torch.zeros_like(t) for name, t in weights.items()} | {"model.norm.weight": torch.zeros(3)}
         )
-    assert next(engine.generate(make_requests(1))).log_probs_R.equal(before.log_probs_R)
+    assert next(generate(engine, make_requests(1))).log_probs_R.equal(before.log_probs_R)
 
 
 def test_all_end_tokens_of_generation_config_count(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
-    answers = list(make_engine(model_dir).generate(make_requests(40)))
+    answers = list(generate(make_engine(model_dir), make_requests(40)))
     assert {int(answer.response_R[-1]) for answer in answers if not answer.truncated} == {1, 4}
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from workers.config import ModelConfig, RolloutConfig
-from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
 REQUESTS = [GenerateRequest(i, torch.arange(2, 6), seed=100 + i) for i in range(8)]
@@ -45,10 +45,10 @@ def assert_swap_is_clean(used: GenerateEngine, fresh: GenerateEngine, weights: M
         fresh: has not generated.
         weights: to swap in.
     """
-    list(used.generate(REQUESTS))
+    list(generate(used, REQUESTS))
     used.load_weights(weights)
     fresh.load_weights(weights)
-    for one, other in zip(log_probs(used.generate(REQUESTS)), log_probs(fresh.generate(REQUESTS)), strict=True):
+    for one, other in zip(log_probs(generate(used, REQUESTS)), log_probs(generate(fresh, REQUESTS)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

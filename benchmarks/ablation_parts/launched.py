@@ -1,0 +1,85 @@
+"""One run of the real command with `sim` engines, and what it wrote."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ablation_parts.workloads import ACTORS, INSTANCES, REFS, ROUND, SCHEDULES, Workload
+from launcher.recipes import find_recipe
+
+_MODULE = "from launcher.cli import launch; launch()"
+_REF_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished run.
+
+    Attributes:
+        ends: unix time at which each step's weights existed (s), from step 0.
+        staleness: of every sample that was trained.
+        metrics: lines of metrics.jsonl.
+    """
+
+    ends: list[float]
+    staleness: list[int]
+    metrics: list[dict[str, Any]]
+
+    def step_s(self, skip: int) -> float:
+        """Return the mean seconds per step after the first ones."""
+        return (self.ends[-1] - self.ends[skip]) / (len(self.ends) - 1 - skip)
+
+
+def launch(workload: Workload, schedule: str, directory: Path, *, steps: int, seed: int) -> Ran:
+    """Run one schedule on one workload.
+
+    Raises:
+        SystemExit: the run failed; says what it printed.
+    """
+    directory.mkdir(parents=True)
+    source = directory / "ablation.yaml"
+    source.write_text(yaml.safe_dump(_config(workload, schedule, steps, seed), sort_keys=False))
+    command = [sys.executable, "-c", _MODULE, str(source), "--run-dir", str(directory / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return _read(directory / "run")
+
+
+def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[str, Any]:
+    quickstart = find_recipe("quickstart").parent / "quickstart"
+    return {
+        "name": "ablation",
+        "seed": seed,
+        "steps": steps,
+        "roles": {"rollout": INSTANCES, "actor": ACTORS, "ref": REFS},
+        "model": {"path": str(quickstart / "model")},
+        "data": {"path": str(quickstart / "train.jsonl"), "max_prompt_tokens": 8},
+        "schedule": {**SCHEDULES[schedule], "rollout_batch_size": workload.samples, "n_samples_per_prompt": 1},
+        "rollout": {
+            "engine": "sim", "batch_size": workload.slots // INSTANCES, "max_response_tokens": 1 << 14,
+            "samples_per_step": 0,
+        },
+        "actor": {"engine": "sim", "micro_batch_size": ROUND // ACTORS},
+        "ref": {"engine": "sim", "micro_batch_size": _REF_ROWS},
+        "algorithm": {"kl_coef": 0.001},
+        "tq": {"policy": "token-balanced"},
+        "weightsync": {"max_updating": 1} if schedule.startswith("substep") else {},
+        "checkpoint": {"interval": 0, "export_hf": False},
+        "sim": workload.sim(),
+    }  # fmt: skip
+
+
+def _read(run: Path) -> Ran:
+    published = [span for span in _lines(run / "timeline" / "actor-0.jsonl") if span["name"] == "publish weights"]
+    staleness = [line["staleness"] for line in _lines(run / "ledger.jsonl") for _ in line["indices"]]
+    return Ran([span["end"] for span in published], staleness, _lines(run / "metrics.jsonl"))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

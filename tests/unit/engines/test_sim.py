@@ -1,0 +1,115 @@
+"""Engines that sleep: how long answers are, when they end, and which weights their tokens are of."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from workers.engines.base import GenerateRequest
+from workers.engines.sim import SimGenerateEngine, sim_shapes
+from workers.engines.sim_config import SimConfig
+from workers.engines.sim_model import SimLengths
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def requests(*indices: int) -> list[GenerateRequest]:
+    return [GenerateRequest(index, torch.tensor([1, 2]), seed=0) for index in indices]
+
+
+def lengths_of(samples: int = 64, **config: object) -> SimLengths:
+    return SimLengths(SimConfig.model_validate(config), samples_per_step=samples, seed=3)
+
+
+def woken() -> threading.Event:
+    """Nobody waits for the real clock."""
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@pytest.mark.parametrize("lengths", ["constant", "lognormal", "pareto"])
+def test_lengths_have_the_mean_of_every_step_and_depend_on_seed_and_step_only(lengths: str) -> None:
+    one = lengths_of(lengths=lengths, mean_tokens=1000)
+    other = lengths_of(lengths=lengths, mean_tokens=1000)
+    for step in (1, 2, 9):
+        rows = range((step - 1) * 64, step * 64)
+        drawn = [one.tokens(row) for row in rows]
+        assert np.mean(drawn) == pytest.approx(1000, rel=1e-3)
+        assert drawn == [other.tokens(row) for row in rows]
+    assert lengths == "constant" or one.tokens(0) != one.tokens(64)
+
+
+def test_lengths_may_be_recorded_ones(tmp_path: Path) -> None:
+    recorded = tmp_path / "lengths.txt"
+    recorded.write_text("1\n3\n")
+    drawn = lengths_of(4, lengths="file", lengths_file=str(recorded), mean_tokens=10)
+    assert [drawn.tokens(row) for row in range(8)] == [5, 15, 5, 15, 5, 15, 5, 15]
+
+
+def test_long_answers_are_clipped() -> None:
+    free = lengths_of(4096, sigma=1.0, clip=1000.0, mean_tokens=1000)
+    clipped = lengths_of(4096, sigma=1.0, clip=3.0, mean_tokens=1000)
+    assert max(map(clipped.tokens, range(4096))) < 4500 < max(map(free.tokens, range(4096)))
+
+
+def test_answers_end_when_their_tokens_are_drawn() -> None:
+    clock = Clock()
+    config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1, prefill_s_per_token=0.5)
+    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=2, clock=clock)
+    engine.submit(requests(0))
+    clock.now += 1.0
+    engine.submit(requests(1))
+    assert (engine.num_running, engine.free_slots) == (2, 0)
+    assert engine.step(woken()) == []
+    clock.now += 1.0  # 2 prompt tokens of 0.5 s, 10 tokens of 0.1 s
+    (answer,) = engine.step(woken())
+    assert (answer.index, len(answer.response_R), answer.truncated) == (0, 10, False)
+    assert (engine.num_running, engine.free_slots) == (1, 1)
+    engine.abort()
+    assert (engine.num_running, engine.free_slots) == (0, 2)
+
+
+def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> None:
+    clock = Clock()
+    config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1)
+    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=4, clock=clock)
+    engine.version = 4
+    engine.submit(requests(0))
+    clock.now += 0.35
+    engine.version = 5
+    engine.submit(requests(1))
+    clock.now += 0.33
+    engine.version = 7
+    clock.now += 0.7
+    answers = {answer.index: answer.versions_R.tolist() for answer in engine.step(woken())}
+    assert answers == {0: [4] * 3 + [5] * 3 + [7] * 4, 1: [5] * 3 + [7] * 7}
+    engine.submit(requests(2))
+    clock.now += 1.0
+    assert [answer.versions_R.tolist() for answer in engine.step(woken())] == [[7] * 10]
+
+
+def test_a_waiting_step_ends_when_it_is_woken() -> None:
+    config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=100.0)
+    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=1)
+    engine.submit(requests(0))
+    wake, stepped = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (engine.step(wake), stepped.set()), daemon=True)
+    thread.start()
+    assert not stepped.wait(0.05)
+    wake.set()
+    assert stepped.wait(10)
+
+
+def test_model_has_the_parameters_that_were_asked_for() -> None:
+    numbers = [rows * columns for rows, columns in sim_shapes(SimConfig(parameters=1_000_000)).values()]
+    assert sum(numbers) == pytest.approx(1_000_000, rel=0.01)

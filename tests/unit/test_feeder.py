@@ -1,0 +1,118 @@
+"""The feeder leases what there is room for, and no more."""
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.errors import TransportError
+from tq.batch import Column, PackedBatch
+from tq.config import ScheduleMode
+from tq.messages import Granted, NoRows, NoRowsReason
+from workers.feeder import Feeder
+from workers.rollout import may_swap
+
+DEADLINE_S = 20
+
+
+class Queue:
+    """Answers fetches as the test says; stands in for `QueueClient`."""
+
+    def __init__(self) -> None:
+        self.asked: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.answers: queue.Queue[Any] = queue.Queue()
+
+    def fetch(self, task: str, *, num_rows: int, version: int) -> Any:
+        assert task == "actor_rollout"
+        self.asked.put((num_rows, version))
+        answer = self.answers.get(timeout=DEADLINE_S)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def get(self, granted: Granted, names: list[str]) -> PackedBatch:
+        columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
+        return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
+
+
+def granted(*rows: int) -> Granted:
+    return Granted("actor_rollout", 7, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+
+
+def no_rows(reason: NoRowsReason, newest_version: int = 0) -> NoRows:
+    return NoRows(reason, newest_version)
+
+
+def start() -> tuple[Queue, Feeder, threading.Event]:
+    client, wake = Queue(), threading.Event()
+    return client, Feeder(client, wake=wake), wake  # type: ignore[arg-type]
+
+
+def wait_for(wake: threading.Event) -> None:
+    assert wake.wait(DEADLINE_S)
+    wake.clear()
+
+
+def test_it_asks_for_the_free_places_and_counts_what_came() -> None:
+    client, feeder, wake = start()
+    feeder.want(3, version=2)
+    assert client.asked.get(timeout=DEADLINE_S) == (3, 2)
+    client.answers.put(granted(5, 6))
+    wait_for(wake)
+    assert client.asked.get(timeout=DEADLINE_S) == (1, 2), "one place is left"
+    feeder.want(3, version=2)  # two of them are for what was not taken yet
+    (lease,) = feeder.take()
+    assert lease.batch.indices == (5, 6)
+    client.answers.put(granted(7))
+    wait_for(wake)
+    assert len(feeder.take()) == 1
+    feeder.want(0, version=2)
+    feeder.close()
+    assert client.asked.empty()
+
+
+def test_newer_weights_are_asked_for_and_then_prompts_again() -> None:
+    client, feeder, wake = start()
+    feeder.want(1, version=2)
+    client.asked.get(timeout=DEADLINE_S)
+    client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4))
+    wait_for(wake)
+    assert feeder.needed_version() == 4
+    feeder.want(1, version=3)
+    assert feeder.needed_version() == 4
+    feeder.want(1, version=4)
+    assert feeder.needed_version() is None
+    assert client.asked.get(timeout=DEADLINE_S) == (1, 4)
+    client.answers.put(no_rows(NoRowsReason.STOP))
+    wait_for(wake)
+    assert feeder.stopped
+
+
+def test_what_goes_wrong_is_raised() -> None:
+    client, feeder, wake = start()
+    feeder.want(1, version=0)
+    client.answers.put(TransportError("the controller is gone"))
+    wait_for(wake)
+    with pytest.raises(TransportError, match="the controller is gone"):
+        feeder.want(1, version=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "interruptible", "num_running", "boundary", "expected"),
+    [
+        ("async", False, 0, False, True),
+        ("async", False, 3, True, False),
+        ("async", True, 3, False, False),
+        ("async", True, 3, True, True),
+        ("substep", True, 3, False, True),
+        ("substep", False, 3, False, False),
+        ("periodic", True, 0, False, True),
+    ],
+)
+def test_when_weights_are_swapped(
+    mode: str, interruptible: bool, num_running: int, boundary: bool, expected: bool
+) -> None:
+    swaps = may_swap(ScheduleMode(mode), interruptible=interruptible, num_running=num_running, boundary=boundary)
+    assert swaps == expected

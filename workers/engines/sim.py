@@ -1,0 +1,250 @@
+"""Engines that sleep instead of computing: `rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`.
+
+Rows, versions, losses and weights are real; only the time is a model's (`workers.engines.sim_model`). Weights are a few
+tensors that every update changes, cut among the actor's ranks as FSDP2 cuts them.
+
+Legend of shapes: R answer tokens, A answer tokens of a packed micro-batch.
+"""
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from weightsync.boxes import Box
+from weightsync.plan import Need
+from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.sim_config import SimConfig
+from workers.engines.sim_model import SimLengths
+
+_TOKEN = 2
+_ROWS = 64
+"""Of each tensor of the model."""
+
+
+def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
+    """Return the model's parameters, by name."""
+    return {f"sim.layers.{k}.weight": (_ROWS, -(-config.parameters // (8 * _ROWS))) for k in range(8)}
+
+
+@dataclass(order=True)
+class _Running:
+    """An answer. `started` is when its first token began (s, monotonic)."""
+
+    ends: float
+    request: GenerateRequest = field(compare=False)
+    num_tokens: int = field(compare=False)
+    started: float = field(compare=False)
+
+
+class SimGenerateEngine:
+    """Answers with a token over and over; implements `GenerateEngine`."""
+
+    adopts_weights = True
+    interruptible = True
+
+    def __init__(
+        self,
+        config: SimConfig,
+        lengths: SimLengths,
+        *,
+        num_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        config: speeds.
+        lengths: of the answers.
+        num_slots: answers at a time.
+        clock: says what time it is (s).
+        """
+        self._clock = clock
+        self._config = config
+        self._lengths = lengths
+        self._num_slots = num_slots
+        self._running: list[_Running] = []
+        self._swaps: list[tuple[float, int]] = []
+        self._weights: Mapping[str, Tensor] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Step of the weights that are loaded."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        oldest = min((one.started for one in self._running), default=self._clock())
+        kept = [swap for swap in self._swaps if swap[0] > oldest]
+        before = [swap for swap in self._swaps if swap[0] <= oldest][-1:]
+        self._swaps = [*before, *kept, (self._clock(), version)]
+
+    @property
+    def num_running(self) -> int:
+        """Answers that were submitted and did not finish."""
+        return len(self._running)
+
+    @property
+    def free_slots(self) -> int:
+        """How many answers may be submitted now."""
+        return self._num_slots - len(self._running)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Begin answers."""
+        assert len(requests) <= self.free_slots
+        for request in requests:
+            started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
+            num_tokens = self._lengths.tokens(request.index)
+            ends = started + self._config.decode_s_per_token * num_tokens
+            heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Sleep until an answer ends or `wake` is set; returns those that ended."""
+        if self._running:
+            wake.wait(max(0.0, self._running[0].ends - self._clock()))
+        finished, now = [], self._clock()
+        while self._running and self._running[0].ends <= now:
+            finished.append(self._generation(heapq.heappop(self._running)))
+        return finished
+
+    def abort(self) -> None:
+        """Forget what runs."""
+        self._running = []
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Take them; answers that run go on."""
+        self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return all parameters."""
+        return {name: Need(shape) for name, shape in sim_shapes(self._config).items()}
+
+    def _generation(self, one: _Running) -> Generation:
+        size = one.num_tokens
+        versions_R = torch.full((size,), self._swaps[0][1] if self._swaps else self._version, dtype=torch.int32)
+        for moment, version in self._swaps:
+            drawn = (moment - one.started) / max(1e-9, self._config.decode_s_per_token)
+            versions_R[min(size, max(0, int(drawn))) :] = version
+        return Generation(
+            index=one.request.index,
+            response_R=torch.full((size,), _TOKEN),
+            log_probs_R=torch.full((size,), -1.0),
+            versions_R=versions_R,
+            truncated=False,
+        )
+
+
+class SimFrozenModel:
+    """Log-probabilities of the generating engine; implements what `workers.reference` needs."""
+
+    adopts_weights = True
+
+    def __init__(self, config: SimConfig) -> None:
+        self._config = config
+        self._weights: Mapping[str, Tensor] = {}
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Take them."""
+        self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        """Return all parameters."""
+        return {name: Need(shape) for name, shape in sim_shapes(self._config).items()}
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Read them from safetensors."""
+        self._weights = load_file(weights_dir / "model.safetensors")
+
+    def save_weights(self, target: Path) -> None:
+        """Write them as safetensors, into an existing directory."""
+        save_file({name: tensor.contiguous() for name, tensor in self._weights.items()}, target / "model.safetensors")
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A], after a while."""
+        num_tokens = _answer_tokens(batch)
+        time.sleep(self._config.ref_s_per_token * num_tokens)
+        return torch.full((num_tokens,), -1.0)
+
+
+class SimTrainEngine:
+    """Changes its parameters with every update; implements `TrainEngine`."""
+
+    def __init__(self, config: SimConfig, *, lr: float) -> None:
+        """Collective over the actor's default group.
+
+        Args:
+            config: speeds and size.
+            lr: is reported.
+        """
+        self._config = config
+        self._lr = lr
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._shards = []
+        for name, shape in sim_shapes(config).items():
+            start, stop = (shape[0] * k // self._num_ranks for k in (self._rank, self._rank + 1))
+            values = torch.zeros(stop - start, shape[1])
+            self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A], after a while."""
+        num_tokens = _answer_tokens(batch)
+        time.sleep(self._config.ref_s_per_token * num_tokens)
+        return torch.full((num_tokens,), -1.0)
+
+    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
+        """Compute the loss, and sleep for the rest of the time."""
+        if batch is None:
+            return
+        began, num_tokens = time.monotonic(), _answer_tokens(batch)
+        log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
+        loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
+        time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
+
+    def step(self, scale: float) -> StepStats:
+        """Wait for all ranks, then change all weights."""
+        dist.barrier()
+        time.sleep(self._config.optimizer_s)
+        self._step += 1
+        for number, shard in enumerate(self._shards):
+            shard.values.fill_(float(self._step) + number / 16)
+        return StepStats(grad_norm=scale, lr=self._lr)
+
+    def zero_grad(self) -> None:
+        """Nothing is accumulated."""
+
+    def shards(self) -> Iterable[LocalShard]:
+        """Return this rank's rows of all parameters."""
+        return self._shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates: the weights follow from it."""
+        return {"sim": {"step": self._step}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self._step = state["sim"]["step"]
+        for number, shard in enumerate(self._shards):
+            shard.values.fill_(float(self._step) + number / 16)
+
+    def export_hf(self, target: Path) -> None:
+        """Write the weights as safetensors from rank 0."""
+        if self._rank == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            values = {
+                name: torch.full(shape, float(self._step) + k / 16)
+                for k, (name, shape) in enumerate(sim_shapes(self._config).items())
+            }
+            save_file(values, target / "model.safetensors")
+
+
+def _answer_tokens(batch: Sequences) -> int:
+    return int((batch.lengths_N - batch.prompt_lengths_N).sum())
