@@ -108,10 +108,20 @@ class StepTotals:
             "behaviour_kl": sums["loss/drift"] / tokens,
             "ratio_mean": sums["loss/ratio"] / tokens,
             "clip_fraction": sums["loss/clipped"] / tokens,
+            "corrected_fraction": sums["loss/corrected"] / tokens,
+            "effective_sample_size": _effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
             "entropy": sums["loss/entropy"] / tokens,
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
         }
+
+
+def _effective_sample_size(total: float, squared: float, count: float) -> float:
+    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count when one token is all.
+
+    Source: Kong 1992; as a share of the tokens.
+    """
+    return total**2 / (count * squared) if squared > 0 else 1.0
 
 
 def _moments(total: float, squared: float, count: float) -> tuple[float, float]:

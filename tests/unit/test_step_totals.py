@@ -28,7 +28,7 @@ def make_batch(rows: list[int]) -> PackedBatch:
 def totals_of(rows: list[int], tokens: int) -> StepTotals:
     totals = StepTotals()
     totals.add_batch(make_batch(rows), LossCounts(tokens, len(rows), len(rows)), step=5)
-    names = ("loss", "kl", "drift", "ratio", "clipped", "entropy")
+    names = ("loss", "kl", "drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
     totals.add_loss({"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names})
     return totals
 
@@ -44,3 +44,10 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
     assert metrics["loss"] == metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
+    totals = totals_of([0], 4)
+    assert totals.metrics(scale=1.0)["effective_sample_size"] == 1.0
+    totals.sums |= {"loss/ratio": 2.0 + 1.0 + 1.0 + 0.0, "loss/ratio_squared": 4.0 + 1.0 + 1.0}
+    assert totals.metrics(scale=1.0)["effective_sample_size"] == pytest.approx(16 / (4 * 6))

@@ -7,6 +7,20 @@ from pydantic import Field
 from asyncflow.settings import Settings
 
 
+class OffPolicyConfig(Settings):
+    """What is done about tokens that an older policy drew; see `workers.algorithms.off_policy`."""
+
+    method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = None
+    """`none`: the older policy is PPO's old one, whose ratio is clipped. `decoupled`: tokens are weighted by the ratio
+    of the two policies, clipping is relative to the newest one. `truncated_is`: the same with weights of at most `cap`.
+    `sequence_mask`: also without answers that the newest policy would hardly have given. null: `truncated_is` where
+    the schedule lets weights be older, else `none`."""
+    cap: float = Field(2.0, ge=1)
+    """Largest weight of a token (C)."""
+    mask_log_ratio: float = Field(0.5, gt=0)
+    """`sequence_mask`: largest mean of an answer's log ratios, up and down (nats per token)."""
+
+
 class AlgorithmConfig(Settings):
     """Objective of the actor."""
 
@@ -23,6 +37,8 @@ class AlgorithmConfig(Settings):
     averages to zero, so it measures and does not restrain. See `workers.algorithms.losses.kl_divergence`."""
     ref_update_interval: int = Field(0, ge=0)
     """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction for tokens of older weights."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all answer tokens of the step; `sequence`: mean per answer, then over answers (GRPO's paper);
     `constant`: sum over tokens / (answers x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""

@@ -23,12 +23,13 @@ from workers.algorithms.losses import (
     loss_scale,
     token_weights,
 )
+from workers.algorithms.off_policy import correct
 
 
 class GRPO:
     """The objective: clipped surrogate with group-relative advantages, and optionally a KL penalty.
 
-    Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3, with the behaviour policy as the old one.
+    Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3; which policy is the old one: `workers.algorithms.off_policy`.
     """
 
     def __init__(self, config: AlgorithmConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
@@ -73,6 +74,7 @@ class GRPO:
         advantage_A = batch["advantages"].values.float().repeat_interleave(length_N)
         return PolicyLoss(
             config=self._config,
+            length_N=length_N.to(device),
             weight_A=weight_A.to(device),
             advantage_A=advantage_A.to(device),
             old_log_probs_A=batch["rollout_log_probs"].values.to(device),
@@ -93,16 +95,19 @@ class PolicyLoss:
     """The loss of one micro-batch: called once by the engine, then holds `stats`.
 
     Attributes:
+        length_N: tokens of each answer.
         weight_A: of each token inside the sum; 0 where masked.
         advantage_A: of each token's answer.
         old_log_probs_A: under the policy that generated the tokens.
         ref_log_probs_A: under the reference; None without a KL penalty.
         stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the step's loss), and sums
-            over the tokens that count: `tokens`, `entropy`, `ratio`, `clipped`, `kl` (to the reference; 0 without),
-            `drift` (k3 of KL(behaviour || policy)).
+            over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to behaviour),
+            `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `drift` (k3 of
+            KL(behaviour || policy)).
     """
 
     config: AlgorithmConfig
+    length_N: Tensor
     weight_A: Tensor
     advantage_A: Tensor
     old_log_probs_A: Tensor
@@ -113,10 +118,14 @@ class PolicyLoss:
         """Return the unnormalised sum, a scalar with gradient."""
         config = self.config
         high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-        log_ratio_A = log_probs_A - self.old_log_probs_A
+        correction = correct(log_probs_A, self.old_log_probs_A, self.length_N, config.off_policy)
         loss_A, clipped_A = clipped_policy_loss(
-            log_ratio_A, self.advantage_A, eps_clip=config.eps_clip, eps_clip_high=high
+            log_probs_A - correction.old_log_probs_A,
+            self.advantage_A,
+            eps_clip=config.eps_clip,
+            eps_clip_high=high,
         )
+        loss_A = loss_A * correction.weight_A
         kl_A = torch.zeros_like(loss_A)
         if self.ref_log_probs_A is not None:
             kl_A = kl_divergence(log_probs_A, self.ref_log_probs_A, config.kl_estimator)
@@ -124,9 +133,19 @@ class PolicyLoss:
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.old_log_probs_A, log_probs_A, "k3")
-            ratio_A = bounded_ratio(log_ratio_A)  # else infinity times a masked token's 0 is not a number
+            # Bounded: else infinity times a masked token's 0 is not a number.
+            ratio_A = bounded_ratio(log_probs_A - self.old_log_probs_A)
             counts_A = self.weight_A > 0
-            sums = torch.stack([entropy_A, ratio_A, clipped_A.to(ratio_A), kl_A, drift_A]) @ counts_A.to(ratio_A)
-            self.stats = dict(zip(("entropy", "ratio", "clipped", "kl", "drift"), sums.unbind(), strict=True))
+            terms = {
+                "entropy": entropy_A,
+                "ratio": ratio_A,
+                "ratio_squared": ratio_A.square(),
+                "clipped": clipped_A,
+                "corrected": correction.changed_A,
+                "kl": kl_A,
+                "drift": drift_A,
+            }
+            sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
+            self.stats = dict(zip(terms, sums.unbind(), strict=True))
             self.stats |= {"loss": total.detach(), "tokens": counts_A.sum()}
         return total

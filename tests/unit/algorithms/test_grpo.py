@@ -102,6 +102,7 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
 def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
     loss = PolicyLoss(
         AlgorithmConfig(),
+        length_N=torch.tensor([1, 1]),
         weight_A=torch.tensor([1.0, 0.0]),
         advantage_A=torch.ones(2),
         old_log_probs_A=torch.tensor([-1.0, -200.0]),

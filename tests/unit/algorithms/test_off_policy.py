@@ -1,0 +1,89 @@
+"""Corrections for tokens of older weights, against their formulas in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
+from workers.algorithms.grpo import PolicyLoss
+from workers.algorithms.off_policy import answer_means, correct
+from workers.objective import algorithm_of
+
+LENGTHS = torch.tensor([2, 0, 3])
+NEW = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
+OLD = torch.tensor([-1.5, -1.9, -2.5, -3.5, -2.5], dtype=torch.float64)
+"""Mean log ratios of the answers: 0.2 and 1.167."""
+RATIOS = [math.exp(new - old) for new, old in zip(NEW.tolist(), OLD.tolist(), strict=True)]
+
+
+def policy_loss(method: str | None, new: torch.Tensor = NEW, old: torch.Tensor = OLD, **settings: Any) -> PolicyLoss:
+    off_policy = OffPolicyConfig.model_validate({"method": method, **settings})
+    advantages = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0], dtype=torch.float64)
+    return PolicyLoss(
+        AlgorithmConfig(off_policy=off_policy), LENGTHS, torch.ones(5, dtype=torch.float64), advantages, old
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [
+        ("decoupled", RATIOS),
+        ("truncated_is", [min(ratio, 2.0) for ratio in RATIOS]),
+        ("sequence_mask", [*(min(ratio, 2.0) for ratio in RATIOS[:2]), 0.0, 0.0, 0.0]),
+    ],
+)
+def test_gradient_is_the_policy_gradient_times_the_weights(method: str, weights: list[float]) -> None:
+    new, loss = NEW.clone().requires_grad_(), policy_loss(method)
+    loss(new, torch.zeros(5, dtype=torch.float64)).backward()  # type: ignore[no-untyped-call]
+    expected = [-weight * advantage for weight, advantage in zip(weights, loss.advantage_A.tolist(), strict=True)]
+    assert new.grad is not None
+    torch.testing.assert_close(new.grad, torch.tensor(expected, dtype=torch.float64))
+    changed = sum(weight != ratio for weight, ratio in zip(weights, RATIOS, strict=True))
+    assert float(loss.stats["corrected"]) == changed
+    assert float(loss.stats["ratio_squared"]) == pytest.approx(sum(ratio**2 for ratio in RATIOS))
+
+
+@pytest.mark.parametrize("method", [None, "none", "decoupled", "truncated_is", "sequence_mask"])
+def test_on_policy_all_corrections_are_the_same(method: str | None) -> None:
+    new, loss = NEW.clone().requires_grad_(), policy_loss(method, old=NEW)
+    loss(new, torch.zeros(5, dtype=torch.float64)).backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    torch.testing.assert_close(new.grad, -loss.advantage_A)
+    assert float(loss.stats["corrected"]) == 0
+
+
+@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "sequence_mask"])
+@pytest.mark.parametrize("far", [-1e4, 1e4])
+def test_weights_stay_finite_however_far_the_policies_are_apart(method: str, far: float) -> None:
+    new = (OLD.float() + far).requires_grad_()
+    loss = policy_loss(method, old=OLD.float())
+    total = loss(new, torch.zeros(5))
+    total.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert bool(total.isfinite()) and bool(new.grad.isfinite().all())
+    assert all(bool(value.isfinite()) for value in loss.stats.values())
+
+
+def test_means_of_answers_skip_none() -> None:
+    assert answer_means(NEW, LENGTHS).tolist() == pytest.approx([-1.5, 0.0, -5 / 3])
+
+
+def test_weights_carry_no_gradient() -> None:
+    correction = correct(NEW.clone().requires_grad_(), OLD, LENGTHS, OffPolicyConfig(method="decoupled"))
+    assert not correction.weight_A.requires_grad and not correction.old_log_probs_A.requires_grad
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sync", "none"), ("periodic", "none"), ("async", "truncated_is")])
+def test_schedules_that_are_off_policy_correct_by_default(mode: str, expected: str) -> None:
+    config = load_config(find_recipe("quickstart"), overrides=[f"schedule.mode={mode}"])
+    algorithm: Any = algorithm_of(config)
+    assert algorithm._config.off_policy.method == expected
+    config = load_config(
+        find_recipe("quickstart"), overrides=[f"schedule.mode={mode}", "algorithm.off_policy.method=decoupled"]
+    )
+    algorithm = algorithm_of(config)
+    assert algorithm._config.off_policy.method == "decoupled"
