@@ -125,7 +125,8 @@ class Actor:
         if self._loader.stopped:
             self._engine.zero_grad()
             return None
-        parts = gather_json(vars(record.totals), device=self._context.device)
+        with self._timeline.span("wait for peers", step=step):
+            parts = gather_json(vars(record.totals), device=self._context.device)
         record.totals = StepTotals.merged(StepTotals(**part) for part in parts)
         record.scale = self._algorithm.scale(record.totals.counts)
         record.sync_exposed_s = self._sender.before_update()

@@ -1,0 +1,125 @@
+"""What every process of a run did, from its `timeline/`: read, and accounted for. Pure but for the reading.
+
+Spans of one process may lie inside each other (a swap of the weights inside a generation); the innermost one counts.
+Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+
+BESIDE = frozenset({"copy weights", "seal weights", "check weights", "receive weights"})
+STEP_ENDS = "publish weights"
+"""Of the actor's rank 0: ends when the weights of its `step` exist."""
+_WAITS = {
+    "wait for prompts": "waiting for admission",
+    "wait for weights": "waiting for weights",
+    "wait for peers": "waiting for peers",
+    "wait for rows": "waiting for data",
+}
+CATEGORIES = ("busy", *_WAITS.values(), "other")
+"""Of an account; `other`: no span covers it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a process did, from when to when (unix time, s).
+
+    Attributes:
+        name, start, end: what and when.
+        attributes: step, rows, version and the like.
+    """
+
+    name: str
+    start: float
+    end: float
+    attributes: Mapping[str, object]
+
+    @property
+    def category(self) -> str:
+        """Return one of `CATEGORIES`."""
+        for prefix, category in _WAITS.items():
+            if self.name.startswith(prefix):
+                return category
+        return "busy"
+
+
+@dataclass(frozen=True)
+class RunTimeline:
+    """All spans of a run.
+
+    Attributes:
+        spans: by process, e.g. `rollout-1-0`, in order of their start.
+        step_ends: when the weights of each step existed (unix time, s).
+    """
+
+    spans: Mapping[str, Sequence[Span]]
+    step_ends: Mapping[int, float]
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunTimeline":
+        """Read a run's timeline; a line that a killed process left unfinished is skipped.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        spans = {path.stem: _read(path) for path in sorted((run_dir / "timeline").glob("*.jsonl"))}
+        spans = {process: own for process, own in spans.items() if own}
+        if not spans:
+            raise ConfigError(f"RUN_DIR: {run_dir} has no timeline; name the directory of a run that has begun")
+        trainer = spans.get("actor-0", [])
+        ends = {int(str(span.attributes["step"])): span.end for span in trainer if span.name == STEP_ENDS}
+        return RunTimeline(spans, ends)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """Return from when to when (unix time, s) the run was at work: from the first weights to the last."""
+        if len(self.step_ends) > 1:
+            return min(self.step_ends.values()), max(self.step_ends.values())
+        every = [span for own in self.spans.values() for span in own]
+        return min(span.start for span in every), max(span.end for span in every)
+
+    def account(self) -> dict[str, dict[str, float]]:
+        """Return, per role, the share of the window that its processes spent in each category; shares add up to 1."""
+        start, end = self.window
+        by_role: dict[str, list[dict[str, float]]] = {}
+        for process, own in self.spans.items():
+            if any(span.name not in BESIDE for span in own):
+                by_role.setdefault(process.partition("-")[0], []).append(account(own, start, end))
+        return {
+            role: {category: sum(each[category] for each in parts) / len(parts) for category in CATEGORIES}
+            for role, parts in by_role.items()
+        }
+
+
+def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
+    """Return the share of a window, by category, of one process's spans; of several open ones the last begun counts."""
+    inside = [span for span in spans if span.name not in BESIDE and span.end > start and span.start < end]
+    edges = sorted({start, end, *(max(start, span.start) for span in inside), *(min(end, span.end) for span in inside)})
+    begins = sorted(inside, key=lambda span: span.start)
+    shares = dict.fromkeys(CATEGORIES, 0.0)
+    open_spans: list[Span] = []
+    number = 0
+    for left, right in itertools.pairwise(edges):
+        while number < len(begins) and begins[number].start <= left:
+            open_spans.append(begins[number])
+            number += 1
+        open_spans = [span for span in open_spans if span.end > left]
+        category = open_spans[-1].category if open_spans else "other"
+        shares[category] += (right - left) / (end - start)
+    return shares
+
+
+def _read(path: Path) -> list[Span]:
+    spans = []
+    for line in path.read_text().splitlines():
+        try:
+            values = json.loads(line)
+            spans.append(Span(values.pop("name"), values.pop("start"), values.pop("end"), values))
+        except (ValueError, KeyError, AttributeError):
+            continue
+    return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,98 @@
+"""A run's timeline: accounted for, and drawn."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.commands import main
+from launcher.run_timeline import CATEGORIES, RunTimeline, Span, account
+from launcher.trace_files import account_text, chrome_trace, gantt
+
+SPANS = {
+    "actor-0": [
+        {"name": "publish weights", "start": 99.0, "end": 100.0, "step": 0},
+        {"name": "wait for rows", "start": 100.0, "end": 103.0, "step": 1},
+        {"name": "forward_backward", "start": 103.0, "end": 107.0, "step": 1},
+        {"name": "wait for peers", "start": 107.0, "end": 108.0, "step": 1},
+        {"name": "publish weights", "start": 109.0, "end": 110.0, "step": 1},
+        {"name": "copy weights", "start": 105.0, "end": 112.0, "bucket": 0},
+    ],
+    "rollout-0-0": [
+        {"name": "wait for weights", "start": 98.0, "end": 101.0, "step": 0},
+        {"name": "generate", "start": 101.0, "end": 108.0, "step": 1, "version": 0},
+        {"name": "load weights", "start": 104.0, "end": 105.0},
+        {"name": "wait for prompts", "start": 108.0, "end": 120.0},
+    ],
+    "weights-0-0": [{"name": "seal weights", "start": 100.0, "end": 101.0}],
+    "storage-0-0": [],
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "timeline").mkdir()
+    for process, spans in SPANS.items():
+        text = "".join(json.dumps(span) + "\n" for span in spans)
+        (tmp_path / "timeline" / f"{process}.jsonl").write_text(text)
+    with (tmp_path / "timeline" / "actor-0.jsonl").open("a") as file:
+        file.write('{"name": "forward_b')  # killed while it wrote
+    return tmp_path
+
+
+def test_idle_time_is_accounted_for(run_dir: Path) -> None:
+    timeline = RunTimeline.read(run_dir)
+    assert timeline.window == (100.0, 110.0)
+    assert timeline.step_ends == {0: 100.0, 1: 110.0}
+    found = timeline.account()
+    assert found.keys() == {"actor", "rollout"}, "background threads are no process's time"
+    assert found["actor"] == pytest.approx(
+        {
+            "busy": 0.5, "waiting for data": 0.3, "waiting for peers": 0.1, "other": 0.1,
+            "waiting for admission": 0, "waiting for weights": 0,
+        }
+    )  # fmt: skip
+    assert found["rollout"]["busy"] == pytest.approx(0.7)
+    assert found["rollout"]["waiting for weights"] == pytest.approx(0.1)
+    assert found["rollout"]["waiting for admission"] == pytest.approx(0.2)
+    for shares in found.values():
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert tuple(shares) == CATEGORIES
+    assert "100.0" in account_text(timeline)
+
+
+def test_of_spans_inside_each_other_the_innermost_counts() -> None:
+    spans = [Span("generate", 0, 10, {}), Span("wait for weights", 2, 5, {}), Span("load weights", 3, 4, {})]
+    shares = account(spans, 0, 10)
+    assert shares["waiting for weights"] == pytest.approx(0.2)
+    assert shares["busy"] == pytest.approx(0.8)
+
+
+def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
+    events = json.loads(chrome_trace(RunTimeline.read(run_dir)))["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert len(shown) == sum(map(len, SPANS.values()))
+    assert {event["name"] for event in shown if event["tid"] == 1} == {"copy weights", "seal weights"}
+    generate = next(event for event in shown if event["name"] == "generate")
+    assert (generate["ts"], generate["dur"]) == (1e6, 7e6)
+
+
+def test_chart_has_a_row_per_process_and_escapes_names(run_dir: Path) -> None:
+    page = gantt(RunTimeline.read(run_dir), title="a <run> & more")
+    assert "a &lt;run&gt; &amp; more" in page
+    start, end = page.index("<svg"), page.index("</svg>")
+    chart = ElementTree.fromstring(page[start:end] + "</svg>")
+    assert [text.text for text in chart.iter("text") if text.get("x") == "4"] == ["rollout-0-0", "actor-0"]
+    assert any("generate, step 1" in (bar.findtext("title") or "") for bar in chart.iter("rect"))
+
+
+def test_command_writes_both_files_and_refuses_what_is_no_run(run_dir: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["timeline", str(run_dir)])
+    assert done.exit_code == 0, done.output
+    assert (run_dir / "timeline" / "gantt.html").is_file() and (run_dir / "timeline" / "trace.json").is_file()
+    (empty := tmp_path / "empty").mkdir()
+    refused = CliRunner().invoke(main, ["timeline", str(empty)])
+    assert refused.exit_code == 2
+    assert "has no timeline" in refused.output
