@@ -5,7 +5,7 @@
     SCHEDULE_vs_ideal_wN     ideal step time / measured: sync, streaming (periodic), async (staleness 1), substep (1)
     SCHEDULE_x_wN            ideal step time of doing one thing at a time / measured
     substep_mean_staleness_vs_async
-                             mean over all samples of all workloads, at the same bound
+                             mean over all samples, of their oldest token, at the same bound; the first steps count, too
     staleness_samples, staleness_violations
                              samples whose staleness was looked at in the ledger, and those above the bound
 
@@ -78,6 +78,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--skip", type=int, default=5, help="steps at the start that do not count")
     given = parser.parse_args()
+    if given.steps <= given.skip + 1 or not given.workloads or not given.schedules:
+        parser.error("give a workload, a schedule, and at least two steps more than --skip")
     with tempfile.TemporaryDirectory(prefix="ablation-") as temporary:
         figures = measure(
             given.workloads, given.schedules, steps=given.steps, skip=given.skip, directory=Path(temporary)

@@ -52,6 +52,7 @@ def check_run(config: RunConfig) -> Preflight:
     _check_clients(config)
     _check_queue(config)
     _check_export(config)
+    _check_sim(config)
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
@@ -128,6 +129,26 @@ def _check_export(config: RunConfig) -> None:
     parent = next(path for path in (Path(given), *Path(given).parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"{key}: {given!r} cannot be made, {parent} is no directory that can be written to")
+
+
+def _check_sim(config: RunConfig) -> None:
+    """Refuse engines that sleep beside engines that compute, whose weights are others; and lengths that are none."""
+    engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
+    if config.algorithm.kl_coef > 0:
+        engines["ref"] = config.ref.engine
+    if "sim" not in engines.values():
+        return
+    if set(engines.values()) != {"sim"}:
+        others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
+        raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
+    if config.sim.lengths == "file":
+        path = Path(config.sim.lengths_file)
+        try:
+            numbers = [float(word) for word in path.read_text().split()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
+        if not numbers or min(numbers) <= 0:
+            raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
 
 
 def _check_clients(config: RunConfig) -> None:

@@ -6,6 +6,7 @@ Spans of background threads (`BESIDE`) are shown and not accounted for: the proc
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,8 @@ class RunTimeline:
     """All spans of a run.
 
     Attributes:
-        spans: by process, e.g. `rollout-1-0`, in order of their start.
-        step_ends: when the weights of each step existed (unix time, s).
+        spans: by process, e.g. `rollout-1-0`, in order of their start, outer ones first.
+        step_ends: when the weights of each step existed (unix time, s), since the last start of the run.
     """
 
     spans: Mapping[str, Sequence[Span]]
@@ -71,13 +72,18 @@ class RunTimeline:
         spans = {process: own for process, own in spans.items() if own}
         if not spans:
             raise ConfigError(f"RUN_DIR: {run_dir} has no timeline; name the directory of a run that has begun")
-        trainer = spans.get("actor-0", [])
-        ends = {int(str(span.attributes["step"])): span.end for span in trainer if span.name == STEP_ENDS}
+        ends: dict[int, float] = {}
+        for span in spans.get("actor-0", []):
+            step = span.attributes.get("step")
+            if span.name == STEP_ENDS and isinstance(step, int):
+                if any(step <= earlier for earlier in ends):
+                    ends = {}  # the run was resumed: what counts is its last start
+                ends[step] = span.end
         return RunTimeline(spans, ends)
 
     @property
     def window(self) -> tuple[float, float]:
-        """Return from when to when (unix time, s) the run was at work: from the first weights to the last."""
+        """Return from when to when (unix time, s) the run was at work since its last start, from its first weights."""
         if len(self.step_ends) > 1:
             return min(self.step_ends.values()), max(self.step_ends.values())
         every = [span for own in self.spans.values() for span in own]
@@ -100,7 +106,7 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
     """Return the share of a window, by category, of one process's spans; of several open ones the last begun counts."""
     inside = [span for span in spans if span.name not in BESIDE and span.end > start and span.start < end]
     edges = sorted({start, end, *(max(start, span.start) for span in inside), *(min(end, span.end) for span in inside)})
-    begins = sorted(inside, key=lambda span: span.start)
+    begins = sorted(inside, key=_order)
     shares = dict.fromkeys(CATEGORIES, 0.0)
     open_spans: list[Span] = []
     number = 0
@@ -116,10 +122,16 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
 
 def _read(path: Path) -> list[Span]:
     spans = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             values = json.loads(line)
-            spans.append(Span(values.pop("name"), values.pop("start"), values.pop("end"), values))
-        except (ValueError, KeyError, AttributeError):
+            span = Span(str(values.pop("name")), float(values.pop("start")), float(values.pop("end")), values)
+        except (ValueError, KeyError, AttributeError, TypeError):
             continue
-    return sorted(spans, key=lambda span: span.start)
+        if math.isfinite(span.start) and span.start <= span.end < math.inf:
+            spans.append(span)
+    return sorted(spans, key=_order)
+
+
+def _order(span: Span) -> tuple[float, float]:
+    return span.start, -span.end

@@ -13,7 +13,7 @@ It never decides what is generated or which weights are used.
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +65,15 @@ class RolloutLease:
 class Outbox:
     """Scores and puts the answers of one instance; one thread adds and closes."""
 
-    def __init__(self, client: QueueClient, *, scorer: Scorer | None, samples: SampleLog, rows_per_put: int) -> None:
+    def __init__(
+        self,
+        client: QueueClient,
+        *,
+        scorer: Scorer | None,
+        samples: SampleLog,
+        rows_per_put: int,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the thread that puts.
 
         Args:
@@ -73,7 +81,9 @@ class Outbox:
             scorer: None when a role of its own computes rewards.
             samples: shows scored answers to a person.
             rows_per_put: answers of a lease that are put together, while more of it are to come.
+            failed: is called, by the outbox's thread, when `check` would raise.
         """
+        self._failed = failed
         self._client = client
         self._scorer = scorer
         self._samples = samples
@@ -95,8 +105,7 @@ class Outbox:
         Raises:
             Exception: what went wrong with an earlier answer; see `close`.
         """
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         self._num_added += 1
         if self._scorer is None:
             self._done.put(_Finished(lease, generation, None))
@@ -104,6 +113,11 @@ class Outbox:
         k = lease.position[generation.index]
         future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.answers[k])
         future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score)))
+
+    def check(self) -> None:
+        """Raise what went wrong with an earlier answer, if anything did; see `close`."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self, *, stop: threading.Event) -> None:
         """Wait until everything that was added is in the queue. Once `stop` is set, nothing more is put. Idempotent.
@@ -134,6 +148,7 @@ class Outbox:
                     self._gather(one)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
             self._failure = error
+            self._failed()
 
     def _gather(self, one: "_Finished") -> None:
         """Put the answers of a lease once there are enough, or all that are left."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import Superseded, TransportError
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import Granted, NoRows, NoRowsReason
@@ -23,6 +23,8 @@ class Queue:
     def __init__(self) -> None:
         self.asked: queue.Queue[tuple[int, int]] = queue.Queue()
         self.answers: queue.Queue[Any] = queue.Queue()
+        self.void: set[int] = set()
+        self.given_back: list[Granted] = []
 
     def fetch(self, task: str, *, num_rows: int, version: int) -> Any:
         assert task == "actor_rollout"
@@ -33,8 +35,20 @@ class Queue:
         return answer
 
     def get(self, granted: Granted, names: list[str]) -> PackedBatch:
+        if granted.token in self.void:
+            raise Superseded("the lease is void")
         columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
+
+    def give_back(self, task: str, granted: Granted) -> None:
+        self.given_back.append(granted)
+
+
+def granted_void(client: Queue, *rows: int) -> Granted:
+    """Of a lease that went with its unit."""
+    lost = Granted("actor_rollout", 9, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+    client.void.add(lost.token)
+    return lost
 
 
 def granted(*rows: int) -> Granted:
@@ -61,8 +75,9 @@ def test_it_asks_for_the_free_places_and_counts_what_came() -> None:
     assert client.asked.get(timeout=DEADLINE_S) == (3, 2)
     client.answers.put(granted(5, 6))
     wait_for(wake)
-    assert client.asked.get(timeout=DEADLINE_S) == (1, 2), "one place is left"
+    assert client.asked.empty(), "what room is left is for the instance to say"
     feeder.want(3, version=2)  # two of them are for what was not taken yet
+    assert client.asked.get(timeout=DEADLINE_S) == (1, 2)
     (lease,) = feeder.take()
     assert lease.batch.indices == (5, 6)
     client.answers.put(granted(7))
@@ -88,6 +103,17 @@ def test_newer_weights_are_asked_for_and_then_prompts_again() -> None:
     client.answers.put(no_rows(NoRowsReason.STOP))
     wait_for(wake)
     assert feeder.stopped
+
+
+def test_lease_that_is_void_before_it_was_read_is_passed_over() -> None:
+    client, feeder, wake = start()
+    feeder.want(2, version=0)
+    client.answers.put(granted_void(client, 5))
+    assert [client.asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(2, 0)] * 2
+    assert [lease.rows for lease in client.given_back] == [[5]]
+    client.answers.put(granted(5))
+    wait_for(wake)
+    assert len(feeder.take()) == 1
 
 
 def test_what_goes_wrong_is_raised() -> None:

@@ -136,3 +136,22 @@ def test_void_lease_is_dropped_and_other_errors_are_raised(
     else:
         with pytest.raises(expected):
             outbox.close(stop=threading.Event())
+
+
+def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
+    failed = threading.Event()
+    one, outbox = (
+        lease(5),
+        Outbox(
+            Queue(ValueError("broken")),
+            scorer=None,
+            samples=samples,
+            rows_per_put=1,
+            failed=failed.set,  # type: ignore[arg-type]
+        ),
+    )
+    outbox.check()
+    outbox.add(one, answer(10))
+    assert failed.wait(DEADLINE_S)
+    with pytest.raises(ValueError, match="broken"):
+        outbox.check()

@@ -168,7 +168,7 @@ class Fetches:
         newest = self.newest_partition(fetch.version) if task.spec.gated else None
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
         if taken is None:
-            outdated = task.spec.gated and self.newest_version > fetch.version
+            outdated = task.spec.gated and task.has_ready and self.newest_version > fetch.version
             return self._nothing(NoRowsReason.NEWER_VERSION) if outdated else None
         partition, rows = taken
         token = self._book.token()

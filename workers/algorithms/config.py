@@ -14,7 +14,7 @@ class OffPolicyConfig(Settings):
     """`none`: the older policy is PPO's old one, whose ratio is clipped. `decoupled`: tokens are weighted by the ratio
     of the two policies, clipping is relative to the newest one. `truncated_is`: the same with weights of at most `cap`.
     `sequence_mask`: also without answers that the newest policy would hardly have given. null: `truncated_is` where
-    the schedule lets weights be older, else `none`."""
+    the schedule lets weights be older, else `none`. With one update a step only `none` ever clips (`eps_clip`)."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)

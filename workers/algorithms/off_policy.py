@@ -1,7 +1,9 @@
 """Correction for tokens that an older policy drew: the one place that knows how. Pure.
 
 With mu the policy that drew a token, theta the one that is trained, and p the *proximal* policy: theta as the step
-found it. A step makes one update, so p is theta without its gradient, and costs no forward pass of its own.
+found it. A step makes one update, so p is theta without its gradient, and costs no forward pass of its own. It also
+means that theta / p is 1: the clip acts under `none` only, and what bounds an update otherwise is C. The KL penalty and
+the loss's normalisation know nothing of the correction: a masked answer still counts in both.
 
     none            clip(theta / mu): the older policy is taken for PPO's old one
     decoupled       p / mu             * clip(theta / p)

@@ -25,11 +25,13 @@ class GenerateRequest:
         index: global row index.
         prompt_P: int64 [P].
         seed: of this answer's random numbers; the same seed gives the same draws whatever else is in the batch.
+        ticket: names the request among those of the caller: a row that was lost may be asked for again.
     """
 
     index: int
     prompt_P: Tensor
     seed: int
+    ticket: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Generation:
         log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
         versions_R: int32 [R], step of the weights that drew each token.
         truncated: cut at `max_response_tokens`.
+        ticket: the request's.
     """
 
     index: int
@@ -49,6 +52,7 @@ class Generation:
     log_probs_R: Tensor
     versions_R: Tensor
     truncated: bool
+    ticket: int = 0
 
 
 class GenerateEngine(Protocol):

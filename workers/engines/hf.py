@@ -252,6 +252,7 @@ class _Batch:
             log_probs_R=self.log_probs_BM[row, :num_tokens].clone().cpu(),
             versions_R=torch.full((num_tokens,), version, dtype=torch.int32),
             truncated=truncated,
+            ticket=self.requests[row].ticket,
         )
 
 

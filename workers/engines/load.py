@@ -29,7 +29,12 @@ def load_generate_engine(config: RunConfig, *, device: torch.device) -> Generate
 
             per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
             lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
-            return SimGenerateEngine(config.sim, lengths, num_slots=config.rollout.batch_size)
+            return SimGenerateEngine(
+                config.sim,
+                lengths,
+                num_slots=config.rollout.batch_size,
+                max_response_tokens=config.rollout.max_response_tokens,
+            )
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:

@@ -57,18 +57,21 @@ class SimGenerateEngine:
         lengths: SimLengths,
         *,
         num_slots: int,
+        max_response_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         config: speeds.
         lengths: of the answers.
         num_slots: answers at a time.
+        max_response_tokens: longer answers are cut.
         clock: says what time it is (s).
         """
         self._clock = clock
         self._config = config
         self._lengths = lengths
         self._num_slots = num_slots
+        self._longest = max_response_tokens
         self._running: list[_Running] = []
         self._swaps: list[tuple[float, int]] = []
         self._weights: Mapping[str, Tensor] = {}
@@ -102,7 +105,7 @@ class SimGenerateEngine:
         assert len(requests) <= self.free_slots
         for request in requests:
             started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
-            num_tokens = self._lengths.tokens(request.index)
+            num_tokens = min(self._longest, self._lengths.tokens(request.index))
             ends = started + self._config.decode_s_per_token * num_tokens
             heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
 
@@ -138,7 +141,8 @@ class SimGenerateEngine:
             response_R=torch.full((size,), _TOKEN),
             log_probs_R=torch.full((size,), -1.0),
             versions_R=versions_R,
-            truncated=False,
+            truncated=size < self._lengths.tokens(one.request.index),
+            ticket=one.request.ticket,
         )
 
 

@@ -1,8 +1,8 @@
 """Settings of the `sim` engines. Torch-free, and read by every command."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncflow.settings import Settings
 
@@ -33,3 +33,11 @@ class SimConfig(Settings):
     """Each update (s)."""
     parameters: int = Field(1_000_000, ge=1)
     """Of the model whose weights travel."""
+
+    @model_validator(mode="after")
+    def _lengths_can_be_drawn(self) -> Self:
+        if self.lengths == "pareto" and self.sigma >= 1:
+            raise ValueError(f"sigma {self.sigma:g} gives a Pareto distribution without a mean; set it below 1")
+        if self.lengths == "file" and not self.lengths_file:
+            raise ValueError("lengths: file needs lengths_file, a text file with one number a line")
+        return self

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
 from workers.engines.sim import SimGenerateEngine, sim_shapes
@@ -65,7 +66,9 @@ def test_long_answers_are_clipped() -> None:
 def test_answers_end_when_their_tokens_are_drawn() -> None:
     clock = Clock()
     config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1, prefill_s_per_token=0.5)
-    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=2, clock=clock)
+    engine = SimGenerateEngine(
+        config, lengths_of(lengths="constant", mean_tokens=10), num_slots=2, max_response_tokens=99, clock=clock
+    )
     engine.submit(requests(0))
     clock.now += 1.0
     engine.submit(requests(1))
@@ -82,7 +85,9 @@ def test_answers_end_when_their_tokens_are_drawn() -> None:
 def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> None:
     clock = Clock()
     config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1)
-    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=4, clock=clock)
+    engine = SimGenerateEngine(
+        config, lengths_of(lengths="constant", mean_tokens=10), num_slots=4, max_response_tokens=99, clock=clock
+    )
     engine.version = 4
     engine.submit(requests(0))
     clock.now += 0.35
@@ -100,7 +105,9 @@ def test_tokens_are_of_the_weights_that_were_loaded_when_they_were_drawn() -> No
 
 def test_a_waiting_step_ends_when_it_is_woken() -> None:
     config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=100.0)
-    engine = SimGenerateEngine(config, lengths_of(lengths="constant", mean_tokens=10), num_slots=1)
+    engine = SimGenerateEngine(
+        config, lengths_of(lengths="constant", mean_tokens=10), num_slots=1, max_response_tokens=99
+    )
     engine.submit(requests(0))
     wake, stepped = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (engine.step(wake), stepped.set()), daemon=True)
@@ -113,3 +120,26 @@ def test_a_waiting_step_ends_when_it_is_woken() -> None:
 def test_model_has_the_parameters_that_were_asked_for() -> None:
     numbers = [rows * columns for rows, columns in sim_shapes(SimConfig(parameters=1_000_000)).values()]
     assert sum(numbers) == pytest.approx(1_000_000, rel=0.01)
+
+
+def test_long_answers_are_cut_and_flagged() -> None:
+    clock = Clock()
+    config = SimConfig(lengths="constant", mean_tokens=10, decode_s_per_token=0.1)
+    lengths = lengths_of(lengths="constant", mean_tokens=10)
+    engine = SimGenerateEngine(config, lengths, num_slots=1, max_response_tokens=4, clock=clock)
+    engine.submit([GenerateRequest(3, torch.tensor([1]), seed=0, ticket=17)])
+    clock.now += 0.41
+    (answer,) = engine.step(woken())
+    assert (answer.index, answer.ticket, len(answer.response_R), answer.truncated) == (3, 17, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"lengths": "pareto", "sigma": 1.0}, "sigma"),
+        ({"lengths": "file"}, "lengths_file"),
+    ],
+)
+def test_settings_that_give_no_lengths_are_refused(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        SimConfig.model_validate(settings)

@@ -38,7 +38,9 @@ def run_dir(tmp_path: Path) -> Path:
         text = "".join(json.dumps(span) + "\n" for span in spans)
         (tmp_path / "timeline" / f"{process}.jsonl").write_text(text)
     with (tmp_path / "timeline" / "actor-0.jsonl").open("a") as file:
+        file.write('[1]\n{"name": "x", "start": "a", "end": {}}\n{"name": "publish weights", "start": 1, "end": 2}\n')
         file.write('{"name": "forward_b')  # killed while it wrote
+    (tmp_path / "timeline" / "broken-0.jsonl").write_bytes(b"\xff\xfe\n")
     return tmp_path
 
 
@@ -70,10 +72,25 @@ def test_of_spans_inside_each_other_the_innermost_counts() -> None:
     assert shares["busy"] == pytest.approx(0.8)
 
 
+def test_of_spans_that_begin_together_the_inner_one_counts() -> None:
+    shares = account([Span("wait for weights", 0, 4, {}), Span("generate", 0, 10, {})], 0, 10)
+    assert shares["waiting for weights"] == pytest.approx(0.4)
+
+
+def test_of_a_resumed_run_the_last_start_counts(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    published = [(0, 10.0), (1, 11.0), (2, 12.0), (1, 5000.0), (2, 5001.0), (3, 5002.0)]
+    lines = [json.dumps({"name": "publish weights", "start": end, "end": end, "step": step}) for step, end in published]
+    (tmp_path / "timeline" / "actor-0.jsonl").write_text("\n".join(lines))
+    timeline = RunTimeline.read(tmp_path)
+    assert timeline.window == (5000.0, 5002.0)
+    assert list(timeline.step_ends) == [1, 2, 3]
+
+
 def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
     events = json.loads(chrome_trace(RunTimeline.read(run_dir)))["traceEvents"]
     shown = [event for event in events if event["ph"] == "X"]
-    assert len(shown) == sum(map(len, SPANS.values()))
+    assert len(shown) == 1 + sum(map(len, SPANS.values()))
     assert {event["name"] for event in shown if event["tid"] == 1} == {"copy weights", "seal weights"}
     generate = next(event for event in shown if event["name"] == "generate")
     assert (generate["ts"], generate["dur"]) == (1e6, 7e6)

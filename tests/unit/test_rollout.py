@@ -1,0 +1,191 @@
+"""The rollout loop with a queue and weights in memory, and the engine that sleeps."""
+
+import itertools
+import threading
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.timeline import NoTimeline
+from tq.batch import Column, PackedBatch
+from tq.config import ScheduleMode
+from tq.messages import Granted
+from weightsync.version import Version
+from workers import rollout
+from workers.engines.sim import SimGenerateEngine
+from workers.engines.sim_config import SimConfig
+from workers.engines.sim_model import SimLengths
+from workers.outbox import RolloutLease
+from workers.rollout import Rollout
+
+DEADLINE_S = 20
+
+
+class Feed:
+    """Leases that the test gives; stands in for `Feeder`."""
+
+    def __init__(self) -> None:
+        self.leases: deque[RolloutLease] = deque()
+        self.stopped = False
+        self.wanted: list[tuple[int, int]] = []
+
+    def take(self) -> list[RolloutLease]:
+        return [self.leases.popleft() for _ in range(len(self.leases))]
+
+    def want(self, num_rows: int, *, version: int) -> None:
+        self.wanted.append((num_rows, version))
+
+    def needed_version(self) -> None:
+        return None
+
+
+class Weights:
+    """Newer weights, once the test says so; refuses as many turns as it is told."""
+
+    adopts = True
+
+    def __init__(self) -> None:
+        self.newest: Version | None = Version(0, 0)
+        self.refusals = 0
+
+    def load(self, apply: Any, *, newer_than: Version | None, patience_s: float) -> Version | None:
+        if self.refusals:
+            self.refusals -= 1
+            return None
+        apply({"w": torch.zeros(1)})
+        return self.newest
+
+    def wait_for(self, step: int, **_: Any) -> bool:
+        return True
+
+
+class Put(list[tuple[RolloutLease, Any]]):
+    """What came out; stands in for `Outbox`."""
+
+    def add(self, lease: RolloutLease, generation: Any) -> None:
+        self.append((lease, generation))
+
+    def check(self) -> None: ...
+
+
+def lease(step: int, *rows: int) -> RolloutLease:
+    granted = Granted("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+    columns = {
+        "prompts": Column.of_rows([torch.tensor([1])] * len(rows)),
+        "answers": Column.of_texts(["-"] * len(rows)),
+    }
+    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)))
+
+
+def make(mode: ScheduleMode = ScheduleMode.ASYNC) -> Any:
+    """A rollout without processes; answers are instant unless a test says otherwise."""
+    sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
+    made: Any = object.__new__(Rollout)
+    made._context = SimpleNamespace(
+        timeline=NoTimeline(), stopping=threading.Event(), report=lambda *_, **__: None, start_step=0
+    )
+    made._config = SimpleNamespace(
+        schedule=SimpleNamespace(mode=mode), weightsync=SimpleNamespace(timeout_s=DEADLINE_S), seed=0
+    )
+    lengths = SimLengths(sim, samples_per_step=8, seed=0)
+    made._engine = SimGenerateEngine(sim, lengths, num_slots=4, max_response_tokens=9)
+    made._wake = threading.Event()
+    made._receiver, made._feeder, made._outbox = Weights(), Feed(), Put()
+    made._version, made._waiting, made._running = None, deque(), {}
+    made._tickets, made._step, made._noted = itertools.count(), 0, None
+    made._busy = rollout.ExitStack()
+    return made
+
+
+def turn(loop: Any) -> None:
+    """One turn of the loop."""
+    loop._take_leases()
+    loop._swap_if_due()
+    loop._fill()
+    loop._generate()
+
+
+def versions(put: Put) -> dict[int, list[int]]:
+    return {generation.index: generation.versions_R.tolist() for _, generation in put}
+
+
+def test_row_that_is_leased_again_while_it_runs_is_answered_for_both_leases() -> None:
+    loop = make()
+    first, again = lease(1, 5), lease(2, 5)
+    loop._feeder.leases.extend([first, again])
+    turn(loop)
+    assert [one for one, _ in loop._outbox] == [first, again], "the queue knows which of them is void"
+    assert not loop._running
+
+
+def test_async_takes_newer_weights_before_it_begins_a_step() -> None:
+    loop = make()
+    turn(loop)
+    loop._feeder.leases.append(lease(1, 0))
+    turn(loop)
+    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])  # one that still runs
+    loop._running[99] = lease(1, 7)
+    loop._receiver.newest = Version(0, 1)
+    loop._feeder.leases.append(lease(1, 1))
+    loop._swap_if_due()
+    assert loop._version == Version(0, 0), "not inside a step"
+    loop._feeder.leases.append(lease(2, 8))
+    turn(loop)
+    assert loop._version == Version(0, 1)
+    assert versions(loop._outbox)[8] == [1] * 4
+
+
+def test_substep_takes_newer_weights_at_once() -> None:
+    loop = make(ScheduleMode.SUBSTEP)
+    turn(loop)
+    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._receiver.newest = Version(0, 1)
+    loop._swap_if_due()
+    assert loop._version == Version(0, 1)
+
+
+def test_turn_that_was_refused_is_asked_for_again_soon() -> None:
+    loop = make(ScheduleMode.SUBSTEP)
+    loop._receiver.refusals = 1
+    loop._swap_if_due()
+    assert loop._version is None
+    assert loop._wake.wait(DEADLINE_S)
+    loop._swap_if_due()
+    assert loop._version == Version(0, 0)
+
+
+def test_stop_ends_the_wait_for_a_turn() -> None:
+    loop = make()
+    loop._receiver.refusals = 10**9
+    loop._context.stopping.set()
+    loop.wait_for_weights(0)
+    assert loop._version is None
+
+
+def test_turn_that_never_comes_is_an_error() -> None:
+    loop = make()
+    loop._receiver.refusals = 10**9
+    loop._config.weightsync.timeout_s = 0.0
+    with pytest.raises(rollout.WeightSyncError, match="no turn to load them came within 0 s"):
+        loop.wait_for_weights(0)
+
+
+def test_no_more_is_wanted_than_there_is_room_for() -> None:
+    loop = make()
+    loop._engine = SimGenerateEngine(
+        SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=1e3),
+        SimLengths(SimConfig(lengths="constant", mean_tokens=4), samples_per_step=8, seed=0),
+        num_slots=4,
+        max_response_tokens=9,
+    )
+    loop._feeder.leases.append(lease(1, 0, 1, 2))
+    loop._take_leases()
+    loop._fill()
+    assert loop._feeder.wanted[-1][0] == 1
+    loop._feeder.leases.append(lease(1, 3, 4))
+    loop._take_leases()
+    loop._fill()
+    assert loop._feeder.wanted[-1][0] == -1, "one waits"
