@@ -36,7 +36,8 @@ def test_the_same_rewards_whatever_the_layout(tmp_path: Path) -> None:
 
 
 def test_a_gang_starts_by_the_torchrun_line_that_dry_run_prints(tmp_path: Path) -> None:
-    external = ("--set", "launcher.external_gangs=[rollout-0]")
+    # The only rollout: without it there is nothing to train.
+    external = ("--roles", "rollout:1,actor:1,ref:1", "--set", "launcher.external_gangs=[rollout-0]")
     dry = command.run("--run-dir", "run", *SMALL, *external, "--dry-run", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     (line,) = [text for text in dry.stdout.splitlines() if "torch.distributed.run" in text and "rollout-0" in text]
