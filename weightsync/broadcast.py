@@ -170,17 +170,18 @@ class Broadcaster:
             WeightSyncError: rank 0 does not say, or `stop` was set.
         """
         self._number += 1
-        key = f"weights/transfer/{self._epoch}/{self._number}"
+        key = self._key(self._number)
         if transfer is None:
             if not key_appears(self._keys, key, 2 * self._timeout_s, stop):
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
         self._keys.set(key, msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
-        self._keys.delete_key(
-            f"weights/transfer/{self._epoch}/{self._number - 2}"
-        )  # all have read it: steps are collective
+        self._keys.delete_key(self._key(self._number - 2))  # everybody has read that one: steps are collective
         return transfer
+
+    def _key(self, number: int) -> str:
+        return f"weights/transfer/{self._epoch}/{number}"
 
     def _send(
         self, transfer: Transfer, region: Region, copied: Mapping[int, CopiesDone], checksums: dict[int, int]

@@ -39,7 +39,8 @@ _LOOK_S = 0.25
 class WeightFeed(WeightReceiver):
     """All weights under the trainer's Hugging Face names, in host memory, for a reader outside the rollout.
 
-    It takes no turn in `max_updating`, so that a reader that hangs holds up no generator.
+    It takes no turn in `max_updating`, so that a reader that hangs holds up no generator. Its waits also end, with
+    False, when the run does.
     """
 
     def __init__(
@@ -64,28 +65,19 @@ class WeightFeed(WeightReceiver):
     ) -> None:
         self.close()
 
-    def wait_for(self, step: int, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
-        """Wait until a version of `step` or later is at hand; False: the run is over, or `stop` is set.
-
-        Raises:
-            WeightSyncError: not within `timeout_s`; says why.
-        """
-        return self._shelf.wait(
-            lambda: (newest := self.newest) is not None and newest.step >= step,
-            f"{self._name}: weights of step {step}",
-            timeout_s=timeout_s,
-            over=lambda: (stop is not None and stop.is_set()) or self._over(),
-        )
-
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
         """Wait until a version newer than `version` is at hand for `load`; False: the run is over, or `stop` is set.
 
         Raises:
             WeightSyncError: there was none within `timeout_s`; says why.
         """
+        what = "weights" if version is None else f"weights newer than {version}"
+        return self._wait(lambda: self._shelf.has_newer(version), what, timeout_s=timeout_s, stop=stop)
+
+    def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
         return self._shelf.wait(
-            lambda: self._shelf.has_newer(version),
-            f"{self._name}: weights" + ("" if version is None else f" newer than {version}"),
+            wanted,
+            f"{self._name}: {what}",
             timeout_s=timeout_s,
             over=lambda: (stop is not None and stop.is_set()) or self._over(),
         )

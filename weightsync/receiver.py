@@ -156,11 +156,11 @@ class WeightReceiver:
             WeightSyncError: not within `timeout_s`; says why.
             PlanError: trainer and engine do not agree on a tensor.
         """
-        return self._shelf.wait(
+        return self._wait(
             lambda: (newest := self.newest) is not None and newest.step >= step,
             f"weights of step {step}",
             timeout_s=timeout_s,
-            over=lambda: stop is not None and stop.is_set(),
+            stop=stop,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -171,6 +171,9 @@ class WeightReceiver:
             self._participant.close(timeout_s)
         self._watch_again()
         self._thread.join(timeout_s)
+
+    def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
+        return self._shelf.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
 
     def _run(self) -> None:
         for connection in connections(

@@ -71,13 +71,11 @@ class FrozenModel:
         """
         self._read(HfWeights(weights_dir))
 
+    @torch.no_grad()
     def _read(self, weights: HfWeights) -> None:
         aliases = parameter_aliases(self._model)
-        found = {
-            name: weights.read(weights.find(name, aliases[name]), tuple(parameter.shape))
-            for name, parameter in self._model.named_parameters()
-        }
-        self.load_weights(found)
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""

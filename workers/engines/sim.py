@@ -128,7 +128,7 @@ class SimGenerateEngine:
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return all parameters."""
-        return {name: Need(shape) for name, shape in sim_shapes(self._config).items()}
+        return _needs(self._config)
 
     def _generation(self, one: _Running) -> Generation:
         size = one.num_tokens
@@ -161,7 +161,7 @@ class SimFrozenModel:
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return all parameters."""
-        return {name: Need(shape) for name, shape in sim_shapes(self._config).items()}
+        return _needs(self._config)
 
     def read_weights(self, weights_dir: Path) -> None:
         """Read them from safetensors."""
@@ -173,9 +173,7 @@ class SimFrozenModel:
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A], after a while."""
-        num_tokens = _answer_tokens(batch)
-        time.sleep(self._config.ref_s_per_token * num_tokens)
-        return torch.full((num_tokens,), -1.0)
+        return _log_probs(self._config, batch)
 
 
 class SimTrainEngine:
@@ -200,9 +198,7 @@ class SimTrainEngine:
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A], after a while."""
-        num_tokens = _answer_tokens(batch)
-        time.sleep(self._config.ref_s_per_token * num_tokens)
-        return torch.full((num_tokens,), -1.0)
+        return _log_probs(self._config, batch)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Compute the loss, and sleep for the rest of the time."""
@@ -218,8 +214,7 @@ class SimTrainEngine:
         dist.barrier()
         time.sleep(self._config.optimizer_s)
         self._step += 1
-        for number, shard in enumerate(self._shards):
-            shard.values.fill_(float(self._step) + number / 16)
+        self._set_weights()
         return StepStats(grad_norm=scale, lr=self._lr)
 
     def zero_grad(self) -> None:
@@ -236,8 +231,7 @@ class SimTrainEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""
         self._step = state["sim"]["step"]
-        for number, shard in enumerate(self._shards):
-            shard.values.fill_(float(self._step) + number / 16)
+        self._set_weights()
 
     def export_hf(self, target: Path) -> None:
         """Write the weights as safetensors from rank 0."""
@@ -249,6 +243,20 @@ class SimTrainEngine:
             }
             save_file(values, target / "model.safetensors")
 
+    def _set_weights(self) -> None:
+        for number, shard in enumerate(self._shards):
+            shard.values.fill_(float(self._step) + number / 16)
+
 
 def _answer_tokens(batch: Sequences) -> int:
     return int((batch.lengths_N - batch.prompt_lengths_N).sum())
+
+
+def _log_probs(config: SimConfig, batch: Sequences) -> Tensor:
+    num_tokens = _answer_tokens(batch)
+    time.sleep(config.ref_s_per_token * num_tokens)
+    return torch.full((num_tokens,), -1.0)
+
+
+def _needs(config: SimConfig) -> dict[str, Need]:
+    return {name: Need(shape) for name, shape in sim_shapes(config).items()}
