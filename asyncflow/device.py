@@ -4,6 +4,7 @@ Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,16 @@ def open_device(name: str) -> torch.device:
         raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
     torch.accelerator.set_device_index(device.index or 0)
     return device
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Let this process's kernels give the same bits for the same inputs, before the first one runs.
+
+    Kernels without such a variant are reported as warnings by PyTorch.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def connect_group(store: Store, rank: int, size: int, device: torch.device) -> ProcessGroup:

@@ -18,6 +18,7 @@ from launcher.config_errors import Origins, explain
 from launcher.paths import user_path
 from launcher.roles import check_roles, parse_roles
 from launcher.yaml_file import parse_value, read_yaml
+from tq.config import ScheduleMode
 from workers.config import RunConfig
 
 _PATHS = ("model.path", "data.path")
@@ -103,6 +104,11 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
         raise ConfigError(
             f"schedule.max_staleness: {schedule.max_staleness} cannot be with mode {schedule.mode}{where}; "
             f"set it to 0, or schedule.mode to async or substep"
+        )
+    if config.deterministic and schedule.mode not in (ScheduleMode.SYNC, ScheduleMode.PERIODIC):
+        raise ConfigError(
+            f"deterministic: true cannot be with schedule.mode {schedule.mode}, where the weights of a token depend on "
+            f"timing; set schedule.mode to periodic or sync"
         )
     return config
 

@@ -116,6 +116,8 @@ class TaskConfig(Settings):
     """Hand out whole groups only."""
     barrier: bool = False
     """Hand out rows of a partition only when all of them are ready."""
+    in_order: bool = False
+    """Hand out rows in ascending order, as many as asked for or the partition's rest."""
     keeps_leases: bool = False
     """Leases survive a lost channel (a training gang)."""
     max_deliveries: int | None = Field(None, ge=0)
@@ -137,6 +139,7 @@ class TaskConfig(Settings):
             outputs=frozenset(self.outputs),
             whole_groups=self.whole_groups,
             barrier=self.barrier,
+            in_order=self.in_order,
             keeps_leases=self.keeps_leases,
             max_deliveries=deliveries if self.max_deliveries is None else self.max_deliveries,
             policy=load_policy(self.policy or policy),

@@ -16,6 +16,8 @@ class TaskSpec:
         whole_groups: a group is handed out only when all its rows are ready, and never split.
         gated: rows depend on the consumer's weight version (the staleness rule).
         barrier: rows of a partition are handed out only when all of them are ready (`sync`).
+        in_order: rows go out in ascending order, as many as asked for or the partition's rest; whoever asks waits for
+            the next ones. So who gets which rows together does not depend on when they became ready.
         keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
         max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
         policy: which ready rows make a lease, and how a round is shared.
@@ -27,6 +29,7 @@ class TaskSpec:
     whole_groups: bool = False
     gated: bool = False
     barrier: bool = False
+    in_order: bool = False
     keeps_leases: bool = False
     max_deliveries: int = 0
     policy: Policy = field(default_factory=Fifo)

@@ -150,6 +150,9 @@ class RunConfig(Settings):
     """Of data order, sampling and initialisation."""
     steps: int = Field(ge=1)
     """Number of the last step."""
+    deterministic: bool = False
+    """The same run twice, in `sync` or `periodic` mode with the same roles, ends with the same bits: who computes what
+    together, and in which order it is added up, does not depend on timing. Costs some overlap."""
     roles: dict[str, int]
     """Ranks per role when `--roles` is not given."""
     model: ModelConfig

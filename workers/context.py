@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from asyncflow.device import open_device
+from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
@@ -64,6 +64,8 @@ class WorkerContext:
         self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl")
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
+        if self.config.deterministic:
+            make_deterministic(self.device)
         self._status = _Status()
         self._store = self.new_store()
         self._closed = threading.Event()

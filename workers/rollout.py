@@ -86,7 +86,8 @@ class Rollout:
             self._client,
             scorer=self._scorer,
             samples=self._samples,
-            rows_per_put=config.schedule.n_samples_per_prompt,
+            # A lease that ends early is generated again as a whole, so that the same answers share a batch.
+            rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
             failed=self._wake.set,
         )
         self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()

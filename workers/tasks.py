@@ -21,6 +21,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             whole_groups=task.whole_groups or task.role == "rollout",
             gated=task.role == "rollout",
             barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            in_order=config.deterministic,
             keeps_leases=task.role == "actor",
             max_deliveries=0 if task.role == "actor" else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role == "actor" else "fifo"),

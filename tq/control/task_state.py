@@ -199,6 +199,8 @@ class TaskState:
                 continue
             if newest_allowed is not None and number > newest_allowed:
                 return None
+            if self.spec.in_order and not self._front_ready(number, part, want.num_rows):
+                return None
             parcels = part.queue.pick(self.spec.policy, want)
             return number, tuple(row for parcel in parcels for row in parcel.rows)
         return None
@@ -240,6 +242,8 @@ class TaskState:
         rest = self._rest_ready(partition, part)
         full = part.queue.num_rows >= want.num_rows or 0 < want.token_budget <= part.queue.num_tokens
         if not part.queue.num_rows or not (rest or (full and not self.spec.barrier)):
+            return None
+        if self.spec.in_order and not self._front_ready(partition, part, want.num_rows):
             return None
         shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), want.num_ranks)
         formed = part.rounds.form(shares, token, last=rest and not part.queue.num_rows)
@@ -310,6 +314,21 @@ class TaskState:
         """Whether every row of the partition that was not handed out is ready."""
         size = self._size(number)
         return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
+
+    def _front_ready(self, number: int, part: TaskPartition, num_rows: int) -> bool:
+        """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
+
+        Looks at all rows of the partition: what `in_order` costs.
+        """
+        info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
+        if info is None or not info.all_known or part.queue.num_rows < num_rows:
+            return self._rest_ready(number, part)
+        held = self.leases.holders
+        numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
+        front = numbers[:num_rows]
+        groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
+        front += [n for n in numbers[num_rows:] if rows[n].group in groups]
+        return all(rows[n].queued & bit for n in front)
 
     def _may_take(self, number: int, part: TaskPartition) -> bool:
         return part.queue.num_rows > 0 and (not self.spec.barrier or self._rest_ready(number, part))

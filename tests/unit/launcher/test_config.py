@@ -66,6 +66,12 @@ def test_staleness_asked_for_in_sync_mode_is_refused(write_config: WriteConfig) 
     assert re.match(r"schedule.max_staleness: 2 .*recipe.yaml:\d+\); set it to 0", message)
 
 
+@pytest.mark.parametrize("mode", ["async", "substep"])
+def test_deterministic_is_refused_where_timing_chooses_the_weights(write_config: WriteConfig, mode: str) -> None:
+    message = refusal(write_config(schedule={"mode": mode, "max_staleness": 1}), "deterministic=true")
+    assert message.startswith(f"deterministic: true cannot be with schedule.mode {mode}")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
