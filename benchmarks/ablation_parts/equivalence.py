@@ -1,0 +1,103 @@
+"""Gradients of one step, streamed and not: the same rows, in whatever order they arrive, cut however they are.
+
+The rows are recorded once: the quickstart model answers the quickstart's prompts. `sync` gets them in data order, in
+micro-batches of the whole step's order; `periodic` as they end, group by group in a random order, in micro-batches of
+other sizes. Only rounding may differ (Theorem 1 of arXiv 2511.18871).
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from tq.batch import Column, PackedBatch
+from workers.config import RunConfig
+from workers.data import read_prompt_rows
+from workers.engines.base import GenerateRequest, generate
+from workers.engines.fsdp import FsdpEngine
+from workers.engines.hf import HfEngine
+from workers.engines.hf_weights import HfWeights
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.prompt_dataset import PromptDataset
+from workers.rewards.scorer import Scorer
+from workers.tokenizer import load_tokenizer
+
+_CPU = torch.device("cpu")
+
+
+def max_relative_difference(*, num_groups: int = 32, orders: int = 5) -> float:
+    """Return the largest |streamed - sequential| / |sequential| of any parameter's gradient (L2 norms)."""
+    overrides = ["schedule.mode=periodic", f"schedule.rollout_batch_size={num_groups}"]
+    config = load_config(find_recipe("quickstart"), overrides=overrides)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = _recorded(config)
+        sequential = _gradients(config, groups, micro_batch_size=config.actor.micro_batch_size)
+        worst = 0.0
+        for seed in range(orders):
+            arrived = random.Random(seed).sample(groups, len(groups))
+            size = config.schedule.n_samples_per_prompt * (1, 2, 3, 5, 8)[seed % 5]
+            streamed = _gradients(config, arrived, micro_batch_size=size)
+            worst = max(worst, *(_difference(*pair) for pair in zip(streamed, sequential, strict=True)))
+        return worst
+    finally:
+        dist.destroy_process_group()
+
+
+def _recorded(config: RunConfig) -> list[PackedBatch]:
+    """Return the groups of step 1, in data order, with the columns that the loss reads."""
+    model_dir = Path(config.model.path)
+    rows = read_prompt_rows(Path(config.data.path), config.data)
+    dataset = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
+    engine = HfEngine(model_dir, config.model, rollout=config.rollout, device=_CPU)
+    weights = HfWeights(model_dir)
+    needs = engine.weight_needs()
+    engine.load_weights({name: weights.read_rows(name, need.shape, 0, need.shape[0]) for name, need in needs.items()})
+    scorer = Scorer(config.reward, load_tokenizer(model_dir))
+    size = config.schedule.n_samples_per_prompt
+    groups = []
+    for group in range(config.schedule.rollout_batch_size):
+        prompt = dataset.prompt(group)
+        tokens = torch.as_tensor(prompt.tokens)
+        asked = [GenerateRequest(group * size + k, tokens, seed=group * size + k) for k in range(size)]
+        answers = sorted(generate(engine, asked), key=lambda one: one.index)
+        scored = scorer.score_all([tokens] * size, [one.response_R for one in answers], [prompt.answer] * size)
+        columns = {
+            "prompts": Column.of_rows([tokens] * size),
+            "responses": Column.of_rows([one.response_R for one in answers]),
+            "rollout_log_probs": Column.of_rows([one.log_probs_R for one in answers]),
+            "ref_log_probs": Column.of_rows([one.log_probs_R - 0.1 for one in answers]),
+            "truncated": Column.of_scalars(torch.tensor([one.truncated for one in answers])),
+        }
+        reward_G = torch.tensor([float(one.reward) for one in scored])
+        columns["advantages"] = Column.of_scalars(algorithm_of(config).advantages(reward_G, group_size=size))
+        groups.append(PackedBatch(tuple(one.index for one in answers), columns, (group,) * size))
+    scorer.close()
+    return groups
+
+
+def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_size: int) -> list[Tensor]:
+    """Return the gradient of every parameter, summed over micro-batches of so many answers."""
+    engine = FsdpEngine(
+        Path(config.model.path), config.model, actor=config.actor, temperature=config.rollout.temperature,
+        device=_CPU, seed=0,
+    )  # fmt: skip
+    algorithm = algorithm_of(config)
+    rows = PackedBatch.concatenate(groups)
+    for start in range(0, len(rows), micro_batch_size):
+        batch = rows.select(range(start, min(start + micro_batch_size, len(rows))))
+        engine.forward_backward(sequences_of(batch), algorithm.loss(batch, device=_CPU))
+    gradients = [parameter.grad for parameter in engine._model.parameters()]
+    return [each.full_tensor() for each in gradients if isinstance(each, DTensor)]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    norm = float(other.norm())
+    return float((one - other).norm()) / norm if norm else float(one.norm())

@@ -1,0 +1,155 @@
+"""Does older data cost accuracy? The quickstart under every schedule, several seeds each, and a picture of it.
+
+    python benchmarks/learning.py [--json] [--seeds 5] [--steps 60] [--plot docs/learning.png]
+
+    accuracy_SCHEDULE         mean over seeds of the accuracy of the last 5 steps; async2: max_staleness 2
+    points_vs_sync_SCHEDULE   the difference to sync, in points of a hundred
+    points_interval_SCHEDULE  half the width of its 95 % interval (Welch's t over the seeds)
+    staleness_SCHEDULE        mean staleness of the samples
+    worst_points_vs_sync      the lowest of the differences
+
+Runs take turns: every schedule with seed 0, then with seed 1, ... so that what else the machine does hits all alike.
+The picture (needs matplotlib) shows reward, response length and its deviation, over steps and over wall clock: the
+mean over seeds, and from the lowest to the highest.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COMMAND = Path(sys.executable).parent / "asyncflow-launch"
+SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),
+             "substep1": ("substep", 1)}  # fmt: skip
+LAST_STEPS = 5
+CURVES = {
+    "reward_mean": "reward",
+    "response_tokens_mean": "response length (tokens)",
+    "response_tokens_std": "its deviation (tokens)",
+}
+Metrics = list[dict[str, Any]]
+
+
+def train(directory: Path, schedule: str, *, seed: int, steps: int) -> Metrics:
+    """Run the quickstart under a schedule; returns its metrics.
+
+    Raises:
+        SystemExit: the run failed; says what it printed.
+    """
+    mode, max_staleness = SCHEDULES[schedule]
+    settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
+                "rollout.samples_per_step=0", "checkpoint.interval=0"]  # fmt: skip
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
+    """Return the figures from every schedule's runs, one per seed."""
+    figures: dict[str, float] = {}
+    final = {name: [_final_accuracy(metrics) for metrics in of_seeds] for name, of_seeds in runs.items()}
+    for name, accuracies in final.items():
+        figures[f"accuracy_{name}"] = statistics.fmean(accuracies)
+        figures[f"staleness_{name}"] = statistics.fmean(line["staleness_mean"] for run in runs[name] for line in run)
+        if name != "sync" and "sync" in final:
+            figures[f"points_vs_sync_{name}"] = 100 * (statistics.fmean(accuracies) - statistics.fmean(final["sync"]))
+            figures[f"points_interval_{name}"] = 100 * _half_width(accuracies, final["sync"])
+    differences = [value for name, value in figures.items() if name.startswith("points_vs_sync_")]
+    if differences:
+        figures["worst_points_vs_sync"] = min(differences)
+    return figures
+
+
+def _final_accuracy(metrics: Metrics) -> float:
+    return statistics.fmean(line["accuracy"] for line in metrics[-LAST_STEPS:])
+
+
+def _half_width(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return half the 95 % interval of the difference of two means (Welch 1947); infinite for less than two seeds."""
+    if min(len(one), len(other)) < 2:
+        return float("inf")
+    parts = [statistics.variance(each) / len(each) for each in (one, other)]
+    if not sum(parts):
+        return 0.0
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
+    return _t_quantile(freedom) * sum(parts) ** 0.5
+
+
+def _t_quantile(freedom: float) -> float:
+    """Return Student's 97.5 % quantile (Cornish-Fisher, Abramowitz and Stegun 26.7.5)."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def plot(runs: Mapping[str, Sequence[Metrics]], target: Path) -> None:
+    """Draw the curves over steps (above) and over wall clock (below)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    axes = figure.subplots(2, len(CURVES), sharey="col")
+    for color, (name, of_seeds) in enumerate(runs.items()):
+        times = np.mean([[line["time_s"] for line in metrics] for metrics in of_seeds], axis=0)
+        steps = [line["step"] for line in of_seeds[0]]
+        for column, (key, label) in enumerate(CURVES.items()):
+            values = np.array([[line[key] for line in metrics] for metrics in of_seeds])
+            for row, (x, x_label) in enumerate(((steps, "step"), (times, "seconds since the command"))):
+                axis = axes[row, column]
+                axis.plot(x, values.mean(axis=0), color=f"C{color}", label=name, linewidth=1.4)
+                axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=f"C{color}", alpha=0.12, linewidth=0)
+                axis.set(xlabel=x_label, ylabel=label)
+                axis.grid(alpha=0.25)
+    axes[0, 0].legend(frameon=False)
+    num_seeds = len(next(iter(runs.values())))
+    figure.suptitle(f"Quickstart, {num_seeds} seeds: mean, and from lowest to highest")
+    figure.savefig(target, dpi=110)
+
+
+def main() -> int:
+    """Run, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--plot", type=Path, help="draw the curves into this file")
+    given = parser.parse_args()
+    if given.seeds < 1 or given.steps < LAST_STEPS or not given.schedules:
+        parser.error(f"give a schedule, at least one seed and {LAST_STEPS} steps")
+    runs: dict[str, list[Metrics]] = {name: [] for name in given.schedules}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+        for seed in range(given.seeds):
+            for name in given.schedules:
+                runs[name].append(train(Path(temporary) / f"{name}-{seed}", name, seed=seed, steps=given.steps))
+                accuracy = _final_accuracy(runs[name][-1])
+                passed = time.monotonic() - began
+                print(f"[{passed:6.1f} s] seed {seed} {name}: accuracy {accuracy:.4f}", file=sys.stderr, flush=True)
+    figures = figures_of(runs)
+    if given.plot is not None:
+        plot(runs, given.plot)
+    if given.json:
+        print(json.dumps(figures, indent=1))
+    else:
+        print("\n".join(f"{name:28} {value:10.4f}" for name, value in figures.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""The staleness bound holds for every sample, whatever dies, and every sample is trained once."""
+
+import pytest
+from ablation_parts.staleness import under_fire
+
+from tq.config import ScheduleMode
+
+
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [(ScheduleMode.PERIODIC, 0), (ScheduleMode.ASYNC, 1), (ScheduleMode.ASYNC, 4), (ScheduleMode.SUBSTEP, 2)],
+)
+def test_no_sample_is_older_than_the_bound_and_none_is_missing(mode: ScheduleMode, bound: int) -> None:
+    fire = under_fire(mode, bound, samples=12_000, seed=bound)
+    assert fire.kills > 10
+    assert fire.resumes >= 1
+    assert (fire.violations, fire.missing, fire.twice) == (0, 0, 0)
+    assert max(fire.staleness) == bound
