@@ -58,8 +58,13 @@ class Policy(Protocol):
     def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
         """Choose parcels from the front of the queue; at least one when there is any. What is not returned stays."""
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
-        """Share what `pick` chose among ranks; one list per rank, possibly empty, every parcel once."""
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
+        """Share what `pick` chose among ranks; one list per rank, possibly empty, every parcel once.
+
+        Args:
+            parcels: in queue order.
+            dealt: per rank, the tokens that it was given in the partition's earlier rounds.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,9 @@ class Fifo:
                 break
         return chosen
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
         """Give the first ranks the longer lists."""
+        num_ranks = len(dealt)
         base, extra = divmod(len(parcels), num_ranks)
         shares = []
         start = 0
@@ -126,18 +132,18 @@ class TokenBudget:
             counts[rank] += 1
         return chosen
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
         """Give each parcel, in order, to the rank with the fewest tokens (of those, the fewest parcels).
 
         Tokens of two ranks differ by the largest parcel at most. Source: Graham 1966, list scheduling.
         """
-        shares: list[list[Parcel]] = [[] for _ in range(num_ranks)]
-        loads = [0] * num_ranks
+        shares: list[list[Parcel]] = [[] for _ in dealt]
+        loads = [0] * len(dealt)
         for parcel in parcels:
             rank = _lightest(loads, [len(share) for share in shares])
             shares[rank].append(parcel)
             loads[rank] += parcel.tokens
-        return shares
+        return _evened_out(shares, dealt)
 
 
 @dataclass(frozen=True)
@@ -164,10 +170,10 @@ class TokenBalanced:
         )
         return sorted(_fitting(seen[:1] + nearest, want))
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
         """Share by the largest differencing method; see `balance.split_evenly`."""
-        shares = split_evenly([parcel.tokens for parcel in parcels], num_ranks, equal_counts=self.equal_counts)
-        return [[parcels[i] for i in share] for share in shares]
+        shares = split_evenly([parcel.tokens for parcel in parcels], len(dealt), equal_counts=self.equal_counts)
+        return _evened_out([[parcels[i] for i in share] for share in shares], dealt)
 
 
 @dataclass(frozen=True)
@@ -193,18 +199,19 @@ class GroupAffinity:
         """Take parcels in order."""
         return Fifo().pick(ready, want)
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
         """Share whole groups; the ranks' tokens differ by the largest group at most, unless `sticky`."""
         groups: dict[int, list[Parcel]] = {}
         for parcel in parcels:
             groups.setdefault(parcel.rows[0] // self.group_size, []).append(parcel)
         numbers = list(groups)
         if self.sticky:
-            shares = [[i for i, n in enumerate(numbers) if n % num_ranks == rank] for rank in range(num_ranks)]
+            places = [[i for i, n in enumerate(numbers) if n % len(dealt) == rank] for rank in range(len(dealt))]
         else:
             tokens = [sum(parcel.tokens for parcel in group) for group in groups.values()]
-            shares = split_evenly(tokens, num_ranks, equal_counts=False)
-        return [[parcel for i in share for parcel in groups[numbers[i]]] for share in shares]
+            places = split_evenly(tokens, len(dealt), equal_counts=False)
+        shares = [[parcel for i in share for parcel in groups[numbers[i]]] for share in places]
+        return shares if self.sticky else _evened_out(shares, dealt)
 
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
@@ -271,6 +278,17 @@ def _front(ready: Iterator[Parcel], num_rows: int) -> Iterator[Parcel]:
         seen += len(parcel.rows)
         if seen >= num_rows:
             return
+
+
+def _evened_out(shares: list[list[Parcel]], dealt: Sequence[int]) -> list[list[Parcel]]:
+    """Give the heaviest share to the rank that was dealt the least so far, and so on; all else being equal, in order.
+
+    So what rounds leave uneven does not add up over a partition, where ranks need not wait for each other in between.
+    """
+    heaviest = sorted(shares, key=lambda share: -sum(parcel.tokens for parcel in share))
+    ranks = sorted(range(len(dealt)), key=lambda rank: dealt[rank])
+    given = dict(zip(ranks, heaviest, strict=True))
+    return [given[rank] for rank in range(len(dealt))]
 
 
 def _lightest(loads: Sequence[int], counts: Sequence[int]) -> int:

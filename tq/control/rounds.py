@@ -38,17 +38,25 @@ class Rounds:
 
     Attributes:
         num_ranks: who shares them; 0: nobody asked yet.
+        dealt: per rank, the tokens of its shares of the rounds that were formed here.
         formed: in order.
     """
 
     num_ranks: int = 0
     formed: list[Round] = field(default_factory=list)
+    dealt: list[int] = field(default_factory=list)
+
+    def loads(self, num_ranks: int) -> list[int]:
+        """Return `dealt` of so many ranks."""
+        return self.dealt or [0] * num_ranks
 
     def form(self, shares: Sequence[Sequence[Parcel]], token: Callable[[], int], *, last: bool) -> Round:
         """Add a round from what each rank gets."""
         dealt: list[Share | None] = [
             Share(token(), tuple(row for parcel in parcels for row in parcel.rows)) for parcels in shares
         ]
+        tokens = [sum(parcel.tokens for parcel in parcels) for parcels in shares]
+        self.dealt = [before + now for before, now in zip(self.loads(len(shares)), tokens, strict=True)]
         most = max(len(share.rows) for share in dealt if share is not None)
         self.formed.append(Round(dealt, most, last))
         return self.formed[-1]

@@ -245,7 +245,7 @@ class TaskState:
             return None
         if self.spec.in_order and not self._front_ready(partition, part, want.num_rows):
             return None
-        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), want.num_ranks)
+        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), part.rounds.loads(want.num_ranks))
         formed = part.rounds.form(shares, token, last=rest and not part.queue.num_rows)
         for share in formed.shares:
             if share is not None and share.rows:

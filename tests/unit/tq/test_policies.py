@@ -45,7 +45,7 @@ class Newest:
         """Not called here."""
         return []
 
-    def deal(self, parcels: Sequence[Parcel], num_ranks: int) -> list[list[Parcel]]:
+    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
         """Not called here."""
         return []
 
@@ -79,7 +79,7 @@ def test_pick_takes_the_front_and_no_more_than_wanted(policy: Policy, queue: lis
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @given(queue=queues(), num_ranks=st.integers(1, 6))
 def test_deal_gives_every_parcel_to_one_rank(policy: Policy, queue: list[Parcel], num_ranks: int) -> None:
-    shares = policy.deal(queue, num_ranks)
+    shares = policy.deal(queue, [0] * num_ranks)
     assert len(shares) == num_ranks
     assert sorted(parcel for share in shares for parcel in share) == queue
 
@@ -99,7 +99,7 @@ def test_nothing_waits_for_ever_while_rows_keep_coming(policy: Policy, tokens: l
 def test_token_balanced_ranks_differ_by_one_parcel_at_most(
     queue: list[Parcel], num_ranks: int, equal_counts: bool
 ) -> None:
-    shares = TokenBalanced(equal_counts=equal_counts).deal(queue, num_ranks)
+    shares = TokenBalanced(equal_counts=equal_counts).deal(queue, [0] * num_ranks)
     assert max(loads(shares)) - min(loads(shares)) <= max((parcel.tokens for parcel in queue), default=0)
     if equal_counts:
         counts = [len(share) for share in shares]
@@ -109,7 +109,7 @@ def test_token_balanced_ranks_differ_by_one_parcel_at_most(
 @given(queue=queues(), num_ranks=st.integers(1, 6), budget=st.integers(1, 6000))
 def test_token_budget_holds_for_each_rank(queue: list[Parcel], num_ranks: int, budget: int) -> None:
     picked = TokenBudget().pick(iter(queue), Want(100, budget, num_ranks))
-    shares = TokenBudget().deal(picked, num_ranks)
+    shares = TokenBudget().deal(picked, [0] * num_ranks)
     for share in shares:
         assert sum(parcel.tokens for parcel in share) * num_ranks <= budget or share == picked[:1]
     assert max(loads(shares)) - min(loads(shares)) <= max((parcel.tokens for parcel in picked), default=0)
@@ -139,7 +139,7 @@ def test_policy_looks_no_further_than_its_window() -> None:
 
 @given(rows=st.sets(st.integers(0, 40), max_size=30), num_ranks=st.integers(1, 4), sticky=st.booleans())
 def test_rows_of_one_group_go_to_one_rank(rows: set[int], num_ranks: int, sticky: bool) -> None:
-    shares = GroupAffinity(8, sticky=sticky).deal([Parcel((row,), row % 5) for row in sorted(rows)], num_ranks)
+    shares = GroupAffinity(8, sticky=sticky).deal([Parcel((row,), row % 5) for row in sorted(rows)], [0] * num_ranks)
     owner = {parcel.rows[0] // 8: rank for rank, share in enumerate(shares) for parcel in share}
     for rank, share in enumerate(shares):
         assert all(owner[parcel.rows[0] // 8] == rank for parcel in share)
@@ -151,14 +151,24 @@ def test_groups_are_balanced_within_the_largest(queue: list[Parcel], num_ranks: 
     groups: dict[int, int] = {}
     for parcel in queue:
         groups[parcel.rows[0] // 4] = groups.get(parcel.rows[0] // 4, 0) + parcel.tokens
-    dealt = loads(GroupAffinity(4).deal(queue, num_ranks))
+    dealt = loads(GroupAffinity(4).deal(queue, [0] * num_ranks))
     assert max(dealt) - min(dealt) <= max(groups.values(), default=0)
+
+
+@pytest.mark.parametrize("policy", [TokenBudget(), TokenBalanced(), GroupAffinity(1)], ids=str)
+@given(rounds=st.lists(st.lists(TOKENS, min_size=4, max_size=8), min_size=1, max_size=12))
+def test_what_rounds_leave_uneven_does_not_add_up(policy: Policy, rounds: list[list[int]]) -> None:
+    dealt = [0, 0]
+    for tokens in rounds:
+        shares = policy.deal([Parcel((i,), length) for i, length in enumerate(tokens)], dealt)
+        dealt = [before + now for before, now in zip(dealt, loads(shares), strict=True)]
+    assert abs(dealt[0] - dealt[1]) <= max(max(tokens) for tokens in rounds)
 
 
 @pytest.mark.parametrize("equal_counts", [True, False])
 def test_lengths_that_nobody_knows_are_dealt_by_count(equal_counts: bool) -> None:
     assert sorted(map(len, split_evenly([0] * 7, 3, equal_counts=equal_counts))) == [2, 2, 3]
-    assert [len(share) for share in TokenBudget().deal([Parcel((i,)) for i in range(7)], 3)] == [3, 2, 2]
+    assert [len(share) for share in TokenBudget().deal([Parcel((i,)) for i in range(7)], [0] * 3)] == [3, 2, 2]
 
 
 def test_partition_is_the_differencing_method() -> None:
