@@ -195,7 +195,7 @@ class Actor:
         return held_up_s
 
     def _finish_step(self, record: StepRecord) -> None:
-        self._loader.ack()
+        self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.save_wanted = self._keeps_rows and self._client.checkpoint_wanted()
         record.join(gather_json(record.share(), device=self._context.device))
@@ -217,6 +217,7 @@ class Actor:
             reference = saved_reference(self._context, self._completed)
             self._checkpointer.save(self._engine, step=self._completed, meta=meta, reference=reference)
         self._saved = self._completed
+        self._loader.ack()
         if self._keeps_rows:
             self._client.commit(self._completed)
 

@@ -4,7 +4,7 @@
     while loader.next_partition():
         for batch, indices in loader:          # packed, as soon as rows are ready; may be empty in a round
             ...
-        loader.ack()                           # after the optimizer update
+        loader.ack()                           # after the optimizer update; `ack_soon` does it beside the next step
 
     for rounds in loader.passes(4, seed=7):    # the same rows several times (PPO), in place of the inner loop
         for batch, indices in rounds: ...
@@ -17,7 +17,9 @@ that thread broadcasts (`tq.client.replica`), so nothing but taking a finished b
 
 import random
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -114,6 +116,9 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._read_to_end = True
         self._tokens: dict[int, int] = {}
         self._held: list[Granted] = []
+        self._to_ack: deque[Granted] = deque()
+        self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{task}")  # its thread starts with the first ack
+        self._settling: Future[None] | None = None
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
@@ -191,15 +196,27 @@ class StreamingDataLoader(IterableDataset[Rows]):
 
     def ack(self) -> None:
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again."""
-        while self._held:
-            granted = self._held[0]
-            if self._client is not None:
-                self._settle(self._client, granted)
-            self._held.pop(0)
+        self.ack_soon()
+        settling, self._settling = self._settling, None
+        assert settling is not None
+        settling.result()
+
+    def ack_soon(self) -> None:
+        """As `ack`, in a thread of its own; whoever needs to know that it is done calls `ack`.
+
+        Raises:
+            TransportError: an earlier one failed; its rows are still to be acked, the next call tries them again.
+        """
+        before, self._settling = self._settling, None
+        if before is not None and before.done():
+            before.result()
+        self._to_ack.extend(self._held)
+        self._held.clear()
+        self._settling = self._acks.submit(self._settle_all)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the partition to begin with. Rows of it that are acked already do not come again."""
-        finished = self._read_to_end and not self._held
+        finished = self._read_to_end and not self._held and not self._to_ack
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,6 +235,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
         self._closing.set()
         self.stopped = True
+        self._acks.shutdown(wait=False)
         ahead, replica = self._ahead, self._replica
         if ahead is None:
             return
@@ -261,6 +279,13 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self.round_rows = granted.round_rows
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch, batch.indices
+
+    def _settle_all(self) -> None:
+        """In the thread of acks: oldest first; one that fails stays."""
+        while self._to_ack:
+            if self._client is not None:
+                self._settle(self._client, self._to_ack[0])
+            self._to_ack.popleft()
 
     def _settle(self, client: QueueClient, granted: Granted) -> None:
         if self._replica is not None and not self._replica.acks:

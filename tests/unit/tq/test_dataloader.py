@@ -100,6 +100,21 @@ class EachFetches:
         self.acks = acks
 
 
+class SlowAcks(CannedClient):
+    """Acks once it may; first raises what it is told to."""
+
+    def __init__(self, *answers: Granted | NoRows | Exception, failures: Sequence[Exception] = ()) -> None:
+        super().__init__(*answers)
+        self.may_ack = threading.Event()
+        self.failures = list(failures)
+
+    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+        assert self.may_ack.wait(30)
+        if self.failures:
+            raise self.failures.pop()
+        super().ack(task, granted, rows)
+
+
 Load = Callable[..., StreamingDataLoader]
 
 
@@ -246,6 +261,32 @@ def test_position_is_the_partition_that_is_not_acked_yet(load: Load) -> None:
     assert resumed.next_partition() == 2
     assert [indices for _, indices in resumed] == [(2,)]
     assert client.asked[0].partition == 2
+
+
+def test_acks_go_on_beside_the_next_partition_in_order(load: Load) -> None:
+    client = SlowAcks(lease(0), DONE, lease(1), DONE)
+    loader = load(client, last_partition=2)
+    list(loader)
+    loader.ack_soon()
+    assert [indices for _, indices in loader] == [(1,)], "the next partition is read while the ack is on its way"
+    assert client.acked == []
+    assert loader.state_dict()["partition"] == 2
+    loader.ack_soon()
+    client.may_ack.set()
+    loader.ack()
+    assert client.acked == [[0], [1]]
+
+
+def test_ack_that_failed_is_told_and_tried_again(load: Load) -> None:
+    client = SlowAcks(lease(0), lease(1), DONE, failures=[TransportError("unit gone")])
+    client.may_ack.set()
+    loader = load(client, last_partition=1)
+    list(loader)
+    with pytest.raises(TransportError, match="unit gone"):
+        loader.ack()
+    assert client.acked == []
+    loader.ack()
+    assert client.acked == [[0], [1]]
 
 
 def test_stopped_partition_is_where_to_go_on(load: Load) -> None:
