@@ -8,7 +8,7 @@ order of arrival on the reference rank that is free first; and are trained in ro
 import heapq
 import statistics
 
-from ablation_parts.workloads import REFS, ROUND, Workload
+from ablation_parts.workloads import Workload
 from workers.engines.sim_model import SimLengths
 
 
@@ -18,7 +18,8 @@ def step_s(
     """Return the mean seconds per step over steps skip + 1 ... steps."""
     lengths = SimLengths(workload.sim_config(), samples_per_step=workload.samples, seed=seed)
     sim = workload.sim_config()
-    slots, refs, ends = [0.0] * workload.slots, [0.0] * REFS, [0.0]
+    cluster = workload.cluster
+    slots, refs, ends = [0.0] * workload.slots, [0.0] * cluster.ref, [0.0]
     for step in range(1, steps + 1):
         tokens = [lengths.tokens(index) for index in range((step - 1) * workload.samples, step * workload.samples)]
         gate = ends[max(0, step - 1 - max_staleness)]
@@ -29,18 +30,18 @@ def step_s(
             generated.append((end, size))
         generated.sort()
         if sequential:
-            work = sum(tokens) * (sim.ref_s_per_token / REFS + sim.train_s_per_token / 4)
+            work = sum(tokens) * (sim.ref_s_per_token / cluster.ref + sim.train_s_per_token / cluster.actor)
             ends.append(generated[-1][0] + work)
             continue
         scored = []
         for arrived, size in generated:
-            rank = min(range(REFS), key=refs.__getitem__)
+            rank = min(range(cluster.ref), key=refs.__getitem__)
             refs[rank] = max(refs[rank], arrived) + size * sim.ref_s_per_token
             scored.append((refs[rank], size))
         scored.sort()
         trained = ends[-1]
-        for first in range(0, len(scored), ROUND):
-            rows = scored[first : first + ROUND]
-            trained = max(trained, rows[-1][0]) + sum(size for _, size in rows) * sim.train_s_per_token / 4
+        for first in range(0, len(scored), cluster.round):
+            rows = scored[first : first + cluster.round]
+            trained = max(trained, rows[-1][0]) + sum(size for _, size in rows) * sim.train_s_per_token / cluster.actor
         ends.append(trained)
     return statistics.fmean(after - before for before, after in zip(ends[skip:], ends[skip + 1 :], strict=False))

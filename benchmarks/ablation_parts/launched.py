@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ablation_parts.workloads import ACTORS, INSTANCES, REFS, ROUND, SCHEDULES, Workload
+from ablation_parts.workloads import MICRO_BATCH, SCHEDULES, Workload
 from launcher.recipes import find_recipe
 
 _MODULE = "from launcher.cli import launch; launch()"
@@ -57,15 +57,15 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
         "name": "ablation",
         "seed": seed,
         "steps": steps,
-        "roles": {"rollout": INSTANCES, "actor": ACTORS, "ref": REFS},
+        "roles": asdict(workload.cluster),
         "model": {"path": str(quickstart / "model")},
         "data": {"path": str(quickstart / "train.jsonl"), "max_prompt_tokens": 8},
         "schedule": {**SCHEDULES[schedule], "rollout_batch_size": workload.samples, "n_samples_per_prompt": 1},
         "rollout": {
-            "engine": "sim", "batch_size": workload.slots // INSTANCES, "max_response_tokens": 1 << 14,
+            "engine": "sim", "batch_size": workload.slots // workload.cluster.rollout, "max_response_tokens": 1 << 14,
             "samples_per_step": 0,
         },
-        "actor": {"engine": "sim", "micro_batch_size": ROUND // ACTORS},
+        "actor": {"engine": "sim", "micro_batch_size": MICRO_BATCH},
         "ref": {"engine": "sim", "micro_batch_size": _REF_ROWS},
         "algorithm": {"kl_coef": 0.001},
         "tq": {"policy": "token-balanced"},

@@ -1,14 +1,13 @@
 """The ablation's workloads: how long answers are, and how long each role takes. Times are in periods T of one step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.engines.sim_config import SimConfig
 
-INSTANCES, ACTORS, REFS = 8, 4, 2
-ROUND = 32
-"""Samples that the actor's ranks train together."""
 MEAN_TOKENS = 200
+MICRO_BATCH = 8
+"""Samples that a rank of the actor trains together."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync", "max_staleness": 0},
     "streaming": {"mode": "periodic", "max_staleness": 0},
@@ -16,6 +15,24 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "substep": {"mode": "substep", "max_staleness": 1},
     "substep2": {"mode": "substep", "max_staleness": 2},
 }
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How many processes of each role."""
+
+    rollout: int = 8
+    actor: int = 4
+    ref: int = 2
+
+    @property
+    def round(self) -> int:
+        """Samples that the actor's ranks train together."""
+        return self.actor * MICRO_BATCH
+
+    def times(self, factor: int) -> "Cluster":
+        """Return so many times as many of each."""
+        return Cluster(self.rollout * factor, self.actor * factor, self.ref * factor)
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class Workload:
         rollout, ref, actor: time of a step's work on all of the role's processes (T).
         samples: of a step.
         period_s: T (s).
+        cluster: that does it.
     """
 
     sigma: float
@@ -38,6 +56,12 @@ class Workload:
     actor: float = 1.0
     samples: int = 256
     period_s: float = 4.0
+    cluster: Cluster = Cluster()
+
+    def times(self, factor: int) -> "Workload":
+        """Return the same work for every process of a cluster so many times as large."""
+        samples, slots = self.samples * factor, self.slots * factor
+        return replace(self, samples=samples, slots=slots, cluster=self.cluster.times(factor))
 
     def sim(self) -> dict[str, Any]:
         """Return the run's section `sim`."""
@@ -48,8 +72,8 @@ class Workload:
             "clip": self.clip,
             "mean_tokens": MEAN_TOKENS,
             "decode_s_per_token": self.rollout * self.slots * per_sample_s,
-            "ref_s_per_token": self.ref * REFS * per_sample_s,
-            "train_s_per_token": self.actor * ACTORS * per_sample_s,
+            "ref_s_per_token": self.ref * self.cluster.ref * per_sample_s,
+            "train_s_per_token": self.actor * self.cluster.actor * per_sample_s,
         }
 
     def sim_config(self) -> SimConfig:
