@@ -1,5 +1,6 @@
 """`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
 
+import importlib.util
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,8 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 def timeline_command(run_dir: Path | None, *, width: int) -> None:
     """Draw what every process of a run did, and account for its idle time. RUN_DIR: default the newest.
 
-    Writes timeline/trace.json (for ui.perfetto.dev) and timeline/gantt.html into the run directory.
+    Writes timeline/trace.json (for ui.perfetto.dev), timeline/gantt.html and, with matplotlib, timeline/gantt.png into
+    the run directory.
     """
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
@@ -65,5 +67,12 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         (directory / "trace.json").write_text(chrome_trace(timeline))
         (directory / "gantt.html").write_text(gantt_html(chart, width=width))
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
+        if importlib.util.find_spec("matplotlib") is None:
+            click.echo("no gantt.png: it needs matplotlib: pip install 'asyncflow-rl[plot]'")
+        else:
+            from launcher.gantt_png import write_gantt_png
+
+            write_gantt_png(chart, directory / "gantt.png", width=width)
+            click.echo(f"wrote {directory / 'gantt.png'}")
         click.echo(account_text(account))
         click.echo(recording_text(timeline, measure_span_cost()))

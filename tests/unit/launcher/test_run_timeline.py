@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,10 +120,15 @@ def test_recording_of_killed_processes_is_not_known(tmp_path: Path) -> None:
     assert "no process has said" in recording_text(timeline, 2e-6)
 
 
-def test_command_writes_both_files(run_dir: Path) -> None:
+def test_command_writes_what_it_can_draw_without_matplotlib(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(main, ["timeline", str(run_dir)])
     assert done.exit_code == 0, done.output
-    assert (run_dir / "timeline" / "gantt.html").is_file() and (run_dir / "timeline" / "trace.json").is_file()
+    assert {path.name for path in (run_dir / "timeline").iterdir()} & {"trace.json", "gantt.html", "gantt.png"} == {
+        "trace.json",
+        "gantt.html",
+    }
+    assert "no gantt.png: it needs matplotlib: pip install 'asyncflow-rl[plot]'" in done.output.splitlines()
     assert "recording: " in done.output
 
 
