@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 
 FILE_NAME = "job.json"
@@ -48,6 +49,7 @@ class Job:
         resume_from: checkpoint directory to restore, or "".
         last_step: number of the last step to train.
         started_at: unix time (s) at which the user's command started; metrics count from it.
+        clock: of the launcher's host; every timeline there uses it.
     """
 
     store_host: str
@@ -59,6 +61,7 @@ class Job:
     resume_from: str
     last_step: int
     started_at: float
+    clock: HostClock
 
     def gang(self, name: str) -> GangSpec:
         """Return the gang called `name`; raises ConfigError with the known names."""
@@ -89,7 +92,7 @@ class Job:
             raise ConfigError(f"run directory: {run_dir} has no {FILE_NAME}, so nothing runs there; start it first")
         fields = json.loads(path.read_text())
         gangs = tuple(GangSpec(**{**gang, "devices": tuple(gang["devices"])}) for gang in fields.pop("gangs"))
-        return Job(gangs=gangs, **fields)
+        return Job(gangs=gangs, clock=HostClock(**fields.pop("clock")), **fields)
 
 
 def last_words(error: BaseException | None) -> str:

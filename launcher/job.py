@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
 from asyncflow.lifeline import STOP_SIGNALS
 from launcher import preload
@@ -102,6 +103,7 @@ def run_job(
                 resume_from=resume_from,
                 last_step=config.steps,
                 started_at=started_at,
+                clock=HostClock.measure(),
             )
             job.save(run_dir)
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)

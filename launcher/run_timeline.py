@@ -4,6 +4,7 @@ Spans of one process may lie inside each other (a swap of the weights inside a g
 Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -50,16 +51,31 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """How much a process recorded, over all its starts that it ended itself.
+
+    Attributes:
+        num_spans: that many.
+        cpu_s: CPU time of the whole process (s).
+    """
+
+    num_spans: int
+    cpu_s: float
+
+
+@dataclass(frozen=True)
 class RunTimeline:
     """All spans of a run.
 
     Attributes:
         spans: by process, e.g. `rollout-1-0`, in order of their start, outer ones first.
         step_ends: when the weights of each step existed (unix time, s), since the last start of the run.
+        recorded: by process; one that was killed is missing.
     """
 
     spans: Mapping[str, Sequence[Span]]
     step_ends: Mapping[int, float]
+    recorded: Mapping[str, Recorded]
 
     @staticmethod
     def read(run_dir: Path) -> "RunTimeline":
@@ -68,8 +84,14 @@ class RunTimeline:
         Raises:
             ConfigError: it has none.
         """
-        spans = {path.stem: _read(path) for path in sorted((run_dir / "timeline").glob("*.jsonl"))}
-        spans = {process: own for process, own in spans.items() if own}
+        spans: dict[str, list[Span]] = {}
+        recorded: dict[str, Recorded] = {}
+        for path in sorted((run_dir / "timeline").glob("*.jsonl")):
+            lines = _lines(path)
+            if own := sorted(filter(None, map(_span, lines)), key=_order):
+                spans[path.stem] = own
+            if told := list(filter(None, map(_recorded, lines))):
+                recorded[path.stem] = Recorded(sum(each.num_spans for each in told), sum(each.cpu_s for each in told))
         if not spans:
             raise ConfigError(f"RUN_DIR: {run_dir} has no timeline; name the directory of a run that has begun")
         ends: dict[int, float] = {}
@@ -79,7 +101,15 @@ class RunTimeline:
                 if any(step <= earlier for earlier in ends):
                     ends = {}  # the run was resumed: what counts is its last start
                 ends[step] = span.end
-        return RunTimeline(spans, ends)
+        return RunTimeline(spans, ends, recorded)
+
+    def overhead(self, span_cost_s: float) -> float:
+        """Return the largest share of a process's CPU time that recording took; NaN when every process was killed.
+
+        Args:
+            span_cost_s: CPU time of a span (s), see `asyncflow.timeline.measure_span_cost`.
+        """
+        return max((each.num_spans * span_cost_s / each.cpu_s for each in self.recorded.values()), default=math.nan)
 
     @property
     def window(self) -> tuple[float, float]:
@@ -120,17 +150,32 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
     return shares
 
 
-def _read(path: Path) -> list[Span]:
-    spans = []
+def _lines(path: Path) -> list[dict[str, object]]:
+    """Return the JSON objects in a file, one a line; what is none is skipped."""
+    found = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             values = json.loads(line)
-            span = Span(str(values.pop("name")), float(values.pop("start")), float(values.pop("end")), values)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            continue
-        if math.isfinite(span.start) and span.start <= span.end < math.inf:
-            spans.append(span)
-    return sorted(spans, key=_order)
+            if isinstance(values, dict):
+                found.append(values)
+    return found
+
+
+def _span(values: Mapping[str, object]) -> Span | None:
+    """Return what a line says, if it is a span."""
+    match values:
+        case {"name": str(name), "start": int() | float() as start, "end": int() | float() as end, **attributes}:
+            if math.isfinite(start) and start <= end < math.inf:
+                return Span(name, start, end, attributes)
+    return None
+
+
+def _recorded(values: Mapping[str, object]) -> Recorded | None:
+    """Return what a process's last line says, if it is that line."""
+    match values:
+        case {"process": str(), "spans": int(num_spans), "cpu_s": int() | float() as cpu_s} if cpu_s > 0:
+            return Recorded(num_spans, cpu_s)
+    return None
 
 
 def _order(span: Span) -> tuple[float, float]:

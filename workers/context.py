@@ -61,7 +61,7 @@ class WorkerContext:
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self.exiting = threading.Event()
         """Services leave too."""
-        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl")
+        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self.job.clock.here())
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
         if self.config.deterministic:

@@ -11,6 +11,7 @@ import yaml
 
 from ablation_parts.workloads import MICRO_BATCH, SCHEDULES, Workload
 from launcher.recipes import find_recipe
+from launcher.run_timeline import RunTimeline
 
 _MODULE = "from launcher.cli import launch; launch()"
 _REF_ROWS = 4
@@ -76,9 +77,8 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
 
 
 def _read(run: Path) -> Ran:
-    published = [span for span in _lines(run / "timeline" / "actor-0.jsonl") if span["name"] == "publish weights"]
     staleness = [line["staleness"] for line in _lines(run / "ledger.jsonl") for _ in line["indices"]]
-    return Ran([span["end"] for span in published], staleness, _lines(run / "metrics.jsonl"))
+    return Ran(list(RunTimeline.read(run).step_ends.values()), staleness, _lines(run / "metrics.jsonl"))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

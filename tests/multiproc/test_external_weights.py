@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import configs
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, WeightSyncError
 from asyncflow.job import GangSpec, Job
 from asyncflow.store_server import LOOPBACK, serve_store
@@ -87,7 +88,7 @@ class Run:
         self.dir = run_dir
         store, port = serve_store(LOOPBACK, timedelta(seconds=20))
         self.credentials = Credentials(store, SECRET, 20)
-        self.job = Job(LOOPBACK, port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time())
+        self.job = Job(LOOPBACK, port, SECRET.hex(), os.getpid(), (), 0, "", 100, time.time(), HostClock.measure())
         self.job.save(run_dir)
         sync = WeightSyncConfig(num_slots=4, max_updating=1, bucket_bytes=1 << 14, dtype="bfloat16")
         self.agent = WeightAgent(self.credentials, "weights-0", sync)
@@ -206,7 +207,7 @@ def test_nothing_runs_there(tmp_path: Path) -> None:
 def test_run_that_was_killed_is_over_at_once(tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as closing:
         port = closing.getsockname()[1]
-    Job(LOOPBACK, port, SECRET.hex(), 1, (), 0, "", 1, 0.0).save(tmp_path)
+    Job(LOOPBACK, port, SECRET.hex(), 1, (), 0, "", 1, 0.0, HostClock.measure()).save(tmp_path)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine: the run in .* is over"):
         connect_weights(tmp_path, "engine")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
 from launcher.resume import cut_lines, find_checkpoint, rewind_run, running_launcher
@@ -125,7 +126,7 @@ def test_broken_line_in_the_middle_is_refused_and_the_file_kept(tmp_path: Path) 
 
 def make_job(run_dir: Path, pid: int, started_at: float) -> None:
     run_dir.mkdir(exist_ok=True)
-    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at).save(run_dir)
+    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, HostClock.measure()).save(run_dir)
 
 
 def test_live_launcher_is_seen(tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
-"""A run's timeline: accounted for, and drawn."""
+"""A run's timeline: read, accounted for, and written as a trace."""
 
 import json
+import math
+import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
 from launcher.commands import main
 from launcher.run_timeline import CATEGORIES, RunTimeline, Span, account
-from launcher.trace_files import account_text, chrome_trace, gantt
+from launcher.trace_files import account_text, chrome_trace, recording_text
 
 SPANS = {
     "actor-0": [
@@ -39,7 +40,12 @@ def run_dir(tmp_path: Path) -> Path:
         (tmp_path / "timeline" / f"{process}.jsonl").write_text(text)
     with (tmp_path / "timeline" / "actor-0.jsonl").open("a") as file:
         file.write('[1]\n{"name": "x", "start": "a", "end": {}}\n{"name": "publish weights", "start": 1, "end": 2}\n')
+        file.write('{"process": "actor-0", "cpu_s": 2.0, "spans": 1000}\n')
         file.write('{"name": "forward_b')  # killed while it wrote
+    with (tmp_path / "timeline" / "rollout-0-0.jsonl").open("a") as file:
+        file.write('{"process": "rollout-0-0", "cpu_s": 8.0, "spans": 3000}\n')
+        file.write('{"process": "rollout-0-0", "cpu_s": 2.0, "spans": 7000}\n')  # started twice
+    (tmp_path / "timeline" / "storage-1-0.jsonl").write_text('{"process": "storage-1-0", "cpu_s": 0.0, "spans": 0}\n')
     (tmp_path / "timeline" / "broken-0.jsonl").write_bytes(b"\xff\xfe\n")
     return tmp_path
 
@@ -62,7 +68,7 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
     for shares in found.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert tuple(shares) == CATEGORIES
-    assert "100.0" in account_text(timeline)
+    assert "100.0" in account_text(found)
 
 
 def test_of_spans_inside_each_other_the_innermost_counts() -> None:
@@ -96,20 +102,37 @@ def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
     assert (generate["ts"], generate["dur"]) == (1e6, 7e6)
 
 
-def test_chart_has_a_row_per_process_and_escapes_names(run_dir: Path) -> None:
-    page = gantt(RunTimeline.read(run_dir), title="a <run> & more")
-    assert "a &lt;run&gt; &amp; more" in page
-    start, end = page.index("<svg"), page.index("</svg>")
-    chart = ElementTree.fromstring(page[start:end] + "</svg>")
-    assert [text.text for text in chart.iter("text") if text.get("x") == "4"] == ["rollout-0-0", "actor-0"]
-    assert any("generate, step 1" in (bar.findtext("title") or "") for bar in chart.iter("rect"))
+def test_recording_is_reckoned_by_the_process_that_it_costs_most(run_dir: Path) -> None:
+    timeline = RunTimeline.read(run_dir)
+    assert {process: (own.num_spans, own.cpu_s) for process, own in timeline.recorded.items()} == {
+        "actor-0": (1000, 2.0),
+        "rollout-0-0": (10_000, 10.0),
+    }
+    assert timeline.overhead(2e-6) == pytest.approx(0.002)
+    assert recording_text(timeline, 2e-6) == "recording: 0.20 % of a process's CPU time at most (2.0 us a span)"
 
 
-def test_command_writes_both_files_and_refuses_what_is_no_run(run_dir: Path, tmp_path: Path) -> None:
+def test_recording_of_killed_processes_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "actor-0.jsonl").write_text('{"name": "train", "start": 1, "end": 2}\n')
+    timeline = RunTimeline.read(tmp_path)
+    assert math.isnan(timeline.overhead(2e-6))
+    assert "no process has said" in recording_text(timeline, 2e-6)
+
+
+def test_command_writes_what_it_can_draw_without_matplotlib(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(main, ["timeline", str(run_dir)])
     assert done.exit_code == 0, done.output
-    assert (run_dir / "timeline" / "gantt.html").is_file() and (run_dir / "timeline" / "trace.json").is_file()
-    (empty := tmp_path / "empty").mkdir()
-    refused = CliRunner().invoke(main, ["timeline", str(empty)])
+    assert {path.name for path in (run_dir / "timeline").iterdir()} & {"trace.json", "gantt.html", "gantt.png"} == {
+        "trace.json",
+        "gantt.html",
+    }
+    assert "no gantt.png: it needs matplotlib: pip install 'asyncflow-rl[plot]'" in done.output.splitlines()
+    assert "recording: " in done.output
+
+
+def test_command_refuses_what_is_no_run(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(main, ["timeline", str(tmp_path)])
     assert refused.exit_code == 2
     assert "has no timeline" in refused.output
