@@ -15,6 +15,7 @@ from launcher.run_timeline import RunTimeline
 
 _MODULE = "from launcher.cli import launch; launch()"
 _REF_ROWS = 4
+_COMPUTES = frozenset({"forward_backward", "ref_log_probs", "generate"})
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,26 @@ class Ran:
     Attributes:
         ends: unix time at which each step's weights existed (s), from step 0.
         staleness: of every sample that was trained.
-        metrics: lines of metrics.jsonl.
+        timeline: of all processes.
     """
 
     ends: list[float]
     staleness: list[int]
-    metrics: list[dict[str, Any]]
+    timeline: RunTimeline
 
     def step_s(self, skip: int) -> float:
         """Return the mean seconds per step after the first ones."""
         return (self.ends[-1] - self.ends[skip]) / (len(self.ends) - 1 - skip)
+
+    def idle(self, role: str, skip: int) -> float:
+        """Return the share of the time after the first steps in which a role's processes do not compute."""
+        start, end = self.ends[skip], self.ends[-1]
+        shares = []
+        for process, spans in self.timeline.spans.items():
+            if process.startswith(f"{role}-"):
+                inside = [(max(start, span.start), min(end, span.end)) for span in spans if span.name in _COMPUTES]
+                shares.append(sum(max(0.0, stop - begin) for begin, stop in inside) / (end - start))
+        return 1 - sum(shares) / len(shares)
 
 
 def launch(workload: Workload, schedule: str, directory: Path, *, steps: int, seed: int) -> Ran:
@@ -78,7 +89,8 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
 
 def _read(run: Path) -> Ran:
     staleness = [line["staleness"] for line in _lines(run / "ledger.jsonl") for _ in line["indices"]]
-    return Ran(list(RunTimeline.read(run).step_ends.values()), staleness, _lines(run / "metrics.jsonl"))
+    timeline = RunTimeline.read(run)
+    return Ran(list(timeline.step_ends.values()), staleness, timeline)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -88,3 +88,5 @@ WORKLOADS = {
     "w3": Workload(sigma=1.0, clip=8, slots=128),
     "w4": Workload(sigma=0.8, clip=6, slots=64, rollout=0.8),
 }
+UNIT = replace(WORKLOADS["w2"], slots=8, samples=32, cluster=Cluster(1, 1, 1))
+"""What scaling multiplies: one process of each role, and w2's work for it."""
