@@ -12,6 +12,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync", "max_staleness": 0},
     "streaming": {"mode": "periodic", "max_staleness": 0},
     "async": {"mode": "async", "max_staleness": 1},
+    "async2": {"mode": "async", "max_staleness": 2},
     "substep": {"mode": "substep", "max_staleness": 1},
     "substep2": {"mode": "substep", "max_staleness": 2},
 }
