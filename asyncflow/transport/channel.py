@@ -54,6 +54,8 @@ from asyncflow.transport.sharing import Sharing
 from asyncflow.transport.warm import warm_pool
 
 _NO_TIMEOUT = timedelta(days=365)
+_GLOO_PATIENCE = 5  # so many timeouts Gloo waits for an end that came and died before the two were connected
+_LEAST_MEETING_S = 4.0  # a busy process may need it for its half of the work
 _GOODBYE_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 _SHORTEST_S = 0.001  # Gloo takes 0 for none
@@ -76,14 +78,15 @@ def gloo_device() -> Any:
 
 
 def gloo_group(
-    store: dist.Store, rank: int, size: int, *, timeout: timedelta = _NO_TIMEOUT, num_threads: int = 1
+    store: dist.Store, rank: int, size: int, *, timeout: timedelta, num_threads: int = 1
 ) -> dist.ProcessGroup:
-    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came or the store times out.
+    """Connect a private Gloo group under `store`'s prefix; blocks until all ranks came, or the time is up.
 
     Args:
         store: of this group alone.
         rank, size: of this process in it.
-        timeout: of everything that happens in the group; it also bounds connecting to a rank that came, and died.
+        timeout: of the meeting, which the store's own does not bound, and of every operation that is waited for
+            without another one. For a rank that came, and died before it was connected, Gloo waits five times as long.
         num_threads: so many operations run at a time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -111,11 +114,11 @@ class Channel:
         """Connect; both ends must do so within the deadline.
 
         Args:
-            store: prefixed for this pair alone; its timeout bounds the meeting.
+            store: prefixed for this pair alone.
             is_server: takes rank 0.
             peer: the other end's name, for messages.
             limits: largest parts accepted, and whether memory is shared.
-            timeout_s: deadline of the hellos.
+            timeout_s: deadline of the meeting (which has some seconds at least), and of the hellos.
 
         Raises:
             TransportError: the peer did not come.
@@ -131,8 +134,9 @@ class Channel:
         self._in = memoryview(bytearray(FRAME_BYTES))
         self._met = False
         self._sharing = Sharing(peer, limits)
+        meeting = timedelta(seconds=max(_LEAST_MEETING_S, timeout_s / _GLOO_PATIENCE))
         try:
-            self._group = gloo_group(store, 1 - self._other, 2)
+            self._group = gloo_group(store, 1 - self._other, 2, timeout=meeting)
             self._frames = PostedFrames(self._group, self._other, _FRAME_TAG, FRAME_BYTES)
             self._frames.post(_POSTED)
         except RuntimeError as error:
@@ -358,7 +362,7 @@ class Channel:
         try:
             works = [self._group.recv([buffer], self._other, _BULK_TAG) for buffer in buffers]
             for work in works:
-                work.wait()
+                work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
             raise self._gone("the peer is gone") from error
 

@@ -112,6 +112,12 @@ def parked_client(port: int, pipe: Pipe, number: int, shared: bool) -> None:
 def silent_client(port: int, pipe: Pipe) -> None:
     """Prove the secret, build the pair, and say nothing."""
     store = credentials(port).own_store()
-    group = gloo_group(pair_store(store, "here", ask_for_channel(store, SECRET, "here", "silent")), 1, 2)
+    pair = pair_store(store, "here", ask_for_channel(store, SECRET, "here", "silent"))
+    group = gloo_group(pair, 1, 2, timeout=timedelta(seconds=20))
     pipe.send(group.size())
     pipe.recv()
+
+
+def early_server(port: int, pipe: Pipe, key: str) -> None:
+    """Come to the meeting of a pair, and wait for the other end."""
+    gloo_group(pair_store(credentials(port).store, "early", key), 0, 2, timeout=timedelta(seconds=60))

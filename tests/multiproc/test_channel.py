@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from echo_peers import SECRET, Credentials, Echo, Ping, Pong, vanishing_client
+from echo_peers import SECRET, Credentials, Echo, Ping, Pong, early_server, vanishing_client
 from torch.distributed import TCPStore
 
 from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.transport import channel
+from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.handshake import Ask, ask_key
+from asyncflow.transport.frame import Limits
+from asyncflow.transport.handshake import Ask, ask_key, pair_store
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import ChannelServer
 
@@ -82,6 +85,32 @@ def test_client_that_asks_and_vanishes_blocks_nobody(
     began = time.monotonic()
     connect().call(Ping("hello"), timeout_s=10)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
+    start: Start, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, came: bool
+) -> None:
+    monkeypatch.setattr(channel, "_LEAST_MEETING_S", 0.2)
+    pair = pair_store(credentials.store, "early", "key")
+    if came:
+        early = start(early_server, "key")
+        deadline, pause = time.monotonic() + 20, threading.Event()
+        while not pair.list_keys():
+            assert time.monotonic() < deadline
+            pause.wait(0.01)
+        early.kill()
+    ended: list[str] = []
+
+    def connect() -> None:
+        with pytest.raises(TransportError) as caught:
+            Channel(pair, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
+        ended.append(str(caught.value))
+
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(10)
+    assert ended == ["channel to early: the peer did not connect"]
 
 
 def test_oversized_message_ends_only_the_channel_that_carried_it(server: Any, connect: Connect) -> None:

@@ -1,4 +1,5 @@
-"""What one unit has still to be told, in order. A thread of its own tells it, so that no unit waits for another.
+"""What one unit has still to be told, in order. A thread of its own tells it, so that no unit waits for another, and no
+life of a unit for an earlier one: a thread may wait long for an end that died while it was connecting.
 
     add --> told --> settled, forgotten
         '-> refused: the unit cannot confirm yet --> told again
@@ -45,8 +46,7 @@ class UnitBacklog:
         self._fresh = False
         self._again = False
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"orders-{unit}", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def add(self, message: Message) -> "Future[None]":
         """Have it told after everything that was added before.
@@ -64,33 +64,45 @@ class UnitBacklog:
     def catch_up(self) -> None:
         """Tell everything now, in the caller's thread: that of the backlog may wait for an earlier life of the unit.
 
+        What is added from now on is told by a new thread.
+
         Raises:
             TransportError: the unit does not answer; what it was not told is still owed.
         """
         for entry in self._all():
             self._tell_once(entry)
         with self._changed:
-            self._fresh = True  # the thread may just be told that the earlier life does not answer
-            self._changed.notify()
+            self._fresh = True  # the earlier thread may just have taken what was added meanwhile
+            self._begin()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """End the thread soon."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         """Wait for its end."""
         self._thread.join(timeout_s)
+
+    def _begin(self) -> None:
+        """Have a new thread tell; an earlier one ends as soon as it can."""
+        self._thread = threading.Thread(target=self._run, name=f"orders-{self._unit}", daemon=True)
+        self._thread.start()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._thread is not threading.current_thread()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 if self._again:
                     self._changed.wait(_RETRY_S)
-                while not self._closed and not self._fresh and not self._again:
+                while not self._over and not self._fresh and not self._again:
                     self._changed.wait()
-                if self._closed:
+                if self._over:
                     return
                 self._fresh = self._again = False
             self._tell_all()
@@ -106,6 +118,8 @@ class UnitBacklog:
                 self._again = True
                 continue
             except TransportError as error:
+                if self._over:  # the thread of the unit's new life tells what is left
+                    return
                 logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
                 reachable = False
             self._settle(entry)

@@ -185,6 +185,27 @@ def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_t
     assert bench.fenced == [], "reported once"
 
 
+def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_earlier_life(bench: Bench) -> None:
+    """The thread that connects to a process that dies may wait for long: a row that is put again must not."""
+    bench.units.silent.add("storage-0")
+    bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
+    _, earlier = bench.units.asked.get(timeout=10)
+    bench.units.silent.clear()
+    bench.orders.catch_up("storage-0")
+    assert bench.reports.get(timeout=10) == Fenced("ref", 7)
+    bench.orders.add(Fence("ref", 8, {"storage-0": (1,)}))
+    assert bench.reports.get(timeout=10) == Fenced("ref", 8)
+    assert not earlier.done()
+    earlier.set_exception(TransportError("it died"))
+    bench.carry_out(Quarantine({"storage-0": (3,)}))
+    assert bench.units.by_unit("storage-0") == [
+        FenceRows("ref", 7, [1]),
+        FenceRows("ref", 8, [1]),
+        QuarantineRows([3]),
+    ]
+    assert bench.fenced == [], "reported once"
+
+
 @pytest.mark.parametrize("refusal", [Superseded("gone again"), PeerRefused("controller-1 has not confirmed")])
 def test_refused_ack_of_lost_rows_is_not_told_again(bench: Bench, refusal: Exception) -> None:
     bench.units.answers["storage-0"] = [refusal]
