@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
-from workers.config import ModelConfig, RolloutConfig
+from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
@@ -24,7 +24,7 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 def make_engine(path: Path, **rollout: object) -> HfEngine:
     settings = {"max_response_tokens": 8, "batch_size": 64} | rollout
-    engine = HfEngine(path, ModelConfig(path=str(path)), rollout=RolloutConfig.model_validate(settings), device=CPU)
+    engine = HfEngine(path, ModelConfig(path=str(path)), sampling=SamplingConfig.model_validate(settings), device=CPU)
     engine.load_weights(weights_of(path))
     return engine
 
@@ -117,7 +117,7 @@ def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]
 
 def test_weights_are_cast_to_the_configured_type(model_dir: Path) -> None:
     config = ModelConfig(path=str(model_dir), dtype="bfloat16")
-    engine = HfEngine(model_dir, config, rollout=RolloutConfig(max_response_tokens=4), device=CPU)
+    engine = HfEngine(model_dir, config, sampling=SamplingConfig(max_response_tokens=4), device=CPU)
     engine.load_weights(weights_of(model_dir))
     answers = list(generate(engine, make_requests(4)))
     assert len(answers) == 4 and all(answer.log_probs_R.dtype == torch.float32 for answer in answers)

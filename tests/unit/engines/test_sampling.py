@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import RolloutConfig
+from workers.config import SamplingConfig
 from workers.engines.sampling import draw_tokens
 
 
-def config(**changes: float) -> RolloutConfig:
-    return RolloutConfig.model_validate({"max_response_tokens": 1} | changes)
+def config(**changes: float) -> SamplingConfig:
+    return SamplingConfig.model_validate({"max_response_tokens": 1} | changes)
 
 
 def test_frequencies_follow_the_tempered_distribution() -> None:
