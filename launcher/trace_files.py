@@ -14,10 +14,11 @@ _ROW, _LANE, _LEFT, _TOP = 22, 15, 120, 34
 _COLOURS = {
     "generate": "#4c78a8", "load weights": "#e45756", "forward_backward": "#54a24b", "optimizer": "#2f6b2a",
     "publish weights": "#b279a2", "checkpoint": "#9d755d", "ref_log_probs": "#f58518", "rewards": "#eeca3b",
+    "evaluate": "#72b7b2",
 }  # fmt: skip
-_OTHERS = ("#72b7b2", "#ff9da6", "#bab0ac", "#79706e", "#d67195")
+_OTHERS = ("#8cd17d", "#ff9da6", "#bab0ac", "#79706e", "#d67195")
 _WAITING = "#ececec"
-_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor")
+_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Rows from top to bottom; services follow."""
 
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
+from launcher.line_tail import MetricsTail
 from launcher.progress import (
-    MetricsTail,
     Progress,
     Status,
     final_lines,

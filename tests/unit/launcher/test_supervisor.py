@@ -31,7 +31,7 @@ def new_run() -> Supervisor:
         return GangSpec(name, role, int(index or 0), num_ranks, ("cpu",) * num_ranks)
 
     gangs = [gang(name, 4 if name == "actor" else 1) for name in NAMES]
-    return Supervisor(gangs, start_timeout_s=300.0, stop_timeout_s=30.0)
+    return Supervisor(gangs, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
 
 
 def started_run() -> Supervisor:
