@@ -232,6 +232,8 @@ class _Run:
 
     def _set_phase(self, phase: Phase) -> None:
         self._store.set_phase(phase)
+        if phase is Phase.EVALUATE:
+            self._progress.note("trained and saved; held-out prompts are still answered (Ctrl-C leaves that out)")
 
     def _show(self) -> None:
         """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""

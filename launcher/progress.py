@@ -143,14 +143,15 @@ def evaluation_line(evaluation: Metrics, last_step: int) -> str:
     parts = [
         f"held out, step {evaluation['step']}/{last_step}",
         f"reward {evaluation['reward_mean']:.3f}",
-        f"accuracy {_with_interval(evaluation)}",
+        f"accuracy {accuracy_text(evaluation)}",
         f"{evaluation['num_prompts']} prompts",
         f"{evaluation['seconds']:.2f} s",
     ]
     return "  ".join(parts)
 
 
-def _with_interval(evaluation: Metrics) -> str:
+def accuracy_text(evaluation: Metrics) -> str:
+    """Return the accuracy of an evaluation with its 95 % interval."""
     low, high = evaluation["accuracy_low"], evaluation["accuracy_high"]
     return f"{evaluation['accuracy']:.3f} ({low:.3f} to {high:.3f})"
 
@@ -182,7 +183,7 @@ def final_lines(
     """
     lines = [f"run directory: {run_dir}"]
     if evaluation is not None:
-        lines.append(f"held-out accuracy: {_with_interval(evaluation)} at step {evaluation['step']}")
+        lines.append(f"held-out accuracy: {accuracy_text(evaluation)} at step {evaluation['step']}")
     progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
     if code != DONE and resumable:
         lines.append(f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}")

@@ -227,7 +227,7 @@ class Supervisor:
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _observers(self) -> list[str]:
-        """Return the gangs that are left of those that nobody waits for, but at the end of the run."""
+        """Return what is left of the gangs that nobody waits for until the training is over."""
         return [name for name in self._left if self._gangs[name].role in OBSERVERS]
 
     def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,18 @@ def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str
         for left, right in zip(together, answers, strict=True):
             assert left.response_R.equal(right.response_R)
             torch.testing.assert_close(left.log_probs_R, right.log_probs_R, rtol=0, atol=2e-5)
+
+
+def test_greedy_answers_are_those_of_transformers_for_every_seed(model_dir: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    requests = make_requests(24)
+    reseeded = [GenerateRequest(each.index, each.prompt_P, seed=each.seed + 1000) for each in requests]
+    engine = make_engine(model_dir, temperature=0.0)
+    first, second = (by_index(list(generate(engine, batch))) for batch in (requests, reseeded))
+    for request, one, other in zip(requests, first, second, strict=True):
+        assert one.response_R.equal(other.response_R)
+        expected = model.generate(request.prompt_P[None], do_sample=False, max_new_tokens=8)[0, len(request.prompt_P) :]
+        assert one.response_R.equal(expected)
 
 
 def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]) -> None:

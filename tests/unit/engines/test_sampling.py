@@ -30,6 +30,14 @@ def test_filters_keep_the_likeliest_tokens_and_unfiltered_log_probs() -> None:
         torch.testing.assert_close(log_probs, logits[tokens])
 
 
+def test_temperature_0_takes_the_likeliest_token_whatever_is_drawn() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.9, -1.0]]).repeat(50, 1)
+    for changes in ({}, {"top_k": 2}, {"top_p": 0.1}):
+        tokens, log_probs = draw_tokens(logits, torch.rand(100), config(temperature=0.0, **changes))
+        assert tokens.tolist() == [1, 0] * 50
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
+
+
 def test_tiny_top_p_is_greedy() -> None:
     tokens, _ = draw_tokens(
         torch.tensor([[0.0, 3.0, 1.0]]).expand(9, 3), torch.linspace(0, 0.99, 9), config(top_p=1e-6)
