@@ -23,7 +23,7 @@ class GangSpec:
 
     Attributes:
         name: unique in the run, e.g. `actor`, `rollout-0`, `ref-1`, `storage-0`, `controller`.
-        role: `rollout actor ref reward advantages`, or the services `storage`, `controller`, `weights`.
+        role: `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`.
         index: which instance of the role this gang is, from 0.
         num_ranks: worker processes.
         devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`.

@@ -1,8 +1,7 @@
 """Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
 
-The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and `model.path` and `data.path` become
-absolute. Every problem is one `ConfigError` line. Called by the command line; it writes
-nothing.
+The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and `model.path`, `data.path` and
+`evaluate.path` become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
 """
 
 import copy
@@ -21,7 +20,8 @@ from launcher.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig
 
-_PATHS = ("model.path", "data.path")
+_PATHS = ("model", "data", "evaluate")
+"""Sections whose `path` names a file or directory."""
 
 
 def load_config(
@@ -51,14 +51,13 @@ def load_config(
     _settle_staleness(values, options)
     origins = Origins(file, options)
     config = _validate(values, origins)
-    paths = {name: _absolute(config, name, source.parent, first_cwd=name in options) for name in _PATHS}
-    return config.model_copy(
-        update={
-            "roles": check_roles(config.roles),
-            "model": config.model.model_copy(update={"path": str(paths["model.path"])}),
-            "data": config.data.model_copy(update={"path": str(paths["data.path"])}),
-        }
-    )
+    resolved: dict[str, Any] = {"roles": check_roles(config.roles)}
+    for name in _PATHS:
+        section = getattr(config, name)
+        if section.path is not None:
+            path = _absolute(section.path, f"{name}.path", source.parent, first_cwd=f"{name}.path" in options)
+            resolved[name] = section.model_copy(update={"path": str(path)})
+    return config.model_copy(update=resolved)
 
 
 def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
@@ -129,10 +128,8 @@ def _refuse_surprises(given: Any, settled: Any, origins: Origins, keys: tuple[st
             raise ConfigError(f"{name}: {settled} is not finite{where}; give a finite number")
 
 
-def _absolute(config: RunConfig, name: str, beside: Path, *, first_cwd: bool) -> Path:
+def _absolute(text: str, name: str, beside: Path, *, first_cwd: bool) -> Path:
     """Find a relative path beside the config file, else in the working directory; the other way round for `--set`."""
-    section, field = name.split(".")
-    text: str = getattr(getattr(config, section), field)
     places = [Path.cwd(), beside] if first_cwd else [beside, Path.cwd()]
     candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:

@@ -7,6 +7,7 @@ from launcher.batch_sizes import num_micro_batches
 from launcher.preflight import Preflight
 from launcher.table import table
 from launcher.torchrun import torchrun_line
+from workers.dataflow import OBSERVERS
 
 SERVICES = {
     "controller": "leases and readiness of its tasks; the first one admits prompts",
@@ -43,6 +44,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("per actor rank", f"{num_micro_batches(config)} micro-batches x {micro} samples (actor:{ranks})"),
         ("devices", devices),
     ]
+    if checked.num_held_out:
+        rows.insert(-1, ("held out", _evaluation(checked)))
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
@@ -84,7 +87,16 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
     return "\n".join([intro, *(torchrun_line(run_dir, gang) for gang in gangs)])
 
 
+def _evaluation(checked: Preflight) -> str:
+    own, engine = checked.config.evaluate, checked.config.evaluate.sampling(checked.config.rollout)
+    drawn = f"temperature {engine.temperature:g}" if engine.temperature else "greedy"
+    prompts = f"{checked.num_held_out:,} prompts x {own.n_samples_per_prompt} answers ({drawn})"
+    return f"{own.path}  {prompts}, every {own.interval} steps"
+
+
 def _work(checked: Preflight, role: str) -> str:
+    if role in OBSERVERS:
+        return "answers held-out prompts with every due version of the weights"
     names = [" + ".join((task.name, *task.fused)) for task in checked.tasks if task.role == role]
     return ", ".join(names)
 

@@ -18,11 +18,12 @@ WAITING = "#e4e4e4"
 _COLOURS = {
     "generate": "#4c78a8", "load weights": "#e45756",
     "rewards": "#eeca3b", "ref_log_probs": "#f58518", "compute_advantages_and_returns": "#72b7b2",
+    "evaluate": "#a0a03c",
     "forward_backward": "#54a24b", "optimizer": "#2f6b2a", "publish weights": "#b279a2", "checkpoint": "#9d755d",
     "copy weights": "#d9b8d2", "seal weights": "#7f5a83", "receive weights": "#f7c1be", "check weights": "#ee9490",
 }  # fmt: skip
 _OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
-_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor")
+_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
 """Rows from top to bottom; services follow."""
 _SWAP = "load weights"
 _SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10

@@ -22,8 +22,9 @@ from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
 from asyncflow.lifeline import STOP_SIGNALS
 from launcher import preload
-from launcher.progress import MetricsTail, Progress, Status, final_lines, print_line
-from launcher.rundir import has_checkpoint
+from launcher.line_tail import EvaluationTail, MetricsTail
+from launcher.progress import Progress, Status, final_lines, print_line
+from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.supervisor import (
     FAILED,
     AllReady,
@@ -110,19 +111,20 @@ def run_job(
             progress = stack.enter_context(Progress(gangs, last_step=config.steps, started_at=started_at))
             run = _Run(config, job, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
             finish = run.until_finished()
-        _say_how_it_ended(finish, run_dir, step=progress.last_finished_step, job=job)
+        _say_how_it_ended(finish, run_dir, progress=progress, job=job)
     return finish.code
 
 
-def _say_how_it_ended(finish: Finish, run_dir: Path, *, step: int, job: Job) -> None:
+def _say_how_it_ended(finish: Finish, run_dir: Path, *, progress: Progress, job: Job) -> None:
     lines = final_lines(
         finish.code,
         finish.message,
-        step=step,
+        step=progress.last_finished_step,
         last_step=job.last_step,
         elapsed_s=time.time() - job.started_at,
         run_dir=run_dir,
         resumable=has_checkpoint(run_dir),
+        evaluation=progress.last_evaluation,
     )
     for line in lines:
         print_line(line, err=finish.code == FAILED)
@@ -152,10 +154,12 @@ class _Run:
         self._store = store
         self._events = events
         self._progress = progress
-        self._tail = MetricsTail(run_dir / "metrics.jsonl", lineage=job.lineage)
+        self._tail = MetricsTail(run_dir / METRICS_FILE, lineage=job.lineage)
+        self._evaluations = EvaluationTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
             job.gangs,
             start_timeout_s=config.launcher.start_timeout_s,
+            evaluate_timeout_s=config.evaluate.timeout_s,
             stop_timeout_s=config.launcher.stop_timeout_s,
         )
         self._deadlines: dict[Timer, float] = {}
@@ -230,6 +234,8 @@ class _Run:
 
     def _set_phase(self, phase: Phase) -> None:
         self._store.set_phase(phase)
+        if phase is Phase.EVALUATE:
+            self._progress.note("trained and saved; held-out prompts are still answered (Ctrl-C leaves that out)")
 
     def _show(self) -> None:
         """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
@@ -242,6 +248,8 @@ class _Run:
                 self._progress.ready(len(self._ranks))
         for metrics in finished_steps:
             self._progress.step(metrics)
+        for evaluation in self._evaluations.read():
+            self._progress.evaluation(evaluation)
         self._progress.update(self._statuses)
 
     def _missing(self) -> list[str]:

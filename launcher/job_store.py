@@ -1,6 +1,6 @@
 """The job store: a TCPStore in the head launcher, and the keys through which launcher and workers see each other.
 
-    phase              run | stop | exit                                        launcher -> workers
+    phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher

@@ -25,6 +25,7 @@ class Preflight:
         gangs: every gang of the run.
         tasks: what the queue serves, with fused tasks folded in.
         num_prompts: rows of the data.
+        num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
     """
 
@@ -33,6 +34,7 @@ class Preflight:
     gangs: tuple[GangSpec, ...]
     tasks: tuple[PlacedTask, ...]
     num_prompts: int
+    num_held_out: int
     num_parameters: int
 
 
@@ -53,6 +55,7 @@ def check_run(config: RunConfig) -> Preflight:
     _check_queue(config)
     _check_export(config)
     _check_sim(config)
+    _check_evaluate(config)
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
@@ -60,7 +63,8 @@ def check_run(config: RunConfig) -> Preflight:
     _check_positions(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
     check_prompts(rows, config.data, model_dir=Path(config.model.path))
-    return Preflight(config, devices, gangs, tasks, len(rows), count_parameters(Path(config.model.path)))
+    num_held_out = _check_held_out(config)
+    return Preflight(config, devices, gangs, tasks, len(rows), num_held_out, count_parameters(Path(config.model.path)))
 
 
 def count_parameters(model_dir: Path) -> int:
@@ -82,18 +86,54 @@ def _check_positions(config: RunConfig) -> None:
     from workers.model_files import max_positions
 
     limit = max_positions(Path(config.model.path))
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if limit is None or prompt + response <= limit or config.rollout.engine == "sim":
-        return
-    if response >= limit:
+    prompt = config.data.max_prompt_tokens
+    for section, response in (
+        ("rollout", config.rollout.max_response_tokens),
+        ("evaluate", config.evaluate.sampling(config.rollout).max_response_tokens),
+    ):
+        if section not in config.roles or getattr(config, section).engine == "sim":
+            continue
+        if limit is None or prompt + response <= limit:
+            continue
+        name = f"{section}.max_response_tokens"
+        if response >= limit:
+            raise ConfigError(
+                f"{name}: {response} leave no room for a prompt, the model has {limit} positions "
+                f"(max_position_embeddings); set it below {limit}"
+            )
         raise ConfigError(
-            f"rollout.max_response_tokens: {response} leave no room for a prompt, the model has {limit} positions "
-            f"(max_position_embeddings); set it below {limit}"
+            f"data.max_prompt_tokens: {prompt} and {name} {response} together are more than the model's {limit} "
+            f"positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
         )
-    raise ConfigError(
-        f"data.max_prompt_tokens: {prompt} and rollout.max_response_tokens {response} together are more than the "
-        f"model's {limit} positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
-    )
+
+
+def _check_evaluate(config: RunConfig) -> None:
+    """Refuse evaluators without prompts, and more of them than there are versions to evaluate."""
+    num_ranks = config.roles.get("evaluate", 0)
+    if num_ranks and config.evaluate.path is None:
+        raise ConfigError(
+            "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts "
+            "(--set evaluate.path=FILE), or leave the role out"
+        )
+    num_due = -(-config.steps // config.evaluate.interval) + 1
+    if num_ranks > num_due:
+        raise ConfigError(
+            f"roles: evaluate:{num_ranks} are more than the {num_due} versions that are evaluated up to step "
+            f"{config.steps}; launch {num_due} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
+        )
+
+
+def _check_held_out(config: RunConfig) -> int:
+    """Check the held-out prompts as the training data is checked; return how many are evaluated."""
+    from workers.data import read_prompt_rows
+    from workers.prompt_check import check_prompts
+
+    if "evaluate" not in config.roles:
+        return 0
+    data = config.evaluate.prompts(config.data)
+    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
+    check_prompts(rows, data, model_dir=Path(config.model.path))
+    return len(rows)
 
 
 def _check_queue(config: RunConfig) -> None:
@@ -136,6 +176,8 @@ def _check_sim(config: RunConfig) -> None:
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
+    if "evaluate" in config.roles:
+        engines["evaluate"] = config.evaluate.engine
     if "sim" not in engines.values():
         return
     if set(engines.values()) != {"sim"}:

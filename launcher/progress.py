@@ -1,10 +1,9 @@
 """Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
 
 `launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, the
-lower half reads `metrics.jsonl` and writes to the terminal. It and the command line are the only code that prints.
+lower half writes to the terminal. It and the command line are the only code that prints.
 """
 
-import json
 import logging
 import os
 import shlex
@@ -30,9 +29,10 @@ STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
-VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd"})
+VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "evaluate"})
 ROLE_ORDER = (
-    "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "controller", "storage", "weights",
+    "rollout", "actor", "critic", "actor_fwd", "ref", "reward", "advantages", "evaluate",
+    "controller", "storage", "weights",
 )  # fmt: skip
 
 Metrics = Mapping[str, Any]
@@ -110,12 +110,13 @@ def _versions(role: str, ranks: Sequence[Status | None]) -> str:
     return f"v{low}" if low == high else f"v{low}-{high}"
 
 
-def headline(metrics: Metrics | None, last_step: int, elapsed_s: float) -> str:
-    """Return the newest step's figures in one line; those that are missing are left out."""
-    if metrics is None:
-        return f"step 0/{last_step} · {_clock(elapsed_s)}"
-    figures = [f"step {metrics['step']}/{last_step}", *_figures(metrics), _clock(elapsed_s)]
-    return " · ".join(figures)
+def headline(metrics: Metrics | None, last_step: int, elapsed_s: float, evaluation: Metrics | None = None) -> str:
+    """Return the newest step's figures, and the newest evaluation's, in one line; what is missing is left out."""
+    step = 0 if metrics is None else metrics["step"]
+    figures = [] if metrics is None else _figures(metrics)
+    if evaluation is not None:
+        figures.append(f"held out {evaluation['accuracy']:.3f} (step {evaluation['step']})")
+    return " · ".join([f"step {step}/{last_step}", *figures, _clock(elapsed_s)])
 
 
 def step_line(metrics: Metrics, last_step: int) -> str:
@@ -137,6 +138,24 @@ def _figures(metrics: Metrics) -> list[str]:
     return [*shown("reward_mean", "reward", ".3f"), *shown("accuracy", "accuracy", ".3f"), *staleness, *tokens]
 
 
+def evaluation_line(evaluation: Metrics, last_step: int) -> str:
+    """Return the plain line of one evaluation on held-out prompts."""
+    parts = [
+        f"held out, step {evaluation['step']}/{last_step}",
+        f"reward {evaluation['reward_mean']:.3f}",
+        f"accuracy {accuracy_text(evaluation)}",
+        f"{evaluation['num_prompts']} prompts",
+        f"{evaluation['seconds']:.2f} s",
+    ]
+    return "  ".join(parts)
+
+
+def accuracy_text(evaluation: Metrics) -> str:
+    """Return the accuracy of an evaluation with its 95 % interval."""
+    low, high = evaluation["accuracy_low"], evaluation["accuracy_high"]
+    return f"{evaluation['accuracy']:.3f} ({low:.3f} to {high:.3f})"
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -144,7 +163,15 @@ def _clock(seconds: float) -> str:
 
 
 def final_lines(
-    code: int, message: str, *, step: int, last_step: int, elapsed_s: float, run_dir: Path, resumable: bool
+    code: int,
+    message: str,
+    *,
+    step: int,
+    last_step: int,
+    elapsed_s: float,
+    run_dir: Path,
+    resumable: bool,
+    evaluation: Metrics | None = None,
 ) -> list[str]:
     """Return the last lines of the command: where the run is, how to go on, and, last of all, how it ended.
 
@@ -152,8 +179,11 @@ def final_lines(
         code, message: the supervisor's `Finish`.
         step: the newest finished step; 0 when this start finished none.
         resumable: whether there is a checkpoint.
+        evaluation: of the newest version that this start evaluated.
     """
     lines = [f"run directory: {run_dir}"]
+    if evaluation is not None:
+        lines.append(f"held-out accuracy: {accuracy_text(evaluation)} at step {evaluation['step']}")
     progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
     if code != DONE and resumable:
         lines.append(f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}")
@@ -168,42 +198,6 @@ def final_lines(
     return lines
 
 
-class MetricsTail:
-    """Reads the lines of `metrics.jsonl` as they are finished, each step of this lineage once and in order."""
-
-    def __init__(self, path: Path, *, lineage: int) -> None:
-        self._path = path
-        self._lineage = lineage
-        self._identity: tuple[int, int] | None = None
-        self._offset = 0
-        self._last_step = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the steps that were finished since the last call; starts again when the file was cut or replaced."""
-        try:
-            facts = self._path.stat()
-        except FileNotFoundError:
-            return []
-        identity = (facts.st_dev, facts.st_ino)
-        if identity != self._identity or facts.st_size < self._offset:
-            self._identity, self._offset = identity, 0
-        if facts.st_size == self._offset:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        steps = [json.loads(line) for line in whole.splitlines() if line.strip()]
-        return [step for step in steps if self._is_news(step)]
-
-    def _is_news(self, step: Metrics) -> bool:
-        if step.get("lineage", self._lineage) < self._lineage or step["step"] <= self._last_step:
-            return False
-        self._last_step = step["step"]
-        return True
-
-
 class Progress:
     """The command's output while the run goes on; a context manager around it."""
 
@@ -215,6 +209,7 @@ class Progress:
         self._started_at = started_at
         self._console = console or Console(highlight=False)
         self._metrics: Metrics | None = None
+        self._evaluation: Metrics | None = None
         self._statuses: Statuses = {}
         self._note = ""
         self._live: Live | None = None
@@ -236,6 +231,11 @@ class Progress:
         """The newest finished step of this start; 0 before the first."""
         return 0 if self._metrics is None else int(self._metrics["step"])
 
+    @property
+    def last_evaluation(self) -> Metrics | None:
+        """That of the newest version that this start evaluated."""
+        return self._evaluation
+
     def ready(self, num_workers: int) -> None:
         """All ranks are at work."""
         self._say(f"started {num_workers} workers in {time.time() - self._started_at:.1f} s")
@@ -244,6 +244,12 @@ class Progress:
         """A step was finished."""
         self._metrics = metrics
         self._say(step_line(metrics, self._last_step))
+
+    def evaluation(self, evaluation: Metrics) -> None:
+        """A version was evaluated on held-out prompts."""
+        if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
+            self._evaluation = evaluation
+        self._say(evaluation_line(evaluation, self._last_step))
 
     def note(self, text: str) -> None:
         """Something the user should know now, e.g. that a stop is under way."""
@@ -270,7 +276,10 @@ class Progress:
         table = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
             table.add_row(Text(role, style="bold"), Text(count), Text(activity), Text(version, style="cyan"))
-        lines: list[Text | Table] = [Text(headline(self._metrics, self._last_step, now - self._started_at)), table]
+        lines: list[Text | Table] = [
+            Text(headline(self._metrics, self._last_step, now - self._started_at, self._evaluation)),
+            table,
+        ]
         return Group(*lines, *([Text(self._note, style="yellow")] if self._note else []))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import user_path
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUNS
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, LEDGER_FILE, METRICS_FILE, RUNS
 from launcher.yaml_file import read_yaml
 from workers.config import RunConfig
 
@@ -31,7 +31,7 @@ _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_pe
 """Settings that decide which prompt, which rows and which step group g has."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
-_CUT_FILES = (LEDGER_FILE, METRICS_FILE)
+_CUT_FILES = (LEDGER_FILE, METRICS_FILE, EVALUATION_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _START_SLACK_S = 5.0
 
@@ -89,7 +89,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
-            which prompt a group has, the model is another one, or the ledger or metrics cannot be read.
+            which prompt a group has, the model is another one, or ledger, metrics or evaluations cannot be read.
     """
     from workers.model_files import model_fingerprint
 
@@ -164,7 +164,8 @@ def running_launcher(run_dir: Path) -> int | None:
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:
-    """Cut the run back to the checkpoint's step: newer checkpoints aside, then ledger and metrics, each atomically.
+    """Cut the run back to the checkpoint's step: newer checkpoints aside, then ledger, metrics and evaluations, each
+    atomically.
 
     In this order a crash in between leaves a run from which `--resume latest` does the rest.
 

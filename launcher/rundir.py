@@ -1,7 +1,7 @@
 """The run directory: its default name, whether a new run may use it, and its layout. Nothing is written before the
 whole configuration has been accepted.
 
-    config.yaml  metrics.jsonl  ledger.jsonl  logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
+    config.yaml  metrics.jsonl  ledger.jsonl  evaluation.jsonl  logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
 """
 
 import fcntl
@@ -23,9 +23,11 @@ RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
-OWN_NAMES = frozenset({CONFIG_FILE, METRICS_FILE, LEDGER_FILE, *DIRECTORIES, "reference", "job.json", "export-id"})
+_LINES = (METRICS_FILE, LEDGER_FILE, EVALUATION_FILE)
+OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
@@ -50,7 +52,7 @@ def check_new_run_dir(path: Path) -> None:
     Raises:
         ConfigError: it holds a run already, is not a directory, or cannot be written.
     """
-    held = [name for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE, *DIRECTORIES) if (path / name).exists()]
+    held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
     if held:
         advice = f"continue it with --resume {path}" if has_checkpoint(path) else "remove it (it has no checkpoint)"
         raise ConfigError(

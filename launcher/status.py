@@ -14,8 +14,10 @@ import msgspec
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
-from launcher.progress import Status, Statuses, role_rows
+from launcher.line_tail import LineTail
+from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.resume import running_launcher
+from launcher.rundir import EVALUATION_FILE
 from launcher.table import table
 from workers.config import RunConfig
 from workers.dataflow import WEIGHTS
@@ -39,6 +41,7 @@ class RunStatus:
         controllers: counts of each controller, the lead first.
         units: what each storage unit holds.
         weights: what each weight agent holds, and who computes with which version.
+        evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
     """
 
     run_dir: Path
@@ -47,6 +50,7 @@ class RunStatus:
     controllers: "Sequence[QueueStats]"
     units: "Mapping[str, UnitStats]"
     weights: "Mapping[str, AgentStatus]"
+    evaluation: Mapping[str, Any] | None = None
 
     def as_json(self) -> str:
         """Return everything as one JSON object (SI units)."""
@@ -56,6 +60,7 @@ class RunStatus:
             "controllers": [msgspec.to_builtins(stats) for stats in self.controllers],
             "units": {name: msgspec.to_builtins(stats) for name, stats in self.units.items()},
             "weights": {name: msgspec.to_builtins(status) for name, status in self.weights.items()},
+            "evaluation": None if self.evaluation is None else dict(self.evaluation),
         }
         return json.dumps(fields, indent=2)
 
@@ -63,7 +68,12 @@ class RunStatus:
         """Return tables for a person."""
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
         tables = [table(rows) for rows in (self._tasks(), self._units(), self._weights())]
-        return "\n\n".join([str(self.run_dir), table(roles), self._queue(), *tables])
+        return "\n\n".join([str(self.run_dir), table(roles), *self._held_out(), self._queue(), *tables])
+
+    def _held_out(self) -> list[str]:
+        if self.evaluation is None:
+            return []
+        return [f"held-out accuracy: {accuracy_text(self.evaluation)} at step {self.evaluation['step']}"]
 
     def _queue(self) -> str:
         lead = self.controllers[0]
@@ -142,11 +152,18 @@ def ask_status(run_dir: Path) -> RunStatus:
         weights = {agent: ask_agent(credentials, agent, "status", timeout_s=_TIMEOUT_S) for agent in agents}
         client = QueueClient(credentials, "status", config=config)
         try:
-            return RunStatus(run_dir, job.gangs, ranks, client.stats(), client.unit_stats(), weights)
+            return RunStatus(
+                run_dir, job.gangs, ranks, client.stats(), client.unit_stats(), weights, _newest_evaluation(run_dir)
+            )
         finally:
             client.close()
     except DistError as error:
         raise TransportError(f"{run_dir}: the run does not answer; is it starting or stopping?") from error
+
+
+def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
+    lines = LineTail(run_dir / EVALUATION_FILE).read()
+    return max(lines, key=lambda line: int(line["step"]), default=None)
 
 
 def _ranks(job: Job, store: Any) -> dict[tuple[str, int], Status]:

@@ -2,11 +2,14 @@
 
 `launcher.job` feeds it and carries out what it says. A run moves through phases, only forwards:
 
-    run ----> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
-     |  the actor saves   ^  services leave
-     '--------------------'  the actor or a service failed: nobody can save, all leave at once
+    run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
+     | '-> evaluate -^  |       ^  services leave
+     |                  '- the actor saves
+     '--------------------------'  the actor or a service failed: nobody can save, all leave at once
 
-Work gangs leave in `stop`, services only in `exit`, when no work gang is left.
+In `evaluate` the last step is saved, and held-out prompts are still answered: only a run that trained to its end is
+there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
+gang is left.
 """
 
 from collections.abc import Iterable
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncflow.job import GangSpec
-from workers.dataflow import SERVICES
+from workers.dataflow import OBSERVERS, SERVICES
 
 TRAINERS = frozenset({"actor", "critic"})
 EXIT_TIMEOUT_S = 5.0
@@ -30,6 +33,7 @@ class Phase(StrEnum):
     """Value of the store key `phase`, which every worker watches."""
 
     RUN = "run"
+    EVALUATE = "evaluate"
     STOP = "stop"
     EXIT = "exit"
 
@@ -38,6 +42,7 @@ class Timer(StrEnum):
     """Deadlines that the supervisor asks for."""
 
     START = "start"
+    EVALUATE = "evaluate"
     STOP = "stop"
     EXIT = "exit"
 
@@ -125,10 +130,13 @@ Instruction = SetPhase | Arm | KillGang | Finish
 class Supervisor:
     """State of one run; see the module."""
 
-    def __init__(self, gangs: Iterable[GangSpec], *, start_timeout_s: float, stop_timeout_s: float) -> None:
+    def __init__(
+        self, gangs: Iterable[GangSpec], *, start_timeout_s: float, evaluate_timeout_s: float, stop_timeout_s: float
+    ) -> None:
         self._gangs = {gang.name: gang for gang in gangs}
         self._left = dict.fromkeys(self._gangs)
         self._start_timeout_s = start_timeout_s
+        self._evaluate_timeout_s = evaluate_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._phase = Phase.RUN
         self._failures: list[GangExited] = []
@@ -136,6 +144,7 @@ class Supervisor:
         self._last_step_done = False
         self._stop_requested = False
         self._finished = False
+        self._complaint = ""
 
     def start(self) -> list[Instruction]:
         """Return the first instructions."""
@@ -171,6 +180,8 @@ class Supervisor:
             self._failures.append(GangExited(event.gang, 1, "it left while the run was going on", 0, event.at))
             instructions += self._enter(Phase.EXIT)
         elif gang.role in TRAINERS:
+            instructions += self._enter(Phase.EVALUATE if self._last_step_done and self._observers() else Phase.STOP)
+        elif self._phase is Phase.EVALUATE and not self._observers():
             instructions += self._enter(Phase.STOP)
         if all(self._gangs[name].role in SERVICES for name in self._left):
             instructions += self._enter(Phase.EXIT)
@@ -187,6 +198,10 @@ class Supervisor:
             case Timer.START if not self._all_ready and self._phase is Phase.RUN:
                 text = f"not at work {self._start_timeout_s:g} s after the start (launcher.start_timeout_s)"
                 return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; see logs/")
+            case Timer.EVALUATE if self._phase is Phase.EVALUATE:
+                text = f"not ready {self._evaluate_timeout_s:g} s after the last step (evaluate.timeout_s); given up"
+                self._complaint = f"{', '.join(self._observers())}: {text}"
+                return self._enter(Phase.STOP)
             case Timer.STOP if self._phase is Phase.STOP:
                 text = f"still running {self._stop_timeout_s:g} s after the stop (launcher.stop_timeout_s); killed"
                 late = [name for name in self._left if self._gangs[name].role not in SERVICES]
@@ -201,6 +216,8 @@ class Supervisor:
         if order.index(phase) <= order.index(self._phase):
             return []
         self._phase = phase
+        if phase is Phase.EVALUATE:
+            return [SetPhase(phase), Arm(Timer.EVALUATE, self._evaluate_timeout_s)]
         if phase is Phase.STOP:
             return [SetPhase(phase), Arm(Timer.STOP, self._stop_timeout_s)]
         if not self._all_ready:
@@ -209,11 +226,16 @@ class Supervisor:
             timeout_s = EXIT_TIMEOUT_S if self._failures else self._stop_timeout_s  # the last weights are exported
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
+    def _observers(self) -> list[str]:
+        """Return what is left of the gangs that nobody waits for until the training is over."""
+        return [name for name in self._left if self._gangs[name].role in OBSERVERS]
+
     def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:
         return [*(KillGang(name) for name in self._left), self._finish(complaint)]
 
     def _finish(self, complaint: str = "") -> Finish:
         self._finished = True
+        complaint = complaint or self._complaint
         if self._failures:
             return Finish(FAILED, self._cause())
         if self._last_step_done:

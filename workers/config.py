@@ -4,10 +4,10 @@ The launcher reads, checks and resolves it (`launcher.config`); workers load the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
@@ -60,8 +60,8 @@ class RewardConfig(Settings):
     """Deadline of one call of a user's function (s)."""
 
 
-class RolloutConfig(Settings):
-    """Generation."""
+class SamplingConfig(Settings):
+    """What a generating engine needs to know."""
 
     engine: Literal["hf", "sim"] = "hf"
     """Generating engine; `hf`: transformers; `sim`: sleeps, see `sim`."""
@@ -69,12 +69,19 @@ class RolloutConfig(Settings):
     """Answers generated at the same time by one instance; rounded down to whole groups, at least one."""
     max_response_tokens: int = Field(ge=1)
     """Longest answer (tokens); a longer one is cut and flagged."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0: the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
     top_k: int = Field(0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
+
+
+class RolloutConfig(SamplingConfig):
+    """Generation."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
     truncated: Literal["train", "mask"] = "train"
     """Answers cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     samples_per_step: int = Field(8, ge=0)
@@ -113,6 +120,53 @@ class RefConfig(Settings):
     """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
     """Answers per forward."""
+
+
+class EvaluateConfig(Settings):
+    """Evaluation on held-out prompts while training goes on, by the role `evaluate`."""
+
+    path: str | None = None
+    """JSONL file of held-out prompts, with the fields and templates of `data`; the role needs it. Relative: beside the
+    config file, else in the working directory."""
+    interval: int = Field(10, ge=1)
+    """Evaluate the weights of step 0 and of every so many steps, and those of the last step."""
+    max_prompts: int = Field(0, ge=0)
+    """Take the first so many prompts of the file; 0: all."""
+    n_samples_per_prompt: int = Field(1, ge=1)
+    """Answers per prompt."""
+    engine: Literal["hf", "sim"] = "hf"
+    """Generating engine; see `rollout.engine`."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0: greedy, every token is the likeliest."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling; null: as rollout. Nothing to a greedy answer."""
+    top_k: int | None = Field(None, ge=0)
+    """Keep the k likeliest tokens; null: as rollout. Nothing to a greedy answer."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Longest answer (tokens); null: as rollout."""
+    timeout_s: float = Field(600.0, gt=0)
+    """How long a run whose last step is trained and saved waits for evaluations to end (s)."""
+
+    @model_validator(mode="after")
+    def _answers_to_a_prompt_differ(self) -> Self:
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            raise ValueError(
+                f"{self.n_samples_per_prompt} greedy answers to one prompt are all the same; set n_samples_per_prompt "
+                f"to 1, or temperature above 0"
+            )
+        return self
+
+    def prompts(self, data: DataConfig) -> DataConfig:
+        """Return how the held-out prompts are read: as the training data, in file order. Needs `path`."""
+        assert self.path is not None, "the preflight checks refuse the role without a path"
+        return data.model_copy(update={"path": self.path, "shuffle": False})
+
+    def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
+        """Return how held-out prompts are answered; what is null here is as in the rollout."""
+        own = {name: getattr(self, name) for name in ("engine", "temperature", "top_p", "top_k", "max_response_tokens")}
+        given = {name: value for name, value in own.items() if value is not None}
+        inherited = {name: getattr(rollout, name) for name in SamplingConfig.model_fields}
+        return SamplingConfig.model_validate(inherited | given)
 
 
 class CheckpointConfig(Settings):
@@ -163,6 +217,7 @@ class RunConfig(Settings):
     rollout: RolloutConfig
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     sim: SimConfig = SimConfig()
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()

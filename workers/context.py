@@ -25,6 +25,7 @@ from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
 from workers.config import RunConfig
+from workers.dataflow import OBSERVERS
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class WorkerContext:
         self.timeline.flush()
 
     def _obey(self, phase: str) -> None:
-        if phase in ("stop", "exit"):
+        if phase in ("stop", "exit") or (phase == "evaluate" and self.gang.role not in OBSERVERS):
             self.stopping.set()
         if phase == "exit":
             self.exiting.set()

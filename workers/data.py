@@ -31,8 +31,13 @@ class PromptRow:
     line: int
 
 
-def read_prompt_rows(path: Path, config: DataConfig) -> list[PromptRow]:
+def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") -> list[PromptRow]:
     """Read all rows; blank lines are passed over.
+
+    Args:
+        path: the file.
+        config: its fields and templates.
+        key: of the setting that names the file, for errors.
 
     Raises:
         ConfigError: the file cannot be read or holds no rows; a row is malformed or lacks a field (with file:line);
@@ -41,15 +46,15 @@ def read_prompt_rows(path: Path, config: DataConfig) -> list[PromptRow]:
     check_templates(config)
     if path.exists() and not path.is_file():
         what = "a directory" if path.is_dir() else "no regular file, and every start reads it again"
-        raise ConfigError(f"data.path: {path} is {what}; name a JSONL file")
+        raise ConfigError(f"{key}: {path} is {what}; name a JSONL file")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a JSONL file") from error
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a JSONL file") from error
     lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
     rows = [_read_row(text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
     if not rows:
-        raise ConfigError(f"data.path: {path} holds no rows; write one JSON object a line")
+        raise ConfigError(f"{key}: {path} holds no rows; write one JSON object a line")
     return rows
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from asyncflow.errors import ConfigError
 
-ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages")
+ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages", "evaluate")
 ALIASES = {"reference": "ref"}
-ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd")
+ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd", "evaluate")
 """Roles that take a device per rank, in the order in which they get them."""
+OBSERVERS = frozenset({"evaluate"})
+"""Roles without a task: they read no queue and only look at the weights, so nobody waits for them."""
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
 """Processes that are no role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
@@ -75,12 +77,13 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
     Args:
         tasks: producers before consumers.
-        launched: canonical role names.
+        launched: canonical role names; observers are passed over.
     Raises:
         ConfigError: a launched role has no task in this graph, a task's host was not launched, or a task would wait
             for a column that only exists inside another role's task.
     """
     useful = {task.role for task in tasks}
+    launched = [role for role in launched if role not in OBSERVERS]
     for role in launched:
         if role not in useful:
             raise ConfigError(

@@ -20,6 +20,7 @@ ROLE_LOOPS = {
     "ref": "workers.scoring:run_ref",
     "reward": "workers.scoring:run_reward",
     "advantages": "workers.scoring:run_advantages",
+    "evaluate": "workers.evaluate:run_evaluate",
     "storage": "workers.services:run_storage",
     "controller": "workers.services:run_controller",
     "weights": "workers.services:run_weights",

@@ -69,12 +69,15 @@ class Rollout:
         config = context.config
         self._context = context
         self._config = config
-        self._engine = load_generate_engine(config, device=context.device)
+        self._engine = load_generate_engine(config, config.rollout, device=context.device)
         task = next(task for task in launched_tasks(context.config, context.job) if task.role == "rollout")
         self._scorer = None
         if "rewards" in task.fused:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
-        self._samples = SampleLog(context.run_dir, context.gang.name, config)
+        self._samples = SampleLog(
+            context.run_dir, context.gang.name,
+            shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
+        )  # fmt: skip
         self._client = context.queue_client()
         self._wake = threading.Event()
         self._receiver = open_receiver(

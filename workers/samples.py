@@ -1,23 +1,27 @@
 """Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
 
-Written by the rollout as answers are put; nothing reads it back.
+Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back.
 """
 
 import json
 from pathlib import Path
 
-from workers.config import RunConfig
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 
 
 class SampleLog:
-    """Writes the answers of the first `rollout.samples_per_step` groups of each step that this instance generated."""
+    """Writes the answers of the first few groups of each step that this instance generated."""
 
-    def __init__(self, run_dir: Path, gang: str, config: RunConfig) -> None:
+    def __init__(self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int) -> None:
+        """Args:
+        run_dir, gang: say which file.
+        shown: `rollout.samples_per_step`.
+        groups_per_step: group ids go on from step to step.
+        """
         self._file = (run_dir / "samples" / f"{gang}.jsonl").open("a", encoding="utf-8")
-        self._batch = config.schedule.rollout_batch_size
-        self._per_step = config.rollout.samples_per_step
+        self._shown = shown
+        self._groups_per_step = groups_per_step
 
     def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int) -> None:
         """Write one answer, if its group is among those shown.
@@ -26,7 +30,7 @@ class SampleLog:
             generation, scored: the answer.
             step, group: that it belongs to.
         """
-        if group % self._batch >= self._per_step:
+        if group % self._groups_per_step >= self._shown:
             return
         line = {
             "step": step,

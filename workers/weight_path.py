@@ -56,6 +56,7 @@ def open_receiver(
     arrived: Callable[[], None] = lambda: None,
     purpose: str = "",
     wanted: Callable[[Version], bool] | None = None,
+    guest: bool = False,
 ) -> WeightReceiver:
     """Return a receiver of what the trainer publishes.
 
@@ -66,6 +67,7 @@ def open_receiver(
         arrived: called, by another thread, when a newer version is at hand.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
+        guest: the trainer does not wait for the memory that it reads.
     """
     config = context.config.weightsync
     name = f"{context.name}-{purpose}" if purpose else context.name
@@ -76,7 +78,7 @@ def open_receiver(
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
         device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
-        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted,
+        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, guest=guest,
         member=member, lead=_agent(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
     model_dir = Path(config.model.path)
     rows = read_prompt_rows(Path(config.data.path), config.data)
     dataset = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
-    engine = HfEngine(model_dir, config.model, rollout=config.rollout, device=_CPU)
+    engine = HfEngine(model_dir, config.model, sampling=config.rollout, device=_CPU)
     weights = HfWeights(model_dir)
     needs = engine.weight_needs()
     engine.load_weights({name: weights.read_rows(name, need.shape, 0, need.shape[0]) for name, need in needs.items()})

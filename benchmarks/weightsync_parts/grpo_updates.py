@@ -27,7 +27,7 @@ class GrpoUpdates:
         self._config = config
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._trainer = load_train_engine(config, device=CPU)
-        self._generator = load_generate_engine(config, device=CPU)
+        self._generator = load_generate_engine(config, config.rollout, device=CPU)
         self._algorithm = algorithm_of(config)
         model_dir = Path(config.model.path)
         rows = read_prompt_rows(Path(config.data.path), config.data)

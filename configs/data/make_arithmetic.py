@@ -1,6 +1,7 @@
-"""Makes arithmetic.jsonl: distinct sums and differences of 1 to 30 and 1 to 9, no result below 0.
+"""Makes arithmetic.jsonl and arithmetic_held_out.jsonl: distinct sums and differences of 1 to 30 and 1 to 9, no
+result below 0.
 
-python configs/data/make_arithmetic.py            writes configs/data/arithmetic.jsonl
+python configs/data/make_arithmetic.py            writes both beside itself
 """
 
 import json
@@ -27,13 +28,16 @@ def make_rows(num_rows: int, seed: int) -> list[dict[str, str | int]]:
 
 
 @click.command(help=__doc__.splitlines()[0])
-@click.option("--target", type=click.Path(path_type=Path), default=Path(__file__).parent / "arithmetic.jsonl")
-@click.option("--rows", default=400, show_default=True)
+@click.option("--target", type=click.Path(path_type=Path), default=Path(__file__).parent, help="Folder to write into.")
+@click.option("--rows", default=400, show_default=True, help="To train on.")
+@click.option("--held-out", default=64, show_default=True, help="To evaluate on; none of them is trained on.")
 @click.option("--seed", default=0, show_default=True)
-def main(target: Path, rows: int, seed: int) -> None:
-    """Write the file."""
-    target.write_text("".join(json.dumps(row) + "\n" for row in make_rows(rows, seed)))
-    click.echo(f"{rows} problems in {target}")
+def main(target: Path, rows: int, held_out: int, seed: int) -> None:
+    """Write the files."""
+    problems = make_rows(rows + held_out, seed)
+    for name, part in (("arithmetic.jsonl", problems[:rows]), ("arithmetic_held_out.jsonl", problems[rows:])):
+        (target / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        click.echo(f"{len(part)} problems in {target / name}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes the quickstart's model and data: a tiny language model that is bad at one-digit sums, for GRPO to repair.
 
-    python configs/quickstart/make_model.py            writes configs/quickstart/{model/,train.jsonl}
+    python configs/quickstart/make_model.py       writes configs/quickstart/{model/,train.jsonl,held_out.jsonl}
 
 The model (Qwen2 architecture, 100 k parameters, one token per character) is trained on sums most of whose answers are
 drawn at random. It thus knows what an answer looks like, and is right about one time in three. Its output is
@@ -94,10 +94,17 @@ def train(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], num_st
         optimizer.zero_grad()
 
 
-def write_rows(path: Path) -> None:
-    """Write all 100 sums."""
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def is_held_out(left: int, right: int) -> bool:
+    """Return whether a sum is kept from training: one in five, among them every digit twice on each side."""
+    return (3 * left + right) % 5 == 0
+
+
+def write_rows(target: Path) -> None:
+    """Write all 100 sums: 80 to train on, 20 held out to evaluate on."""
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    for name, wanted in (("train.jsonl", False), ("held_out.jsonl", True)):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums if is_held_out(a, b) == wanted]
+        (target / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @click.command(help=__doc__.splitlines()[0])
@@ -121,7 +128,7 @@ def main(target: Path, steps: int, batch_size: int, wrong: float, lr: float, see
     make_tokenizer().save_pretrained(directory)
     for path in directory.iterdir():
         path.chmod(0o644)
-    write_rows(target / "train.jsonl")
+    write_rows(target)
     click.echo(f"{sum(p.numel() for p in model.parameters())} parameters in {os.path.relpath(directory)}")
 
 

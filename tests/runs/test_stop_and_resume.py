@@ -73,7 +73,7 @@ def test_killed_worker_ends_the_run_and_is_named(tmp_path: Path, role: str) -> N
     run_dir = tmp_path / "run"
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
-        victims = [one for one in command.descendants(process.pid) if _gang_of(one.pid, run_dir) == role]
+        victims = [one for one in command.descendants(process.pid) if gang_of(one.pid, run_dir) == role]
         assert len(victims) == 1
         command.kill(victims[0])
         _, err = process.communicate(timeout=60)
@@ -83,7 +83,7 @@ def test_killed_worker_ends_the_run_and_is_named(tmp_path: Path, role: str) -> N
     command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
 
 
-def _gang_of(pid: int, run_dir: Path) -> str:
+def gang_of(pid: int, run_dir: Path) -> str:
     """Return the gang that holds this process's own timeline file open; "" when it is no worker."""
     try:
         targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]

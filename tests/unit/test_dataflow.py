@@ -32,6 +32,10 @@ def test_column_that_stays_inside_another_role_is_refused() -> None:
         place_tasks(PPO, ("rollout", "critic", "actor"))
 
 
+def test_observers_need_no_task() -> None:
+    assert place_tasks((ROLLOUT, SCORE), ("rollout", "evaluate")) == place_tasks((ROLLOUT, SCORE), ("rollout",))
+
+
 def test_role_without_a_task_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'critic' has no task.*actor advantages reward rollout"):
         place_tasks((ROLLOUT, SCORE, RETURNS, TRAIN), ("rollout", "actor", "critic"))

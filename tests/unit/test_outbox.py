@@ -70,7 +70,7 @@ def scorer(model_dir: Path) -> Iterator[GatedScorer]:
 @pytest.fixture
 def samples(tmp_path: Path) -> Iterator[SampleLog]:
     (tmp_path / "samples").mkdir()
-    log = SampleLog(tmp_path, "rollout-0", load_config(find_recipe("quickstart")))
+    log = SampleLog(tmp_path, "rollout-0", shown=8, groups_per_step=32)
     yield log
     log.close()
 

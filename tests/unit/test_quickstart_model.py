@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import configs
-from workers.config import RunConfig
+from workers.config import DataConfig, RunConfig
 from workers.data import read_prompt_rows
 from workers.model_files import check_model_dir
 from workers.prompt_dataset import PromptDataset
@@ -38,7 +38,7 @@ def make(target: Path, *arguments: str) -> None:
 
 def test_script_still_makes_the_committed_files(tmp_path: Path) -> None:
     make(tmp_path)
-    for name in ("train.jsonl", "model/tokenizer.json"):
+    for name in ("train.jsonl", "held_out.jsonl", "model/tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (QUICKSTART / name).read_bytes(), name
     made, committed = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path, QUICKSTART))
     assert made.keys() == committed.keys()
@@ -102,6 +102,21 @@ def test_recipes_are_valid_and_their_batches_divide(name: str) -> None:
 
 def test_arithmetic_prompts_are_what_their_script_makes(tmp_path: Path) -> None:
     script = CONFIGS / "data" / "make_arithmetic.py"
-    target = tmp_path / "arithmetic.jsonl"
-    subprocess.run([sys.executable, script, "--target", target], check=True, timeout=60, capture_output=True)
-    assert target.read_bytes() == (CONFIGS / "data" / "arithmetic.jsonl").read_bytes()
+    subprocess.run([sys.executable, script, "--target", tmp_path], check=True, timeout=60, capture_output=True)
+    for name in ("arithmetic.jsonl", "arithmetic_held_out.jsonl"):
+        assert (tmp_path / name).read_bytes() == (CONFIGS / "data" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "num_held_out"),
+    [
+        ("quickstart/train.jsonl", "quickstart/held_out.jsonl", 20),
+        ("data/arithmetic.jsonl", "data/arithmetic_held_out.jsonl", 64),
+    ],
+)
+def test_held_out_prompts_are_not_trained_on(train: str, held_out: str, num_held_out: int) -> None:
+    trained, evaluated = (
+        {row.prompt for row in read_prompt_rows(CONFIGS / name, DataConfig(path=name))} for name in (train, held_out)
+    )
+    assert len(evaluated) == num_held_out
+    assert not trained & evaluated

@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from asyncflow.errors import PlanError
 from weightsync.plan import Need
-from workers.config import ModelConfig, RolloutConfig
+from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, replace_weights, weight_needs
 from workers.engines.sampling import draw_tokens
@@ -37,18 +37,18 @@ much as one more decode step does."""
 class HfEngine:
     """Generates answers with transformers; implements `GenerateEngine`."""
 
-    def __init__(self, model_dir: Path, config: ModelConfig, *, rollout: RolloutConfig, device: torch.device) -> None:
+    def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
         """Build the model without weights; `load_weights` must come before `generate`.
 
         Args:
             model_dir: Hugging Face directory; only its JSON files are read.
             config: of the model.
-            rollout: sampling and limits.
+            sampling: how, and limits.
             device: where it computes.
         Raises:
             ConfigError: the directory describes no causal language model, or no end-of-sequence token.
         """
-        self._rollout = rollout
+        self._sampling = sampling
         self._device = device
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention="sdpa")
         materialize(self._model, device)
@@ -76,8 +76,8 @@ class HfEngine:
 
     @property
     def free_slots(self) -> int:
-        """`rollout.batch_size` once all that ran has finished: answers of a batch have the same number of tokens."""
-        return self._rollout.batch_size if self._batch is None else 0
+        """`batch_size` once all that ran has finished: answers of a batch have the same number of tokens."""
+        return self._sampling.batch_size if self._batch is None else 0
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Begin answers: compute the prompts."""
@@ -145,7 +145,7 @@ class HfEngine:
         rows_B = torch.tensor(row_of_answer, device=self._device)
         if len(prompts) < len(requests):
             cache.batch_select_indices(rows_B)
-        size = (len(requests), self._rollout.max_response_tokens)
+        size = (len(requests), self._sampling.max_response_tokens)
         keys = None if mask_UP.all() else torch.cat([mask[rows_B], mask.new_ones(size)], dim=1)
         return _Batch(
             requests=list(requests),
@@ -165,11 +165,11 @@ class HfEngine:
     def _sample(self, batch: "_Batch") -> list[tuple[int, bool]]:
         """Draw each row's `num_tokens`-th token; return the rows that end with it, and whether they were cut."""
         column = batch.num_tokens - 1
-        token_B, log_prob_B = draw_tokens(batch.logits_BV, batch.uniforms_BM[:, column], self._rollout)
+        token_B, log_prob_B = draw_tokens(batch.logits_BV, batch.uniforms_BM[:, column], self._sampling)
         batch.responses_BM[:, column] = token_B
         batch.log_probs_BM[:, column] = log_prob_B
         eos_B = torch.isin(token_B, self._eos)
-        last = batch.num_tokens == self._rollout.max_response_tokens
+        last = batch.num_tokens == self._sampling.max_response_tokens
         ended_B = ~batch.finished_B if last else eos_B & ~batch.finished_B
         rows: list[int] = ended_B.nonzero().flatten().tolist()
         if not rows:
@@ -197,7 +197,7 @@ class HfEngine:
 
     def _uniforms(self, requests: Sequence[GenerateRequest]) -> Tensor:
         """Draw float32 [B, M] in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
-        size = self._rollout.max_response_tokens
+        size = self._sampling.max_response_tokens
         drawn = [np.random.Generator(np.random.Philox(key=r.seed)).random(size, dtype=np.float32) for r in requests]
         return torch.from_numpy(np.stack(drawn)).to(self._device)
 

@@ -1,28 +1,34 @@
 """Builds the engine that the configuration names; roles get it as its protocol and never know which one runs.
 
-Called by the rollout and the actor. Each engine is imported when it is chosen, so that one is not needed for another.
+Called by rollout, actor, reference and evaluation. Each engine is imported when it is chosen, so that one is not needed
+for another.
 """
 
 from pathlib import Path
 
 import torch
 
-from workers.config import RunConfig
+from workers.config import RunConfig, SamplingConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine
 
 
-def load_generate_engine(config: RunConfig, *, device: torch.device) -> GenerateEngine:
-    """Return the engine `rollout.engine` without weights.
+def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
+    """Return the engine `sampling.engine` without weights.
+
+    Args:
+        config: of the run.
+        sampling: the rollout's, or the evaluation's.
+        device: where it computes.
 
     Raises:
         ConfigError: see the engine.
     """
     model_dir = Path(config.model.path)
-    match config.rollout.engine:
+    match sampling.engine:
         case "hf":
             from workers.engines.hf import HfEngine
 
-            return HfEngine(model_dir, config.model, rollout=config.rollout, device=device)
+            return HfEngine(model_dir, config.model, sampling=sampling, device=device)
         case "sim":
             from workers.engines.sim import SimGenerateEngine
             from workers.engines.sim_model import SimLengths
@@ -32,8 +38,8 @@ def load_generate_engine(config: RunConfig, *, device: torch.device) -> Generate
             return SimGenerateEngine(
                 config.sim,
                 lengths,
-                num_slots=config.rollout.batch_size,
-                max_response_tokens=config.rollout.max_response_tokens,
+                num_slots=sampling.batch_size,
+                max_response_tokens=sampling.max_response_tokens,
             )
 
 

@@ -6,11 +6,11 @@ Legend of shapes: B rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from workers.config import RolloutConfig
+from workers.config import SamplingConfig
 
 
-def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: RolloutConfig) -> tuple[Tensor, Tensor]:
-    """Invert each row's cumulative distribution at its random number.
+def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Invert each row's cumulative distribution at its random number; at temperature 0, take its likeliest token.
 
     A row's result depends on that row alone. Top-k is applied first, then top-p to what it left.
 
@@ -19,18 +19,21 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: RolloutConfig) -> 
         uniform_B: float32 in [0, 1).
         config: temperature, top_k, top_p.
     Returns:
-        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering.
+        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
+        at temperature 0 under the untempered one.
     """
-    log_probs_BV = (logits_BV.float() / config.temperature).log_softmax(-1)
+    log_probs_BV = (logits_BV.float() / (config.temperature or 1.0)).log_softmax(-1)
     probs_BV = log_probs_BV.exp()
-    if 0 < config.top_k < probs_BV.shape[-1] or config.top_p < 1:
+    if config.temperature == 0:
+        token_B = log_probs_BV.argmax(-1)
+    elif 0 < config.top_k < probs_BV.shape[-1] or config.top_p < 1:
         token_B = _draw_filtered(probs_BV, uniform_B, config)
     else:
         token_B = _invert(probs_BV, uniform_B)
     return token_B, log_probs_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
 
 
-def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: RolloutConfig) -> Tensor:
+def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> Tensor:
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     if config.top_k > 0:
         sorted_BV = sorted_BV[:, : config.top_k]

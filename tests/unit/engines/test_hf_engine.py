@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
-from workers.config import ModelConfig, RolloutConfig
+from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
@@ -24,7 +25,7 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 def make_engine(path: Path, **rollout: object) -> HfEngine:
     settings = {"max_response_tokens": 8, "batch_size": 64} | rollout
-    engine = HfEngine(path, ModelConfig(path=str(path)), rollout=RolloutConfig.model_validate(settings), device=CPU)
+    engine = HfEngine(path, ModelConfig(path=str(path)), sampling=SamplingConfig.model_validate(settings), device=CPU)
     engine.load_weights(weights_of(path))
     return engine
 
@@ -103,6 +104,18 @@ def test_answer_does_not_depend_on_its_batch(model_dir: Path, sampling: dict[str
             torch.testing.assert_close(left.log_probs_R, right.log_probs_R, rtol=0, atol=2e-5)
 
 
+def test_greedy_answers_are_those_of_transformers_for_every_seed(model_dir: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    requests = make_requests(24)
+    reseeded = [GenerateRequest(each.index, each.prompt_P, seed=each.seed + 1000) for each in requests]
+    engine = make_engine(model_dir, temperature=0.0)
+    first, second = (by_index(list(generate(engine, batch))) for batch in (requests, reseeded))
+    for request, one, other in zip(requests, first, second, strict=True):
+        assert one.response_R.equal(other.response_R)
+        expected = model.generate(request.prompt_P[None], do_sample=False, max_new_tokens=8)[0, len(request.prompt_P) :]
+        assert one.response_R.equal(expected)
+
+
 def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]) -> None:
     old, new = make_model_dir(seed=0), make_model_dir(seed=1)
     engine = make_engine(old)
@@ -117,7 +130,7 @@ def test_new_weights_change_answers_in_place(make_model_dir: Callable[..., Path]
 
 def test_weights_are_cast_to_the_configured_type(model_dir: Path) -> None:
     config = ModelConfig(path=str(model_dir), dtype="bfloat16")
-    engine = HfEngine(model_dir, config, rollout=RolloutConfig(max_response_tokens=4), device=CPU)
+    engine = HfEngine(model_dir, config, sampling=SamplingConfig(max_response_tokens=4), device=CPU)
     engine.load_weights(weights_of(model_dir))
     answers = list(generate(engine, make_requests(4)))
     assert len(answers) == 4 and all(answer.log_probs_R.dtype == torch.float32 for answer in answers)

@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import RolloutConfig
+from workers.config import SamplingConfig
 from workers.engines.sampling import draw_tokens
 
 
-def config(**changes: float) -> RolloutConfig:
-    return RolloutConfig.model_validate({"max_response_tokens": 1} | changes)
+def config(**changes: float) -> SamplingConfig:
+    return SamplingConfig.model_validate({"max_response_tokens": 1} | changes)
 
 
 def test_frequencies_follow_the_tempered_distribution() -> None:
@@ -28,6 +28,14 @@ def test_filters_keep_the_likeliest_tokens_and_unfiltered_log_probs() -> None:
         tokens, log_probs = draw_tokens(logits.expand(1000, 4), uniform, config(**changes))
         assert set(tokens.tolist()) == kept
         torch.testing.assert_close(log_probs, logits[tokens])
+
+
+def test_temperature_0_takes_the_likeliest_token_whatever_is_drawn() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.9, -1.0]]).repeat(50, 1)
+    for changes in ({}, {"top_k": 2}, {"top_p": 0.1}):
+        tokens, log_probs = draw_tokens(logits, torch.rand(100), config(temperature=0.0, **changes))
+        assert tokens.tolist() == [1, 0] * 50
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
 
 
 def test_tiny_top_p_is_greedy() -> None:

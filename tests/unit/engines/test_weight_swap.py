@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workers.config import ModelConfig, RolloutConfig
+from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
@@ -29,8 +29,8 @@ class StalePrefixEngine(HfEngine):
 
 
 def make_engine(kind: type[HfEngine], path: Path) -> HfEngine:
-    rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "batch_size": 64})
-    return kind(path, ModelConfig(path=str(path)), rollout=rollout, device=torch.device("cpu"))
+    sampling = SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 64})
+    return kind(path, ModelConfig(path=str(path)), sampling=sampling, device=torch.device("cpu"))
 
 
 def log_probs(answers: Iterable[Generation]) -> Iterator[Tensor]:

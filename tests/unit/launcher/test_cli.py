@@ -16,6 +16,7 @@ from launcher.cli import launch
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]
+EVALUATE = ("--roles", "rollout:2,actor:2,evaluate:1", "--set", "evaluate.path=prompts.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,14 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         (["--roles", "actor:1"], "roles: 'rollout' is missing"),
         (["--roles", "rollout:1,actor:1,critic:1"], "roles: 'critic' has no task in this algorithm's dataflow"),
         (["--roles", "rollout:1,actor:1,ref:1"], "roles: 'ref' has nothing to do because algorithm.kl_coef is 0"),
+        (["--roles", "rollout:1,actor:1,evaluate:1"], "evaluate.path: is missing, but the role evaluate was launched"),
+        (["--set", "evaluate.path=nowhere.jsonl"], "evaluate.path: 'nowhere.jsonl' does not exist (looked at "),
+        ([*EVALUATE, "--set", "evaluate.path=model"], "evaluate.path: "),
+        ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
+        ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
+        (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy answers to one prompt are all the same; set n_sam"),
+        (["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]], "evaluate:3 are more than the 2 versions"),
+        (["--set", "rollout.temperature=0"], "rollout.temperature: 0 cannot be used"),
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
         (["--set", "steps=soon"], "steps: 'soon' cannot be used"),
         (["--steps", "0"], "steps: 0 cannot be used (from --steps)"),

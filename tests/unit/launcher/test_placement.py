@@ -47,6 +47,14 @@ def test_accelerators_go_to_actor_then_rollout_then_ref(configure: Configure) ->
     assert by_name["controller-0"] == ("cpu",)
 
 
+def test_evaluators_are_instances_with_a_device_each_after_all_others(configure: Configure) -> None:
+    gangs = place_gangs(configure("rollout:1,actor:2,ref:1,evaluate:2"), Devices("cuda", 6))
+    assert gangs[-2:] == (
+        GangSpec("evaluate-0", "evaluate", 0, 1, ("cuda:4",)),
+        GangSpec("evaluate-1", "evaluate", 1, 1, ("cuda:5",)),
+    )
+
+
 def test_reward_and_advantages_take_no_device(configure: Configure) -> None:
     gangs = place_gangs(configure("rollout:1,actor:1,reward:2,advantages:1"), Devices("npu", 2))
     assert gangs[-3:] == (

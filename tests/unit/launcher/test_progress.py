@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
+from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.progress import (
-    MetricsTail,
     Progress,
     Status,
     final_lines,
@@ -82,6 +82,35 @@ def test_headline() -> None:
 def test_step_line() -> None:
     expected = "step 7/60  reward 0.712  accuracy 0.500  staleness 0.88 (max 1)  12,346 tokens/s  0.42 s"
     assert step_line(STEP, 60) == expected
+
+
+EVALUATION = {
+    "step": 10, "lineage": 0, "accuracy": 0.95, "accuracy_low": 0.7639, "accuracy_high": 0.9911, "reward_mean": 0.9625,
+    "num_prompts": 20, "seconds": 0.04,
+}  # fmt: skip
+
+
+def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=Console(force_terminal=False)) as progress:
+        progress.evaluation(EVALUATION)
+        progress.evaluation({**EVALUATION, "step": 5})  # another instance was slower
+    first = "held out, step 10/60  reward 0.963  accuracy 0.950 (0.764 to 0.991)  20 prompts  0.04 s"
+    assert capsys.readouterr().out.splitlines()[0] == first
+    assert progress.last_evaluation == EVALUATION
+    assert "held out 0.950 (step 10) · 0:05" in headline(None, 60, 5.0, EVALUATION)
+    lines = final_lines(
+        0, "done", step=60, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=True, evaluation=EVALUATION
+    )
+    assert "held-out accuracy: 0.950 (0.764 to 0.991) at step 10" in lines
+
+
+def test_evaluations_of_this_start_are_read_once_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.jsonl"
+    tail = EvaluationTail(path, lineage=1)
+    found = [{"step": step, "lineage": lineage} for step, lineage in ((0, 0), (20, 1), (10, 1))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    assert tail.read() == found[1:]
+    assert tail.read() == []
 
 
 def test_missing_figures_are_left_out() -> None:

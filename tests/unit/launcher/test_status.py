@@ -1,6 +1,7 @@
 """What `asyncflow status` prints."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def test_the_text_shows_tasks_units_limits_and_what_went_wrong() -> None:
     (agent,) = [line for line in text.splitlines() if line.startswith("weights-0")]
     assert agent.split() == ["weights-0", "step", "7", "3", "GB", "0", "B", "rollout-0/0:", "step", "6"]
     assert "rollout-0/0: step 6" in text
+
+
+def test_the_newest_evaluation_is_shown() -> None:
+    assert "held-out" not in status().as_text(now=101.0)
+    evaluation = {"step": 10, "accuracy": 0.95, "accuracy_low": 0.764, "accuracy_high": 0.991}
+    shown = replace(status(), evaluation=evaluation)
+    assert "held-out accuracy: 0.950 (0.764 to 0.991) at step 10" in shown.as_text(now=101.0)
+    assert json.loads(shown.as_json())["evaluation"] == evaluation
 
 
 def test_the_json_has_the_same_in_si_units() -> None:

@@ -22,20 +22,22 @@ from launcher.supervisor import (
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
 EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]
 EXIT_IN_PEACE = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 30.0)]
+EVALUATE = [SetPhase(Phase.EVALUATE), Arm(Timer.EVALUATE, 600.0)]
 NAMES = ("controller", "storage-0", "rollout-0", "rollout-1", "actor")
+EVALUATORS = ("evaluate-0", "evaluate-1")
 
 
-def new_run() -> Supervisor:
+def new_run(*more: str) -> Supervisor:
     def gang(name: str, num_ranks: int = 1) -> GangSpec:
         role, _, index = name.partition("-")
         return GangSpec(name, role, int(index or 0), num_ranks, ("cpu",) * num_ranks)
 
-    gangs = [gang(name, 4 if name == "actor" else 1) for name in NAMES]
-    return Supervisor(gangs, start_timeout_s=300.0, stop_timeout_s=30.0)
+    gangs = [gang(name, 4 if name == "actor" else 1) for name in (*NAMES, *more)]
+    return Supervisor(gangs, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
 
 
-def started_run() -> Supervisor:
-    supervisor = new_run()
+def started_run(*more: str) -> Supervisor:
+    supervisor = new_run(*more)
     assert supervisor.handle(AllReady()) == []
     return supervisor
 
@@ -216,3 +218,86 @@ def test_nothing_follows_the_end() -> None:
     supervisor.handle(StopRequested(2))
     assert supervisor.handle(GangExited("actor", -9, "ended by SIGKILL")) == []
     assert supervisor.handle(StopRequested(3)) == []
+
+
+def trained_run() -> Supervisor:
+    """A run whose last step is trained and saved, while evaluators and a rollout are still there."""
+    supervisor = started_run(*EVALUATORS)
+    supervisor.handle(LastStepDone())
+    assert leave(supervisor, "rollout-0") == []
+    assert leave(supervisor, "actor") == EVALUATE
+    return supervisor
+
+
+def test_trained_run_waits_for_its_evaluators() -> None:
+    supervisor = trained_run()
+    assert leave(supervisor, "rollout-1", "evaluate-1") == []
+    assert leave(supervisor, "evaluate-0") == [*STOP, *EXIT_IN_PEACE]
+    assert leave(supervisor, "controller", "storage-0") == [Finish(0, "done")]
+
+
+def test_rollouts_that_are_left_when_the_last_evaluator_ends_get_the_usual_deadline() -> None:
+    supervisor = trained_run()
+    assert leave(supervisor, *EVALUATORS) == STOP
+    assert leave(supervisor, "rollout-1") == EXIT_IN_PEACE
+
+
+def test_evaluators_that_have_left_are_not_waited_for() -> None:
+    supervisor = started_run(*EVALUATORS)
+    assert leave(supervisor, *EVALUATORS) == [], "they had nothing left to do"
+    supervisor.handle(LastStepDone())
+    assert leave(supervisor, "actor") == STOP
+
+
+def test_evaluators_that_take_too_long_are_given_up_and_the_run_is_done() -> None:
+    supervisor = trained_run()
+    leave(supervisor, "rollout-1", "evaluate-0")
+    assert supervisor.handle(DeadlinePassed(Timer.EVALUATE)) == STOP
+    assert leave(supervisor, "evaluate-1") == EXIT_IN_PEACE
+    why = "evaluate-1: not ready 600 s after the last step (evaluate.timeout_s); given up"
+    assert leave(supervisor, "controller", "storage-0") == [Finish(0, why)]
+
+
+def test_stuck_evaluators_are_killed_in_the_end() -> None:
+    supervisor = trained_run()
+    leave(supervisor, "rollout-1", "evaluate-0")
+    supervisor.handle(DeadlinePassed(Timer.EVALUATE))
+    *kills, finish = supervisor.handle(DeadlinePassed(Timer.STOP))
+    assert KillGang("evaluate-1") in kills
+    assert finish == Finish(0, "evaluate-1: still running 30 s after the stop (launcher.stop_timeout_s); killed")
+
+
+def test_interrupted_run_does_not_wait_for_evaluators() -> None:
+    supervisor = started_run(*EVALUATORS)
+    assert supervisor.handle(StopRequested(1)) == STOP
+    assert leave(supervisor, "rollout-0", "rollout-1", "actor") == []
+    assert supervisor.handle(DeadlinePassed(Timer.EVALUATE)) == []
+    assert leave(supervisor, *EVALUATORS) == EXIT_IN_PEACE
+    assert leave(supervisor, "controller", "storage-0") == [Finish(75, "stopped")]
+
+
+def test_stop_while_evaluators_work_gives_them_up() -> None:
+    supervisor = trained_run()
+    assert supervisor.handle(StopRequested(1)) == STOP
+    assert leave(supervisor, "rollout-1", *EVALUATORS, "controller", "storage-0")[-1] == Finish(0, "done")
+
+
+def test_failed_run_does_not_wait_for_evaluators() -> None:
+    supervisor = started_run(*EVALUATORS)
+    assert supervisor.handle(GangExited("rollout-1", 1, "ValueError: no", 0, 10.0)) == STOP
+    supervisor.handle(LastStepDone())
+    assert leave(supervisor, "actor") == []
+
+
+def test_failed_evaluator_lets_the_actor_save() -> None:
+    supervisor = started_run(*EVALUATORS)
+    assert supervisor.handle(GangExited("evaluate-1", -9, "ended by SIGKILL", 0, 10.0)) == STOP
+    last = leave(supervisor, "rollout-0", "rollout-1", "actor", "evaluate-0", "controller", "storage-0")
+    assert last[-1] == Finish(1, "evaluate rank 1 failed: ended by SIGKILL")
+
+
+def test_failure_of_an_evaluator_after_the_last_step_is_told() -> None:
+    supervisor = trained_run()
+    assert supervisor.handle(GangExited("evaluate-1", 1, "ValueError: no", 0, 10.0)) == STOP
+    last = leave(supervisor, "rollout-1", "evaluate-0", "controller", "storage-0")
+    assert last[-1] == Finish(1, "evaluate rank 1 failed: ValueError: no")

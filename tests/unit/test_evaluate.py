@@ -1,0 +1,141 @@
+"""The evaluation loop with weights that the test publishes, and the engine that sleeps."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.timeline import NoTimeline
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from weightsync.version import Version
+from workers.evaluate import Evaluator
+
+DEADLINE_S = 20
+
+
+class Weights:
+    """A receiver: the test says what is published, and only the newest that is wanted stays at hand."""
+
+    adopts = True
+
+    def __init__(self, wanted: Callable[[Version], bool], arrived: Callable[[], None]) -> None:
+        self._wanted, self._arrived = wanted, arrived
+        self.newest: Version | None = None
+        self.num_dropped = 0
+
+    def publish(self, *steps: int) -> None:
+        for version in (Version(0, step) for step in steps):
+            if self._wanted(version):
+                self.newest = version
+                self._arrived()
+
+    def load(self, apply: Callable[[Any], None], *, newer_than: Version | None) -> Version | None:
+        assert newer_than is None or (self.newest is not None and self.newest > newer_than)
+        apply({})
+        return self.newest
+
+    def drop(self) -> None:
+        self.num_dropped += 1
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Evaluator, Weights, Any]]]:
+    made: list[Evaluator] = []
+
+    def make(*own: int, seconds: float = 0.001) -> tuple[Evaluator, Weights, Any]:
+        overrides = [
+            *("evaluate.engine=sim", "rollout.batch_size=8", "rollout.samples_per_step=3", "sim.mean_tokens=4"),
+            *(f"sim.decode_s_per_token={seconds}", "rollout.max_response_tokens=64", "evaluate.max_prompts=12"),
+        ]
+        (tmp_path / "samples").mkdir()
+        context = SimpleNamespace(
+            config=load_config(find_recipe("quickstart"), overrides=overrides),
+            device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
+            job=SimpleNamespace(started_at=0.0), timeline=NoTimeline(), stopping=threading.Event(),
+            report=lambda *_, **__: None,
+        )  # fmt: skip
+        receivers = []
+
+        def open_receiver(*_: object, wanted: Any, arrived: Any, guest: bool, **__: object) -> Weights:
+            assert guest, "the trainer would wait for it"
+            receivers.append(Weights(wanted, arrived))
+            return receivers[0]
+
+        monkeypatch.setattr("workers.evaluate.open_receiver", open_receiver)
+        made.append(Evaluator(context, list(own)))  # type: ignore[arg-type]
+        return made[0], receivers[0], context
+
+    yield make
+    for evaluator in made:
+        evaluator.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_own_version_is_evaluated_with_its_weights(make: Any, tmp_path: Path) -> None:
+    evaluator, weights, _ = make(0, 4)
+    weights.publish(0, 1)
+    evaluator.evaluate(evaluator.load_next())
+    weights.publish(2, 3, 4, 5)
+    evaluator.evaluate(evaluator.load_next())
+    assert evaluator.load_next() is None
+    done = lines(tmp_path / "evaluation.jsonl")
+    assert [(line["step"], line["num_prompts"], line["num_samples"]) for line in done] == [(0, 12, 12), (4, 12, 12)]
+    assert weights.num_dropped == 2, "memory of what is loaded is given back"
+    samples = lines(tmp_path / "samples" / "evaluate-0.jsonl")
+    assert [(line["step"], line["version"], line["index"]) for line in samples] == [
+        (step, step, index) for step in (0, 4) for index in range(3)
+    ]
+
+
+def test_version_that_was_replaced_meanwhile_is_skipped_and_told(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    evaluator, weights, _ = make(0, 4, 8, 10)
+    weights.publish(0)
+    assert evaluator.load_next() == Version(0, 0)
+    weights.publish(*range(1, 10))
+    assert evaluator.load_next() == Version(0, 8)
+    assert "weights of steps [4] were replaced" in caplog.text
+
+
+def test_instance_whose_last_version_was_missed_leaves(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    evaluator, weights, _ = make(4, 12)
+    weights.publish(4, 13)
+    assert evaluator.load_next() == Version(0, 4)
+    assert evaluator.load_next() is None
+    assert "weights of steps [12] were replaced" in caplog.text
+
+
+def test_version_that_came_before_later_ones_is_not_missed(make: Any) -> None:
+    evaluator, weights, _ = make(4, 12)
+    weights.publish(4, 5, 12, 13, 14)
+    assert evaluator.load_next() == Version(0, 12)
+    assert evaluator.load_next() is None
+
+
+def test_stop_ends_the_wait_for_weights(make: Any) -> None:
+    evaluator, _, context = make(0)
+    stop = threading.Timer(0.05, context.stopping.set)
+    stop.start()
+    assert evaluator.load_next() is None
+    stop.join(DEADLINE_S)
+
+
+def test_stop_ends_an_evaluation_and_leaves_no_line(make: Any, tmp_path: Path) -> None:
+    evaluator, weights, context = make(0, seconds=1000.0)
+    weights.publish(0)
+    evaluator.load_next()
+    stop = threading.Timer(0.05, context.stopping.set)
+    stop.start()
+    evaluator.evaluate(Version(0, 0))
+    stop.join(DEADLINE_S)
+    assert (tmp_path / "evaluation.jsonl").read_text() == ""

@@ -1,0 +1,50 @@
+"""The line of one evaluation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightsync.version import Version
+from workers.engines.base import Generation
+from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line, wilson_interval
+from workers.ledger import JsonLines
+from workers.rewards.scorer import ScoredAnswer
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0000, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_interval_is_the_published_one(successes: int, trials: int, low: float, high: float) -> None:
+    """Newcombe 1998, Two-sided confidence intervals for the single proportion, Statistics in Medicine 17, table I."""
+    assert wilson_interval(successes / trials, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_interval_stays_inside_0_to_1() -> None:
+    assert wilson_interval(0.0, 1)[0] == 0.0
+    assert wilson_interval(1.0, 1)[1] == 1.0
+
+
+def test_line_counts_answers_and_its_interval_counts_prompts() -> None:
+    versions = torch.zeros(3, dtype=torch.int32)
+    answers = [
+        Generation(k, torch.zeros(3 + k % 2), torch.zeros(3), versions, truncated=k == 3) for k in range(4)
+    ]  # two prompts with two answers each
+    scores = [ScoredAnswer("p", "r", "a", reward, correct=reward == 1) for reward in (1.0, 0.5, 1.0, 1.0)]
+    line = evaluation_line(answers, scores, version=Version(1, 20), num_prompts=2, time_s=12.3456, seconds=0.5)
+    low, high = wilson_interval(0.75, 2)
+    assert line == {
+        "step": 20, "lineage": 1, "accuracy": 0.75, "accuracy_low": round(low, 6), "accuracy_high": round(high, 6),
+        "reward_mean": 0.875, "response_tokens_mean": 3.5, "truncated_fraction": 0.25, "num_prompts": 2,
+        "num_samples": 4, "time_s": 12.346, "seconds": 0.5,
+    }  # fmt: skip
+
+
+def test_steps_of_an_earlier_start_are_known(tmp_path: Path) -> None:
+    assert evaluated_steps(tmp_path) == frozenset()
+    for step in (0, 10):  # as two instances do
+        lines = JsonLines(tmp_path / FILE_NAME)
+        lines.write([{"step": step}])
+        lines.close()
+    assert evaluated_steps(tmp_path) == {0, 10}

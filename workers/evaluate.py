@@ -1,0 +1,202 @@
+"""The evaluation loop: answer held-out prompts with one version of the weights after the other, while training goes on.
+
+    wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
+
+Called by `workers.main`. It reads no queue, and nobody waits for it: its receiver keeps only versions that are due, as
+a guest of the weight agent. Weights are never swapped inside an evaluation; a version that came and went meanwhile is
+left out, and the newest due one is next. Which versions are due is `workers.due_steps`'s.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from weightsync.version import Version
+from workers.context import WorkerContext
+from workers.data import read_prompt_rows
+from workers.due_steps import own_steps
+from workers.engines.base import GenerateRequest, Generation
+from workers.engines.load import load_generate_engine
+from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line
+from workers.ledger import JsonLines
+from workers.prompt_dataset import PromptDataset
+from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.samples import SampleLog
+from workers.tokenizer import load_tokenizer
+from workers.weight_path import open_receiver
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+"""How often a wait looks whether the run stops (s)."""
+_STREAM = 1
+"""Keeps the random numbers of evaluations apart from those of rollouts."""
+
+Answer = tuple[Generation, "Future[ScoredAnswer]"]
+
+
+def run_evaluate(context: WorkerContext) -> None:
+    """Evaluate this instance's versions until the last one, or until the run stops."""
+    config = context.config.evaluate
+    own = own_steps(
+        interval=config.interval,
+        last=context.job.last_step,
+        first=context.start_step,
+        instance=context.gang.index,
+        num_instances=len(context.job.of_role(context.gang.role)),
+        done=evaluated_steps(context.run_dir),
+    )
+    if not own:
+        logger.info("no version is left for this instance to evaluate")
+        return
+    evaluator = Evaluator(context, own)
+    while (version := evaluator.load_next()) is not None:
+        evaluator.evaluate(version)
+    evaluator.close()
+
+
+class Evaluator:
+    """One evaluating instance."""
+
+    def __init__(self, context: WorkerContext, own: list[int]) -> None:
+        """Load tokenizer, prompts and engine; start to watch the weights.
+
+        Args:
+            context: of this rank.
+            own: steps whose weights this instance evaluates, in order; at least one.
+        """
+        config = context.config
+        self._context = context
+        self._own = frozenset(own)
+        self._last_own = own[-1]
+        self._size = config.evaluate.n_samples_per_prompt
+        self._dataset = _held_out(context)
+        self._requests = [
+            GenerateRequest(index, self._dataset.prompt(index // self._size).tokens, _seed(config.seed, index), index)
+            for index in range(len(self._dataset) * self._size)
+        ]
+        sampling = config.evaluate.sampling(config.rollout)
+        self._engine = load_generate_engine(config, sampling, device=context.device)
+        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+        self._samples = SampleLog(
+            context.run_dir, context.gang.name,
+            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset),
+        )  # fmt: skip
+        self._lines = JsonLines(context.run_dir / FILE_NAME)
+        self._version: Version | None = None
+        self._last_passed = -1
+        self._arrived = threading.Event()
+        self._receiver = open_receiver(
+            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
+            arrived=self._arrived.set, wanted=self._wants, guest=True,
+        )  # fmt: skip
+
+    def load_next(self) -> Version | None:
+        """Wait for this instance's next version and load it; None: none is left, or the run stops."""
+        held = -1 if self._version is None else self._version.step
+        if held >= self._last_own or not self._wait_newer():
+            return None
+        with self._context.timeline.span("load weights"):
+            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
+            self._version = self._receiver.load(load, newer_than=self._version)
+            self._receiver.drop()
+        assert self._version is not None, "the wait ends with a newer version"
+        self._engine.version = self._version.step
+        self._tell_skipped(held, self._version.step)
+        return self._version
+
+    def evaluate(self, version: Version) -> None:
+        """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops."""
+        began = time.monotonic()
+        with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
+            answers = self._generate(version)
+            if not self._wait_scores(answers):
+                return
+        line = evaluation_line(
+            [answer for answer, _ in answers],
+            [score.result() for _, score in answers],
+            version=version,
+            num_prompts=len(self._dataset),
+            time_s=time.time() - self._context.job.started_at,
+            seconds=time.monotonic() - began,
+        )
+        self._lines.write([line])
+        for answer, score in sorted(answers, key=lambda each: each[0].index):
+            self._samples.write(answer, score.result(), step=version.step, group=answer.index // self._size)
+
+    def close(self) -> None:
+        """Leave the weight agent; close the files."""
+        self._receiver.close()
+        self._scorer.close()
+        self._samples.close()
+        self._lines.close()
+
+    def _wants(self, version: Version) -> bool:
+        """Return whether a version is this instance's; the receiver's thread asks for one after the other."""
+        if version.step in self._own:
+            return True
+        self._last_passed = version.step
+        self._arrived.set()
+        return False
+
+    def _wait_newer(self) -> bool:
+        """Wait until a version is at hand; False: the run stops, or all that are left were missed."""
+        self._context.report("waiting for weights")
+        with self._context.timeline.span("wait for weights"):
+            while not self._context.stopping.is_set():
+                passed = self._last_passed  # looked at first: what is wanted came before what was passed over
+                if self._receiver.newest not in (None, self._version):
+                    return True
+                if passed >= self._last_own:
+                    self._tell_skipped(-1 if self._version is None else self._version.step, passed)
+                    return False
+                self._arrived.wait(_LOOK_S)
+                self._arrived.clear()
+        return False
+
+    def _tell_skipped(self, after: int, before: int) -> None:
+        skipped = sorted(step for step in self._own if after < step < before)
+        if skipped:
+            logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
+
+    def _generate(self, version: Version) -> list[Answer]:
+        """Return the answers of all requests, or of some when the run stops, each with its score to come."""
+        stopping, waiting = self._context.stopping, deque(self._requests)
+        answers: list[Answer] = []
+        while (waiting or self._engine.num_running) and not stopping.is_set():
+            number = min(self._engine.free_slots, len(waiting))
+            if number:
+                self._engine.submit([waiting.popleft() for _ in range(number)])
+            for answer in self._engine.step(stopping):
+                prompt = self._dataset.prompt(answer.index // self._size)
+                answers.append((answer, self._scorer.submit(prompt.tokens, answer.response_R, prompt.answer)))
+            done = f"{len(answers)}/{len(self._requests)} answers"
+            self._context.report("evaluating", done, step=version.step, version=version.step)
+        self._engine.abort()
+        return answers
+
+    def _wait_scores(self, answers: list[Answer]) -> bool:
+        """Wait for the scores; False: the run stops."""
+        left = {score for _, score in answers}
+        while left and not self._context.stopping.is_set():
+            left = wait(left, timeout=_LOOK_S).not_done
+        return not self._context.stopping.is_set()
+
+
+def _held_out(context: WorkerContext) -> PromptDataset:
+    """Read the first `max_prompts` prompts of the file; those that are too long are left out."""
+    config = context.config
+    data = config.evaluate.prompts(config.data)
+    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
+    return PromptDataset(rows, data, model_dir=Path(config.model.path), seed=config.seed)
+
+
+def _seed(run_seed: int, index: int) -> int:
+    """Mix (run seed, answer) into 64 bits: the same numbers for every version, so that only the weights differ."""
+    return int(np.random.SeedSequence([run_seed, index, _STREAM]).generate_state(1, np.uint64)[0])
