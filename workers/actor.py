@@ -1,6 +1,6 @@
 """The actor loop: for every step, train micro-batches as they arrive, update once, publish weights, record, save.
 
-next step -> rounds of (batch -> advantages -> micro-batches -> forward_backward) -> step
+next step -> rounds of (batch -> columns -> micro-batches -> forward_backward) -> step
           -> publish weights -> ack rows -> ledger, metrics -> checkpoint -> next step
 """
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed import get_default_backend_for_device
 
 from asyncflow.errors import WeightSyncError
-from tq.batch import Column, PackedBatch
+from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
+from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.engines.load import load_train_engine
 from workers.gather import gather_json
@@ -26,9 +27,9 @@ from workers.model_files import model_fingerprint
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.records import StepRecord, StepRecorder
-from workers.reference import Reference, saved_reference
+from workers.reference import saved_reference
 from workers.step_totals import StepTotals
-from workers.tasks import launched_tasks
+from workers.tasks import task_of
 from workers.weight_path import open_sender
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,9 @@ class Actor:
         )
         if context.job.resume_from:
             self._checkpointer.restore(self._engine, Path(context.job.resume_from))
-        self._task = next(task for task in launched_tasks(context.config, context.job) if task.role == "actor")
         self._algorithm = algorithm_of(config)
-        self._reference = None
-        if "ref_log_probs" in self._task.fused:
-            self._reference = Reference(context)
+        task = task_of("actor", config, context.job)
+        self._columns = TaskChain(task.fused, context, self._engine)
         self._completed = self._saved = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
@@ -73,8 +72,8 @@ class Actor:
         self._client = context.queue_client()
         self._loader = StreamingDataLoader(
             self._client,
-            self._task.name,
-            self._task.inputs,
+            task.name,
+            task.inputs,
             first_partition=context.start_step + 1,
             last_partition=context.job.last_step,
             rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
@@ -108,8 +107,7 @@ class Actor:
         """Leave queue and weight groups."""
         self._loader.close()
         self._sender.close()
-        if self._reference is not None:
-            self._reference.close()
+        self._columns.close()
         self._client.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -141,13 +139,13 @@ class Actor:
         return batch
 
     def _train_round(self, batch: PackedBatch, record: StepRecord) -> None:
-        size = self._config.actor.micro_batch_size
+        size, round_rows = self._config.actor.micro_batch_size, self._loader.round_rows
+        batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
         if len(batch):
-            batch = self._with_advantages(batch)
             lines = ledger_lines(batch, step=record.step, lineage=self._context.job.lineage, time_s=self._elapsed())
             check_staleness(lines, bound=self._config.schedule.staleness_bound)
             record.add_rows(len(batch), lines)
-        for start in range(0, self._loader.round_rows, size):
+        for start in range(0, round_rows, size):
             positions = range(start, min(start + size, len(batch)))
             with self._timeline.span("forward_backward", step=record.step, rows=len(positions)):
                 self._train_micro_batch(batch.select(positions) if positions else None, record)
@@ -156,22 +154,10 @@ class Actor:
         if batch is None:
             self._engine.forward_backward(None, _no_loss)
             return
-        if self._reference is not None:
-            log_probs = self._reference.log_probs(sequences_of(batch), step=record.step).cpu()
-            reference = {"ref_log_probs": Column(log_probs, batch["responses"].lengths)}
-            batch = PackedBatch(batch.indices, {**batch.columns, **reference}, batch.groups)
         loss = self._algorithm.loss(batch, device=self._context.device)
         self._engine.forward_backward(sequences_of(batch), loss)
         record.totals.add_batch(batch, self._algorithm.counts(batch), step=record.step)
         record.totals.add_loss(loss.stats)
-
-    def _with_advantages(self, batch: PackedBatch) -> PackedBatch:
-        if "compute_advantages_and_returns" not in self._task.fused:
-            return batch
-        size = self._config.schedule.n_samples_per_prompt
-        advantages = self._algorithm.advantages(batch["rewards"].values, group_size=size)
-        columns = {**batch.columns, "advantages": Column.of_scalars(advantages)}
-        return PackedBatch(batch.indices, columns, batch.groups)
 
     def _publish(self, step: int) -> float | None:
         """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""

@@ -28,7 +28,7 @@ from workers.feeder import Feeder
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
-from workers.tasks import launched_tasks
+from workers.tasks import task_of
 from workers.tokenizer import load_tokenizer
 from workers.weight_path import open_receiver
 
@@ -70,7 +70,7 @@ class Rollout:
         self._context = context
         self._config = config
         self._engine = load_generate_engine(config, device=context.device)
-        task = next(task for task in launched_tasks(context.config, context.job) if task.role == "rollout")
+        task = task_of("rollout", config, context.job)
         self._scorer = None
         if "rewards" in task.fused:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))

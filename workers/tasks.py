@@ -33,3 +33,8 @@ def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     """Return the tasks of this run, placed over the roles that were launched."""
     roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
     return place_tasks(algorithm_tasks(config.algorithm), list(roles))
+
+
+def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
+    """Return the task that a launched role's processes fetch."""
+    return next(task for task in launched_tasks(config, job) if task.role == role)

@@ -1,0 +1,27 @@
+"""Which object computes which task of the graph: task name -> factory."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from workers.columns.advantages import Advantages
+from workers.columns.log_probs import ReferenceLogProbs
+from workers.columns.rewards import Rewards
+from workers.columns.task import ColumnTask
+from workers.context import WorkerContext
+from workers.engines.base import TrainEngine
+
+Factory = Callable[[WorkerContext, TrainEngine | None], ColumnTask]
+"""(this rank, the engine of the actor that hosts the task or None in a role of its own) -> the task."""
+
+COLUMN_TASKS: Mapping[str, Factory] = MappingProxyType(
+    {
+        "rewards": Rewards,
+        "ref_log_probs": ReferenceLogProbs,
+        "compute_advantages_and_returns": Advantages,
+    }
+)
+
+
+def open_task(name: str, context: WorkerContext, engine: TrainEngine | None) -> ColumnTask:
+    """Return the task `name` of this run's graph."""
+    return COLUMN_TASKS[name](context, engine)
