@@ -43,6 +43,9 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("per actor rank", f"{num_micro_batches(config)} micro-batches x {micro} samples (actor:{ranks})"),
         ("devices", devices),
     ]
+    updates = config.actor.num_updates_per_step
+    if config.actor.num_updates > 1:
+        rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)

@@ -163,10 +163,16 @@ def _check_clients(config: RunConfig) -> None:
 
 
 def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
-    from workers.algorithms.graph import algorithm_tasks
+    from workers.graph import graph_of
 
     if "ref" in config.roles and config.algorithm.kl_coef == 0:
         raise ConfigError(
             "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set algorithm.kl_coef > 0"
         )
-    return place_tasks(algorithm_tasks(config.algorithm), tuple(config.roles))
+    tasks = graph_of(config)
+    if "actor_fwd" in config.roles and not any(task.role == "actor_fwd" for task in tasks):
+        raise ConfigError(
+            "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
+            "(actor.num_updates_per_step, actor.ppo_epochs) and algorithm.off_policy.method is not none; leave it out"
+        )
+    return place_tasks(tasks, tuple(config.roles))

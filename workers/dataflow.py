@@ -11,6 +11,7 @@ its outputs itself, so that they never travel.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import StrEnum
 
 from asyncflow.errors import ConfigError
 
@@ -26,6 +27,16 @@ PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
 
 
+class NeededWeights(StrEnum):
+    """Which weights a consumer must hold before it gets rows of step s."""
+
+    ANY = "any"
+    BOUNDED = "bounded"
+    """As old as the schedule lets them be: answers."""
+    NEWEST = "newest"
+    """Those of step s - 1, on which step s trains."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One node of the graph.
@@ -36,6 +47,7 @@ class Task:
         host: the role that runs it otherwise; equal to `role` for tasks that cannot move.
         inputs, outputs: column names.
         whole_groups: rows are ready only when all rows of their group are.
+        weights: that the task's own role must hold; a host holds them anyway.
     """
 
     name: str
@@ -44,6 +56,7 @@ class Task:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     whole_groups: bool = False
+    weights: NeededWeights = NeededWeights.ANY
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class PlacedTask:
         outputs: columns that this role puts.
         whole_groups: hand out whole groups only.
         fused: names of the tasks that the role computes inside this one, in order.
+        weights: that its processes must hold.
     """
 
     name: str
@@ -65,6 +79,7 @@ class PlacedTask:
     outputs: tuple[str, ...]
     whole_groups: bool
     fused: tuple[str, ...]
+    weights: NeededWeights = NeededWeights.ANY
 
 
 def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:
@@ -115,4 +130,5 @@ def _fold(task: Task, fused: list[Task]) -> PlacedTask:
     after = [other for other in fused if set(other.inputs) & set(task.outputs)]
     outputs = task.outputs + tuple(name for other in after for name in other.outputs)
     whole_groups = task.whole_groups or any(other.whole_groups for other in fused)
-    return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, tuple(other.name for other in fused))
+    names = tuple(other.name for other in fused)
+    return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, names, task.weights)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from workers.columns.advantages import Advantages
-from workers.columns.log_probs import ReferenceLogProbs
+from workers.columns.log_probs import ReferenceLogProbs, open_actor_log_probs
 from workers.columns.rewards import Rewards
 from workers.columns.task import ColumnTask
 from workers.context import WorkerContext
@@ -17,6 +17,7 @@ COLUMN_TASKS: Mapping[str, Factory] = MappingProxyType(
     {
         "rewards": Rewards,
         "ref_log_probs": ReferenceLogProbs,
+        "actor_log_probs": open_actor_log_probs,
         "compute_advantages_and_returns": Advantages,
     }
 )

@@ -72,7 +72,7 @@ def test_staleness_asked_for_in_sync_mode_is_refused(write_config: WriteConfig) 
         ("actor.micro_batchsize=4", "actor.micro_batchsize: unknown key (from --set actor.micro_batchsize=4); did you"),
         ("rolout.top_p=1", "rolout: unknown key (from --set rolout.top_p=1); did you mean 'rollout'?"),
         ("rollout_batch_size=8", "rollout_batch_size: unknown key (from --set rollout_batch_size=8); did you mean"),
-        ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: engine micro_batch_size lr"),
+        ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: engine micro_batch_size num_"),
         ("steps=ten", "steps: 'ten' cannot be used (from --set steps=ten); give a whole number"),
         ("steps=1.5", "steps: 1.5 cannot be used (from --set steps=1.5); give a whole number"),
         ("steps=0", "steps: 0 cannot be used (from --set steps=0); it must be greater than or equal to 1"),

@@ -79,7 +79,7 @@ def test_barrier_holds_rows_back_until_the_partition_is_complete(make_world: Wor
 
 
 def test_gate_holds_back_what_the_consumers_weights_are_too_old_for(make_world: World) -> None:
-    world = make_world(TaskSpec("rollout", frozenset({"x"}), gated=True), max_staleness=1)
+    world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=1))
     world.create([0], partition=2)
     world.create([1], partition=3)
     assert world.granted(world.ask("rollout", version=0)).rows == [0]
@@ -91,7 +91,7 @@ def test_gate_holds_back_what_the_consumers_weights_are_too_old_for(make_world: 
 
 
 def test_consumer_with_old_weights_still_gets_rows_that_they_may_start(make_world: World) -> None:
-    world = make_world(TaskSpec("rollout", frozenset({"x"}), gated=True), max_staleness=1)
+    world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=1))
     world.handle(PublishVersion(5))
     world.create([0], partition=2)
     assert world.granted(world.ask("rollout", version=1)).rows == [0]
