@@ -11,6 +11,7 @@ from launcher.batch_sizes import check_batch_sizes
 from launcher.devices import Devices, find_devices
 from launcher.placement import place_gangs
 from launcher.rundir import OWN_NAMES
+from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
 
@@ -37,7 +38,7 @@ class Preflight:
 
 
 def check_run(config: RunConfig) -> Preflight:
-    """Check roles, devices, batch sizes, reward, model and data, the cheap ones first.
+    """Check roles, devices, batch sizes, users' functions, model and data, the cheap ones first.
 
     Raises:
         ConfigError: the first thing that does not hold.
@@ -46,6 +47,7 @@ def check_run(config: RunConfig) -> Preflight:
     from workers.model_files import check_model_dir
     from workers.prompt_check import check_prompts
     from workers.rewards.load import check_reward
+    from workers.user_function import check_function
 
     tasks = _place_tasks(config)
     check_batch_sizes(config)
@@ -56,6 +58,8 @@ def check_run(config: RunConfig) -> Preflight:
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
+    for number, task in enumerate(config.tasks):
+        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
     _check_positions(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)

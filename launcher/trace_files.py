@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from launcher.run_timeline import BESIDE, CATEGORIES, RunTimeline, Span
+from workers.dataflow import SERVICES
 
 _ROW, _LANE, _LEFT, _TOP = 22, 15, 120, 34
 _COLOURS = {
@@ -18,7 +19,7 @@ _COLOURS = {
 _OTHERS = ("#72b7b2", "#ff9da6", "#bab0ac", "#79706e", "#d67195")
 _WAITING = "#ececec"
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor")
-"""Rows from top to bottom; services follow."""
+"""Rows from top to bottom; users' roles and services follow."""
 
 
 def chrome_trace(timeline: RunTimeline) -> str:
@@ -45,7 +46,7 @@ def gantt(timeline: RunTimeline, *, title: str, width: int = 2400) -> str:
     """
     start, end = timeline.window
     scale = width / max(1e-9, end - start)
-    processes = [each for each in _ordered(timeline.spans) if each.partition("-")[0] in _ROLES]
+    processes = [each for each in _ordered(timeline.spans) if each.partition("-")[0] not in SERVICES]
     rows = []
     for number, process in enumerate(processes):
         top = _TOP + number * _ROW
@@ -80,7 +81,7 @@ def _account_table(timeline: RunTimeline) -> str:
     rows = [
         f"<tr><th>{role}</th>" + "".join(f"<td>{100 * account[role][category]:.1f} %</td>" for category in CATEGORIES)
         for role in _ordered(account)
-        if role in _ROLES
+        if role not in SERVICES
     ]
     return f"<table><tr><th></th>{head}</tr>{'</tr>'.join(rows)}</tr></table>"
 

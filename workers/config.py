@@ -13,6 +13,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig
+from workers.columns.config import UserTaskConfig
 from workers.engines.sim_config import SimConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -171,6 +172,7 @@ class RunConfig(Settings):
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
     sim: SimConfig = SimConfig()
+    tasks: tuple[UserTaskConfig, ...] = ()
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -23,6 +23,7 @@ from workers.algorithms.losses import (
     token_weights,
 )
 from workers.algorithms.off_policy import correct
+from workers.dataflow import LOSS_MASKS
 
 
 class GRPO:
@@ -55,8 +56,8 @@ class GRPO:
         return group_advantages(reward_BG, scale_by_std=scale_by_std, eps=self._config.advantage_eps).flatten()
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch adds to the divisor; reads `responses` and `truncated`."""
-        keep_N = self._keep(batch)
+        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated` and, if there, `loss_masks`."""
+        keep_N = self._answer_weights(batch) > 0
         length_N = batch["responses"].lengths
         return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=len(batch))
 
@@ -65,11 +66,12 @@ class GRPO:
 
         Args:
             batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row), `truncated`, and with a KL
-                penalty `ref_log_probs`; `log_probs`, of the policy that the step found, where somebody computes them.
+                penalty `ref_log_probs`; where somebody writes them `log_probs`, of the policy that the step found, and
+                `loss_masks`, one weight per row.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()
-        weight_A = token_weights(self._config.loss_normalization, length_N, self._keep(batch))
+        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
         advantage_A = batch["advantages"].values.float().repeat_interleave(length_N)
         return PolicyLoss(
             config=self._config,
@@ -85,9 +87,10 @@ class GRPO:
         """Return the factor for `TrainEngine.step`, from the counts of the update's micro-batches on all ranks."""
         return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
 
-    def _keep(self, batch: PackedBatch) -> Tensor:
+    def _answer_weights(self, batch: PackedBatch) -> Tensor:
         truncated_N = batch["truncated"].values.bool()
-        return ~truncated_N if self._mask_truncated else torch.ones_like(truncated_N)
+        weight_N = torch.ones(len(batch)) if LOSS_MASKS not in batch.columns else batch[LOSS_MASKS].values.float()
+        return weight_N * ~truncated_N if self._mask_truncated else weight_N
 
 
 @dataclass

@@ -56,15 +56,15 @@ def loss_scale(normalization: Normalization, counts: LossCounts, *, max_response
     return 1.0 / divisor if divisor else 0.0
 
 
-def token_weights(normalization: Normalization, length_N: Tensor, keep_N: Tensor) -> Tensor:
+def token_weights(normalization: Normalization, length_N: Tensor, weight_N: Tensor) -> Tensor:
     """Return float32 [A]: the weight of each token inside the sum.
 
     Args:
         normalization: `sequence` weighs a token by 1 / length of its answer; the others by 1.
         length_N: integer [N], tokens of each answer.
-        keep_N: bool [N]; tokens of other answers weigh 0.
+        weight_N: bool or floating [N], of each answer's loss; 0: it does not count.
     """
-    weight_N = keep_N.float()
+    weight_N = weight_N.float()
     if normalization == "sequence":
         weight_N = weight_N / length_N.clamp(min=1)
     return weight_N.repeat_interleave(length_N)

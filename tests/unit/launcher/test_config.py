@@ -99,6 +99,16 @@ def test_bad_override_is_refused_with_field_and_value(write_config: WriteConfig,
     assert expected in refusal(write_config(), override)
 
 
+def test_users_tasks_are_checked_and_their_roles_known(write_config: WriteConfig) -> None:
+    task = {"name": "safety", "function": "filters:keep", "output": "loss_masks"}
+    config = load_config(write_config(tasks=[task]), roles="rollout:1,actor:1,safety:3")
+    assert config.roles == {"rollout": 1, "actor": 1, "safety": 3}
+    assert "tasks.0.outptu: unknown key" in (message := refusal(write_config(tasks=[task | {"outptu": "x"}])))
+    assert message.endswith("did you mean 'output'?")
+    assert "tasks.0.name: 'Safe-ty' cannot be used" in refusal(write_config(tasks=[task | {"name": "Safe-ty"}]))
+    assert "tasks: 3 cannot be used" in refusal(write_config(tasks=3))
+
+
 def test_wrong_choice_names_the_nearest(write_config: WriteConfig) -> None:
     assert refusal(write_config(), "schedule.mode=asyn").endswith("did you mean 'async'?")
 
