@@ -109,8 +109,7 @@ class FsdpEngine:
         gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         assert gradients, "step() without a forward_backward() before it"
         grad_norm = abs(scale) * self._global_norm(gradients)
-        num_steps = self._num_updates // self._actor.num_updates
-        lr = self._actor.lr * min(1.0, (num_steps + 1) / max(1, self._actor.lr_warmup_steps))
+        lr = self._actor.lr * min(1.0, (self._num_steps + 1) / max(1, self._actor.lr_warmup_steps))
         if math.isfinite(grad_norm):
             clip = min(1.0, self._actor.grad_clip / (grad_norm + 1e-6))
             torch._foreach_mul_(gradients, scale * clip)
@@ -133,7 +132,7 @@ class FsdpEngine:
         return local_shards(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and number of updates for torch.distributed.checkpoint."""
+        """Return model, optimizer and number of steps for torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
         optimizer: dict[str, Any] = optimizer_state
@@ -141,7 +140,7 @@ class FsdpEngine:
             # get_state_dict made the state by an update without gradients, which AdamW counts as its first.
             for moments in optimizer["state"].values():
                 moments["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "num_updates": torch.tensor(self._num_updates)}
+        return {"model": model, "optimizer": optimizer, "num_steps": torch.tensor(self._num_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -151,7 +150,7 @@ class FsdpEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self._num_updates = int(state["num_updates"])
+        self._num_updates = int(state["num_steps"]) * self._actor.num_updates
         self.zero_grad()
 
     @torch.no_grad()
@@ -177,6 +176,11 @@ class FsdpEngine:
             stored = weights.find(shard.name, self._aliases[shard.name])
             start, num_rows = shard.box.offset[0], shard.box.size[0]
             shard.values.copy_(weights.read_rows(stored, shard.shape, start, start + num_rows))
+
+    @property
+    def _num_steps(self) -> int:
+        """Steps that are complete: warm-up counts these, however many updates they make, or made before a resume."""
+        return self._num_updates // self._actor.num_updates
 
     def _reshard(self) -> None:
         """Give up whole parameters that a forward without a backward leaves at the root: the next forward would compute
