@@ -46,12 +46,12 @@ def load_config(
         values["steps"] = steps
         options["steps"] = "--steps"
     if roles is not None:
-        values["roles"] = dict(parse_roles(roles))
+        values["roles"] = dict(parse_roles(roles, _users_roles(values)))
         options["roles"] = "--roles"
     _settle_staleness(values, options)
     origins = Origins(file, options)
     config = _validate(values, origins)
-    resolved: dict[str, Any] = {"roles": check_roles(config.roles)}
+    resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
     for name in _PATHS:
         section = getattr(config, name)
         if section.path is not None:
@@ -79,6 +79,13 @@ def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
         section = inner
     section[keys[-1]] = parse_value(value, option)
     return name, option
+
+
+def _users_roles(values: Mapping[Any, Any]) -> list[str]:
+    """Return the roles of users' tasks, before anything is known to be valid."""
+    tasks = values.get("tasks")
+    named = [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
+    return [str(task.get("role") or task.get("name")) for task in named]
 
 
 def _settle_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ import difflib
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,6 +24,7 @@ _ADVICE = {
     "model_type": "give a section of `key: value` lines",
     "tuple_type": "give a list, [a, b]",
     "none_required": "leave it empty",
+    "string_pattern_mismatch": "use lower-case letters, digits and _",
 }
 
 
@@ -104,6 +105,8 @@ def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
     """Return the model that `keys` lead to, or None when they lead elsewhere."""
     model: type[BaseModel] = RunConfig
     for key in keys:
+        if isinstance(key, int):
+            continue  # an item of a list, whose type `_submodel` gave already
         inner = _submodel(model, str(key))
         if inner is None:
             return None
@@ -114,6 +117,8 @@ def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
 def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     info = model.model_fields.get(name)
     kind = info.annotation if info is not None else None
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

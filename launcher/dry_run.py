@@ -44,6 +44,9 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("per actor rank", f"{num_micro_batches(config)} micro-batches x {micro} samples (actor:{ranks})"),
         ("devices", devices),
     ]
+    updates = config.actor.num_updates_per_step
+    if config.actor.num_updates > 1:
+        rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
     if checked.num_held_out:
         rows.insert(-1, ("held out", _evaluation(checked)))
     if resume_from:

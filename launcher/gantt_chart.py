@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.run_timeline import BESIDE, RunTimeline, Span
+from workers.dataflow import SERVICES
 
 WAITING = "#e4e4e4"
 _COLOURS = {
@@ -24,7 +25,7 @@ _COLOURS = {
 }  # fmt: skip
 _OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
 _ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
-"""Rows from top to bottom; services follow."""
+"""Rows from top to bottom; users' roles follow."""
 _SWAP = "load weights"
 _SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10
 """A swap of the weights is drawn at least so long, in the window, but never longer in a step."""
@@ -106,7 +107,7 @@ class GanttChart:
         shown = {
             process: [span for span in timeline.spans[process] if span.end > start and span.start < end]
             for process in in_order(timeline.spans)
-            if role_of(process) in _ROLES
+            if role_of(process) not in SERVICES
         }
         least_swap_s = (end - start) * min(_SWAP_SHARE, _SWAP_SHARE_OF_STEP / max(1, len(timeline.step_ends) - 1))
         rows: list[Row] = []
@@ -125,7 +126,7 @@ class GanttChart:
             height=top + 1,
             legend=_legend(span for spans in shown.values() for span in spans),
             step_ends={step: moment - start for step, moment in timeline.step_ends.items()},
-            account={role: account[role] for role in in_order(account) if role in _ROLES},
+            account={role: account[role] for role in in_order(account) if role not in SERVICES},
         )
 
     @property

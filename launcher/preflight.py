@@ -11,6 +11,7 @@ from launcher.batch_sizes import check_batch_sizes
 from launcher.devices import Devices, find_devices
 from launcher.placement import place_gangs
 from launcher.rundir import OWN_NAMES
+from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
 
@@ -39,7 +40,7 @@ class Preflight:
 
 
 def check_run(config: RunConfig) -> Preflight:
-    """Check roles, devices, batch sizes, reward, model and data, the cheap ones first.
+    """Check roles, devices, batch sizes, users' functions, model and data, the cheap ones first.
 
     Raises:
         ConfigError: the first thing that does not hold.
@@ -48,6 +49,7 @@ def check_run(config: RunConfig) -> Preflight:
     from workers.model_files import check_model_dir
     from workers.prompt_check import check_prompts
     from workers.rewards.load import check_reward
+    from workers.user_function import check_function
 
     tasks = _place_tasks(config)
     check_batch_sizes(config)
@@ -59,6 +61,8 @@ def check_run(config: RunConfig) -> Preflight:
     devices = find_devices(config.launcher.device)
     gangs = place_gangs(config, devices)
     check_reward(config.reward)
+    for number, task in enumerate(config.tasks):
+        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
     _check_positions(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
@@ -205,10 +209,16 @@ def _check_clients(config: RunConfig) -> None:
 
 
 def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
-    from workers.algorithms.graph import algorithm_tasks
+    from workers.graph import graph_of
 
     if "ref" in config.roles and config.algorithm.kl_coef == 0:
         raise ConfigError(
             "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set algorithm.kl_coef > 0"
         )
-    return place_tasks(algorithm_tasks(config.algorithm), tuple(config.roles))
+    tasks = graph_of(config)
+    if "actor_fwd" in config.roles and not any(task.role == "actor_fwd" for task in tasks):
+        raise ConfigError(
+            "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
+            "(actor.num_updates_per_step, actor.ppo_epochs) and algorithm.off_policy.method is not none; leave it out"
+        )
+    return place_tasks(tasks, tuple(config.roles))

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from asyncflow.errors import ConfigError
 from workers.dataflow import ALIASES, ROLES
@@ -12,8 +12,13 @@ EXAMPLE = "rollout:8,actor:4,ref:2"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
-def parse_roles(text: str) -> dict[str, int]:
+def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
     """Parse the option's value.
+
+    Args:
+        text: of the option.
+        users: roles of users' tasks.
+
 
     Raises:
         ConfigError: not `role:ranks` pairs, a role given twice, or what `check_roles` refuses.
@@ -25,17 +30,17 @@ def parse_roles(text: str) -> dict[str, int]:
         name, colon, count = (piece.strip() for piece in part.partition(":"))
         if not colon or not name:
             raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {EXAMPLE}")
-        role = _canonical(name)
+        role = _canonical(name, users)
         if role in roles:
             raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")
         if not _WHOLE_NUMBER.fullmatch(count):
             raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2")
         roles[role] = int(count)
-    return check_roles(roles)
+    return check_roles(roles, users)
 
 
-def check_roles(roles: Mapping[str, int]) -> dict[str, int]:
-    """Return `roles` with canonical names, in the order of `ROLES`.
+def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[str, int]:
+    """Return `roles` with canonical names, in the order of `ROLES`, then of `users`, the roles of users' tasks.
 
     Raises:
         ConfigError: unknown role (with the nearest name), less than one rank, a required role missing, or one role
@@ -43,7 +48,7 @@ def check_roles(roles: Mapping[str, int]) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for name, count in roles.items():
-        role = _canonical(name)
+        role = _canonical(name, users)
         if role in counts:
             raise ConfigError(f"roles: {role!r} is given twice (as {name!r} too); give it once")
         if count < 1:
@@ -54,13 +59,13 @@ def check_roles(roles: Mapping[str, int]) -> dict[str, int]:
     for role in REQUIRED:
         if role not in counts:
             raise ConfigError(f"roles: {role!r} is missing; add {role}:1 or more, e.g. --roles {EXAMPLE}")
-    return {role: counts[role] for role in ROLES if role in counts}
+    return {role: counts[role] for role in dict.fromkeys((*ROLES, *users)) if role in counts}
 
 
-def _canonical(name: str) -> str:
-    role = ALIASES.get(name, name)
-    if role not in ROLES:
-        near = difflib.get_close_matches(name, (*ROLES, *ALIASES), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known roles: {' '.join(ROLES)}"
+def _canonical(name: str, users: Collection[str]) -> str:
+    role, known = ALIASES.get(name, name), (*ROLES, *users)
+    if role not in known:
+        near = difflib.get_close_matches(name, (*known, *ALIASES), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known roles: {' '.join(known)}"
         raise ConfigError(f"roles: {name!r} is not a role; {hint}")
     return role

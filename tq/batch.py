@@ -40,6 +40,10 @@ class PackedBatch:
             tuple(self.groups[i] for i in positions) if self.groups else (),
         )
 
+    def with_columns(self, columns: Mapping[str, Column]) -> "PackedBatch":
+        """Return the same rows with more columns, or other ones under the same names."""
+        return PackedBatch(self.indices, {**self.columns, **columns}, self.groups)
+
     @staticmethod
     def concatenate(batches: Iterable["PackedBatch"]) -> "PackedBatch":
         """Join batches of the same columns without padding, in order (at least one batch).

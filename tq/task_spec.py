@@ -14,7 +14,8 @@ class TaskSpec:
         inputs: columns that must be written before a row is ready.
         outputs: columns that the task writes.
         whole_groups: a group is handed out only when all its rows are ready, and never split.
-        gated: rows depend on the consumer's weight version (the staleness rule).
+        max_staleness: rows of step s go only to consumers whose weights are of a version v with
+            (s - 1) - v <= max_staleness; None: weights do not matter.
         barrier: rows of a partition are handed out only when all of them are ready (`sync`).
         in_order: rows go out in ascending order, as many as asked for or the partition's rest; whoever asks waits for
             the next ones. So who gets which rows together does not depend on when they became ready.
@@ -27,7 +28,7 @@ class TaskSpec:
     inputs: frozenset[str]
     outputs: frozenset[str] = frozenset()
     whole_groups: bool = False
-    gated: bool = False
+    max_staleness: int | None = None
     barrier: bool = False
     in_order: bool = False
     keeps_leases: bool = False

@@ -1,34 +1,29 @@
-"""The actor loop: for every step, train micro-batches as they arrive, update once, publish weights, record, save.
+"""The actor loop: for every step, train it, publish weights, record, save.
 
-next step -> rounds of (batch -> advantages -> micro-batches -> forward_backward) -> step
-          -> publish weights -> ack rows -> ledger, metrics -> checkpoint -> next step
+next step -> train (`workers.step_trainer`) -> publish weights -> ack rows -> ledger, metrics -> checkpoint -> next step
 """
 
 import logging
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed import get_default_backend_for_device
 
 from asyncflow.errors import WeightSyncError
-from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
+from tq.client.queue_client import QueueClient
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
+from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
+from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
 from workers.gather import gather_json
-from workers.ledger import check_staleness, ledger_lines
 from workers.model_files import model_fingerprint
-from workers.objective import algorithm_of
-from workers.packing import sequences_of
 from workers.records import StepRecord, StepRecorder
-from workers.reference import Reference, saved_reference
-from workers.step_totals import StepTotals
-from workers.tasks import launched_tasks
+from workers.reference import saved_reference
+from workers.step_trainer import StepTrainer
+from workers.tasks import task_of
 from workers.weight_path import open_sender
 
 logger = logging.getLogger(__name__)
@@ -54,42 +49,32 @@ class Actor:
         config = context.config
         self._context = context
         self._config = config
-        self._timeline = context.timeline
         self._engine = load_train_engine(config, device=context.device)
         self._checkpointer = Checkpointer(
             context.run_dir, keep_last=config.checkpoint.keep_last, export_hf=config.checkpoint.export_hf
         )
         if context.job.resume_from:
             self._checkpointer.restore(self._engine, Path(context.job.resume_from))
-        self._task = next(task for task in launched_tasks(context.config, context.job) if task.role == "actor")
-        self._algorithm = algorithm_of(config)
-        self._reference = None
-        if "ref_log_probs" in self._task.fused:
-            self._reference = Reference(context)
         self._completed = self._saved = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
+        task = task_of("actor", config, context.job)
+        self._columns = TaskChain(task.fused, context, self._engine)
         self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
-        self._loader = StreamingDataLoader(
-            self._client,
-            self._task.name,
-            self._task.inputs,
-            first_partition=context.start_step + 1,
-            last_partition=context.job.last_step,
-            rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
-            rank=context.rank,
-            num_ranks=context.gang.num_ranks,
-            timeout_s=config.tq.request_timeout_s,
+        self._loader = _open_loader(context, self._client, task)
+        self._trainer = StepTrainer(
+            context, self._engine, self._loader, columns=self._columns, before_update=self._sender.before_update
         )
 
     def train(self) -> None:
-        """Run every step; a stop abandons the one in progress and saves the last completed one."""
+        """Run every step; a stop abandons the one whose rows are not all there, and saves the last completed one."""
         self._publish(self._completed)
         while step := self._loader.next_partition():
-            record = self._train_step(step)
+            record = self._trainer.train(step)
             if record is None:
                 break
+            self._completed = step
             held_up_s = self._publish(step)
             record.stopped = held_up_s is None
             record.sync_exposed_s += held_up_s or 0.0
@@ -108,77 +93,17 @@ class Actor:
         """Leave queue and weight groups."""
         self._loader.close()
         self._sender.close()
-        if self._reference is not None:
-            self._reference.close()
+        self._columns.close()
         self._client.close()
         if self._recorder is not None:
             self._recorder.close()
-
-    def _train_step(self, step: int) -> StepRecord | None:
-        record = StepRecord(step)
-        self._context.report("waiting for rows", step=step)
-        rounds = iter(self._loader)
-        while (batch := self._next_round(rounds, step)) is not None:
-            record.arrived()
-            self._context.report("training", f"step {step}, {record.num_rows + len(batch)} answers", step=step)
-            self._train_round(batch, record)
-        if self._loader.stopped:
-            self._engine.zero_grad()
-            return None
-        with self._timeline.span("wait for peers", step=step):
-            parts = gather_json(vars(record.totals), device=self._context.device)
-        record.totals = StepTotals.merged(StepTotals(**part) for part in parts)
-        record.scale = self._algorithm.scale(record.totals.counts)
-        record.sync_exposed_s = self._sender.before_update()
-        with self._timeline.span("optimizer", step=step):
-            record.stats = self._engine.step(record.scale)
-        self._completed = step
-        return record
-
-    def _next_round(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
-        with self._timeline.span("wait for rows", step=step):
-            batch, _ = next(rounds, (None, ()))
-        return batch
-
-    def _train_round(self, batch: PackedBatch, record: StepRecord) -> None:
-        size = self._config.actor.micro_batch_size
-        if len(batch):
-            batch = self._with_advantages(batch)
-            lines = ledger_lines(batch, step=record.step, lineage=self._context.job.lineage, time_s=self._elapsed())
-            check_staleness(lines, bound=self._config.schedule.staleness_bound)
-            record.add_rows(len(batch), lines)
-        for start in range(0, self._loader.round_rows, size):
-            positions = range(start, min(start + size, len(batch)))
-            with self._timeline.span("forward_backward", step=record.step, rows=len(positions)):
-                self._train_micro_batch(batch.select(positions) if positions else None, record)
-
-    def _train_micro_batch(self, batch: PackedBatch | None, record: StepRecord) -> None:
-        if batch is None:
-            self._engine.forward_backward(None, _no_loss)
-            return
-        if self._reference is not None:
-            log_probs = self._reference.log_probs(sequences_of(batch), step=record.step).cpu()
-            reference = {"ref_log_probs": Column(log_probs, batch["responses"].lengths)}
-            batch = PackedBatch(batch.indices, {**batch.columns, **reference}, batch.groups)
-        loss = self._algorithm.loss(batch, device=self._context.device)
-        self._engine.forward_backward(sequences_of(batch), loss)
-        record.totals.add_batch(batch, self._algorithm.counts(batch), step=record.step)
-        record.totals.add_loss(loss.stats)
-
-    def _with_advantages(self, batch: PackedBatch) -> PackedBatch:
-        if "compute_advantages_and_returns" not in self._task.fused:
-            return batch
-        size = self._config.schedule.n_samples_per_prompt
-        advantages = self._algorithm.advantages(batch["rewards"].values, group_size=size)
-        columns = {**batch.columns, "advantages": Column.of_scalars(advantages)}
-        return PackedBatch(batch.indices, columns, batch.groups)
 
     def _publish(self, step: int) -> float | None:
         """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
         version = Version(self._context.job.lineage, step)
         self._context.report("publishing weights", step=step, version=step)
         try:
-            with self._timeline.span("publish weights", step=step):
+            with self._context.timeline.span("publish weights", step=step):
                 held_up_s = self._sender.publish(
                     version,
                     self._engine.shards(),
@@ -213,7 +138,7 @@ class Actor:
             "model_fingerprint": model_fingerprint(Path(self._config.model.path)),
             "admitted_groups": self._completed * self._config.schedule.rollout_batch_size,
         }
-        with self._timeline.span("checkpoint", step=self._completed):
+        with self._context.timeline.span("checkpoint", step=self._completed):
             reference = saved_reference(self._context, self._completed)
             self._checkpointer.save(self._engine, step=self._completed, meta=meta, reference=reference)
         self._saved = self._completed
@@ -221,9 +146,17 @@ class Actor:
         if self._keeps_rows:
             self._client.commit(self._completed)
 
-    def _elapsed(self) -> float:
-        return time.time() - self._context.job.started_at
 
-
-def _no_loss(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.Tensor:
-    return log_probs_A.sum() * 0.0
+def _open_loader(context: WorkerContext, client: QueueClient, task: PlacedTask) -> StreamingDataLoader:
+    config = context.config
+    return StreamingDataLoader(
+        client,
+        task.name,
+        task.inputs,
+        first_partition=context.start_step + 1,
+        last_partition=context.job.last_step,
+        rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
+        rank=context.rank,
+        num_ranks=context.gang.num_ranks,
+        timeout_s=config.tq.request_timeout_s,
+    )

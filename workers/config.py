@@ -13,6 +13,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig
+from workers.columns.config import UserTaskConfig
 from workers.engines.sim_config import SimConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -95,6 +96,11 @@ class ActorConfig(Settings):
     """Training engine; `fsdp`: FSDP2 over all actor ranks; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(16, ge=1)
     """Answers per rank and forward-backward."""
+    num_updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates per pass over a step's batch: it is cut into so many mini-batches of whole groups. A step makes
+    one version of the weights, however many updates it has."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over a step's batch."""
     lr: float = Field(1e-6, gt=0)
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = Field(0, ge=0)
@@ -112,6 +118,11 @@ class ActorConfig(Settings):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.num_updates_per_step * self.ppo_epochs
+
 
 class RefConfig(Settings):
     """The frozen reference."""
@@ -119,7 +130,7 @@ class RefConfig(Settings):
     engine: Literal["hf", "sim"] = "hf"
     """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
-    """Answers per forward."""
+    """Answers per forward, of `actor_fwd` too."""
 
 
 class EvaluateConfig(Settings):
@@ -219,6 +230,7 @@ class RunConfig(Settings):
     ref: RefConfig = RefConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     sim: SimConfig = SimConfig()
+    tasks: tuple[UserTaskConfig, ...] = ()
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

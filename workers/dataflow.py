@@ -11,6 +11,7 @@ its outputs itself, so that they never travel.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import StrEnum
 
 from asyncflow.errors import ConfigError
 
@@ -26,6 +27,26 @@ SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
 PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
+TEXT_COLUMNS = ("prompts", "responses", "answers")
+"""Columns that are texts to a person."""
+LOSS_MASKS = "loss_masks"
+"""Written by users' tasks: the weight of an answer's loss, 0 to 1."""
+TOKEN_COLUMNS = (
+    "prompts", "responses", "rollout_log_probs", "log_probs", "ref_log_probs", "versions", "values", "returns",
+)  # fmt: skip
+"""Columns of AsyncFlow's own tasks with a value per token."""
+ANSWER_COLUMNS = ("answers", "epochs", "truncated", "rewards", "correct", "advantages")
+"""Those with one value per answer."""
+
+
+class NeededWeights(StrEnum):
+    """Which weights a consumer must hold before it gets rows of step s."""
+
+    ANY = "any"
+    BOUNDED = "bounded"
+    """As old as the schedule lets them be: answers."""
+    NEWEST = "newest"
+    """Those of step s - 1, on which step s trains."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,7 @@ class Task:
         host: the role that runs it otherwise; equal to `role` for tasks that cannot move.
         inputs, outputs: column names.
         whole_groups: rows are ready only when all rows of their group are.
+        weights: that the task's own role must hold; a host holds them anyway.
     """
 
     name: str
@@ -46,6 +68,7 @@ class Task:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     whole_groups: bool = False
+    weights: NeededWeights = NeededWeights.ANY
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,7 @@ class PlacedTask:
         outputs: columns that this role puts.
         whole_groups: hand out whole groups only.
         fused: names of the tasks that the role computes inside this one, in order.
+        weights: that its processes must hold.
     """
 
     name: str
@@ -67,6 +91,7 @@ class PlacedTask:
     outputs: tuple[str, ...]
     whole_groups: bool
     fused: tuple[str, ...]
+    weights: NeededWeights = NeededWeights.ANY
 
 
 def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[PlacedTask, ...]:
@@ -97,8 +122,13 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
             raise ConfigError(f"roles: {role!r} is missing; task {task.name} runs there")
         if task is not main[role]:
             fused[role].append(task)
-    placed = tuple(_fold(task, fused[role]) for role, task in main.items())
+    at = {role: [task, *fused[role]] for role, task in main.items()}
+    placed = tuple(
+        _fold(task, fused[role], {name for other in at if other != role for part in at[other] for name in part.inputs})
+        for role, task in main.items()
+    )
     _refuse_unreachable_columns(placed)
+    _refuse_circles(placed)
     return placed
 
 
@@ -111,11 +141,29 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask]) -> None:
                 raise ConfigError(f"roles: {task.role!r} reads column {name}, which no other launched role writes")
 
 
-def _fold(task: Task, fused: list[Task]) -> PlacedTask:
+def _refuse_circles(placed: Collection[PlacedTask]) -> None:
+    """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
+    written, waiting = set(PROMPT_COLUMNS), list(placed)
+    while waiting:
+        able = [task for task in waiting if written.issuperset(task.inputs)]
+        if not able:
+            roles = " ".join(task.role for task in waiting)
+            raise ConfigError(
+                f"roles: {roles} would wait for each other's columns; give their tasks roles of their own"
+            )
+        written.update(name for task in able for name in task.outputs)
+        waiting = [task for task in waiting if task not in able]
+
+
+def _fold(task: Task, fused: list[Task], read_elsewhere: Collection[str]) -> PlacedTask:
     computed = set(task.outputs) | {name for other in fused for name in other.outputs}
     wanted = [name for part in (task, *fused) for name in part.inputs]
     inputs = tuple(dict.fromkeys(name for name in wanted if name not in computed))
-    after = [other for other in fused if set(other.inputs) & set(task.outputs)]
-    outputs = task.outputs + tuple(name for other in after for name in other.outputs)
+    outputs = task.outputs
+    for other in fused:
+        after = bool(set(other.inputs) & set(task.outputs))
+        # A training task puts nothing, so what is computed before it stays inside.
+        outputs += tuple(name for name in other.outputs if after or (task.outputs and name in read_elsewhere))
     whole_groups = task.whole_groups or any(other.whole_groups for other in fused)
-    return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, tuple(other.name for other in fused))
+    names = tuple(other.name for other in fused)
+    return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, names, task.weights)

@@ -1,4 +1,4 @@
-"""Collects small JSON values from all ranks of a gang. No pickle: bytes of JSON over the group's own backend."""
+"""Collects small values from all ranks of a gang. No pickle: bytes of JSON over the group's own backend."""
 
 import json
 from typing import Any
@@ -22,3 +22,12 @@ def gather_json(value: Any, *, device: torch.device) -> list[Any]:
     parts = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(parts, padded)
     return [json.loads(part[: int(one)].cpu().numpy().tobytes()) for part, one in zip(parts, sizes, strict=True)]
+
+
+def sum_over_ranks(value: int, *, device: torch.device) -> int:
+    """Return the sum of every rank's value, below 2**31. Collective over the default group."""
+    if dist.get_world_size() == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(total)
+    return int(total)

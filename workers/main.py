@@ -17,15 +17,14 @@ from workers.context import WorkerContext
 ROLE_LOOPS = {
     "rollout": "workers.rollout:run_rollout",
     "actor": "workers.actor:run_actor",
-    "ref": "workers.scoring:run_ref",
-    "reward": "workers.scoring:run_reward",
-    "advantages": "workers.scoring:run_advantages",
     "evaluate": "workers.evaluate:run_evaluate",
     "storage": "workers.services:run_storage",
     "controller": "workers.services:run_controller",
     "weights": "workers.services:run_weights",
 }
 """Role -> its loop, `module:function(context)`."""
+COLUMN_LOOP = "workers.scoring:run_scoring"
+"""The loop of all other roles, which compute columns of rows."""
 
 
 def run_worker(run_dir: str, gang: str) -> None:
@@ -40,7 +39,7 @@ def run_worker(run_dir: str, gang: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     with WorkerContext(Path(run_dir), gang) as context:
-        module, _, function = ROLE_LOOPS[context.gang.role].partition(":")
+        module, _, function = ROLE_LOOPS.get(context.gang.role, COLUMN_LOOP).partition(":")
         getattr(importlib.import_module(module), function)(context)
 
 

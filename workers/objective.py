@@ -7,12 +7,9 @@ from workers.config import RunConfig
 def algorithm_of(config: RunConfig) -> GRPO:
     """Return the algorithm that `config.algorithm` names, with the correction that the schedule needs."""
     algorithm = config.algorithm
-    if algorithm.off_policy.method is None:
-        method = "truncated_is" if config.schedule.staleness_bound else "none"
-        settled = algorithm.off_policy.model_copy(update={"method": method})
-        algorithm = algorithm.model_copy(update={"off_policy": settled})
+    correction = algorithm.off_policy.settled(config.schedule.staleness_bound)
     return GRPO(
-        algorithm,
+        algorithm.model_copy(update={"off_policy": correction}),
         max_response_tokens=config.rollout.max_response_tokens,
         mask_truncated=config.rollout.truncated == "mask",
     )

@@ -3,13 +3,33 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
+from tq.batch import PackedBatch
+from workers.algorithms.losses import LossCounts
 from workers.context import WorkerContext
 from workers.dataflow import ON_DEVICE, SERVICES
 from workers.engines.base import StepStats
 from workers.ledger import JsonLines
-from workers.step_totals import StepTotals
+from workers.step_totals import StepTotals, UpdateTotals, numbers
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update, the same on all ranks.
+
+    Attributes:
+        totals: of all ranks.
+        loss: scaled.
+        stats: from the engine.
+    """
+
+    totals: UpdateTotals
+    loss: float
+    stats: StepStats
 
 
 @dataclass
@@ -18,12 +38,12 @@ class StepRecord:
 
     Attributes:
         step: its number.
-        started_at, first_batch_at: monotonic seconds; the second is None before the first micro-batch.
+        started_at, first_batch_at: monotonic seconds; the second is None before the first round.
         num_rows: rows that this rank got.
         ledger: lines of this rank's groups.
         totals: sums, of this rank, later of all.
-        scale: factor that turned the loss sum into the step's loss.
-        stats: of the update.
+        next_update: sums of this rank for the update that comes next.
+        updates: those that were made.
         sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
         stopped: a stop came instead of publishing; on this rank, later on any.
@@ -36,35 +56,61 @@ class StepRecord:
     num_rows: int = 0
     ledger: list[dict[str, Any]] = field(default_factory=list)
     totals: StepTotals = field(default_factory=StepTotals)
-    scale: float = 1.0
-    stats: StepStats = field(default_factory=lambda: StepStats(0.0, 0.0))
+    next_update: UpdateTotals = field(default_factory=UpdateTotals)
+    updates: list[Update] = field(default_factory=list)
     sync_exposed_s: float = 0.0
     sync_bytes: int = 0
     stopped: bool = False
     save_wanted: bool = False
 
     def arrived(self) -> None:
-        """A micro-batch is there."""
+        """A round is there."""
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
-    def add_rows(self, num_rows: int, lines: list[dict[str, Any]]) -> None:
-        """Count rows of this rank and keep their ledger lines."""
-        self.num_rows += num_rows
+    def add_rows(self, batch: PackedBatch, lines: list[dict[str, Any]]) -> None:
+        """Count rows that this rank got, and keep their ledger lines."""
+        self.num_rows += len(batch)
         self.ledger += lines
+        self.totals.add_batch(batch, step=self.step)
+
+    def add_loss(self, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
+        """Count a micro-batch that was trained, in whichever pass."""
+        sums = numbers(stats)
+        self.next_update.add(counts, sums["loss"])
+        self.totals.add_loss(sums)
+
+    def add_update(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
+        """Count an update; what is added from now on is the next one's."""
+        self.updates.append(Update(totals, totals.loss * scale, stats))
+        self.next_update = UpdateTotals()
 
     def share(self) -> dict[str, Any]:
         """Return what the other ranks must know of a published step; see `join`."""
         return {
             "ledger": self.ledger,
+            "totals": vars(self.totals),
             "sync_bytes": self.sync_bytes,
             "stopped": self.stopped,
             "save_wanted": self.save_wanted,
         }
 
+    def training_metrics(self) -> dict[str, float]:
+        """Return what the updates report: means over them."""
+        answers = sum(update.totals.answers for update in self.updates)
+        masked = answers - sum(update.totals.sequences for update in self.updates)
+        return {
+            "num_updates": len(self.updates),
+            "loss": fmean(update.loss for update in self.updates),
+            "grad_norm": fmean(update.stats.grad_norm for update in self.updates),
+            "lr": self.updates[-1].stats.lr,
+            "masked_fraction": masked / answers,
+        }
+
     def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
         """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
         self.ledger = [line for share in shares for line in share["ledger"]]
+        self.totals = StepTotals.merged(StepTotals(**share["totals"]) for share in shares)
         self.sync_bytes = sum(share["sync_bytes"] for share in shares)
         self.stopped = any(share["stopped"] for share in shares)
         self.save_wanted = any(share["save_wanted"] for share in shares)
@@ -86,7 +132,7 @@ class StepRecorder:
         now = time.monotonic()
         step_time_s, self._last_at = now - self._last_at, now
         waited_s = (record.first_batch_at or now) - record.started_at
-        totals = record.totals.metrics(record.scale)
+        totals = record.totals.metrics()
         tokens_per_s = totals["train_tokens"] / step_time_s
         metrics = {
             "step": record.step,
@@ -94,10 +140,9 @@ class StepRecorder:
             "time_s": round(time.time() - self._context.job.started_at, 3),
             "step_time_s": round(step_time_s, 4),
             **totals,
+            **record.training_metrics(),
             "train_tokens_per_s": round(tokens_per_s, 1),
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
-            "grad_norm": record.stats.grad_norm,
-            "lr": record.stats.lr,
             "sync_exposed_s": round(record.sync_exposed_s, 4),
             "sync_bytes": record.sync_bytes,
             "first_micro_batch_wait_s": round(waited_s, 4),

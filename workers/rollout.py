@@ -9,33 +9,30 @@ Prompts are leased by the `Feeder`'s thread and answers put by the `Outbox`'s, s
 import itertools
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from asyncflow.errors import WeightSyncError
 from tq.config import ScheduleMode
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.engines.base import GenerateRequest
 from workers.engines.load import load_generate_engine
 from workers.feeder import Feeder
+from workers.held_weights import HeldWeights
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
-from workers.tasks import launched_tasks
+from workers.tasks import task_of
 from workers.tokenizer import load_tokenizer
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
 
-_TURN_PATIENCE_S = 1.0
-"""How long an idle instance waits for a turn to swap before it looks again whether the run stops (s)."""
 _RETRY_S = 0.05
 """After a refused turn, while answers run, before the next is asked for (s)."""
 _LOOK_S = 0.5
@@ -45,7 +42,6 @@ _LOOK_S = 0.5
 def run_rollout(context: WorkerContext) -> None:
     """Generate until the queue stops."""
     rollout = Rollout(context)
-    rollout.wait_for_weights(context.start_step)
     rollout.generate_until_stopped()
     rollout.close()
 
@@ -70,7 +66,7 @@ class Rollout:
         self._context = context
         self._config = config
         self._engine = load_generate_engine(config, config.rollout, device=context.device)
-        task = next(task for task in launched_tasks(context.config, context.job) if task.role == "rollout")
+        task = task_of("rollout", config, context.job)
         self._scorer = None
         if "rewards" in task.fused:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
@@ -80,10 +76,11 @@ class Rollout:
         )  # fmt: skip
         self._client = context.queue_client()
         self._wake = threading.Event()
-        self._receiver = open_receiver(
+        receiver = open_receiver(
             context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set
         )
-        self._version: Version | None = None
+        load = partial(self._engine.load_weights, adopt=receiver.adopts)
+        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
         self._feeder = Feeder(self._client, wake=self._wake)
         self._outbox = Outbox(
             self._client,
@@ -100,28 +97,9 @@ class Rollout:
         self._busy = ExitStack()
         self._noted: tuple[int, int] | None = None
 
-    def wait_for_weights(self, step: int) -> None:
-        """Load weights of `step` or later; returns without them only when the run stops.
-
-        Raises:
-            WeightSyncError: they do not come.
-        """
-        context, timeout_s = self._context, self._config.weightsync.timeout_s
-        deadline = time.monotonic() + timeout_s
-        while (self._version is None or self._version.step < step) and not context.stopping.is_set():
-            context.report("waiting for weights")
-            with context.timeline.span("wait for weights", step=step):
-                if not self._receiver.wait_for(step, timeout_s=timeout_s, stop=context.stopping):
-                    return
-                loaded = self._load_newest(patience_s=_TURN_PATIENCE_S)
-            if not loaded and time.monotonic() > deadline:
-                raise WeightSyncError(
-                    f"weights of step {step} are at hand, but no turn to load them came within {timeout_s:g} s: an "
-                    f"instance that swaps does not end"
-                )
-
     def generate_until_stopped(self) -> None:
         """Fill, step, put, swap."""
+        self._weights.wait_for(self._context.start_step)
         while not self._context.stopping.is_set():
             self._wake.clear()
             self._outbox.check()
@@ -145,10 +123,10 @@ class Rollout:
         if self._scorer is not None:
             self._scorer.close()
         self._client.close()
-        self._receiver.close()
+        self._weights.close()
 
     def _swap_if_due(self) -> None:
-        if self._receiver.newest in (None, self._version):
+        if not self._weights.newer_at_hand:
             return
         boundary = any(lease.granted.partition > self._step for lease, _ in self._waiting)
         due = may_swap(
@@ -157,27 +135,16 @@ class Rollout:
             num_running=self._engine.num_running,
             boundary=boundary or self._feeder.needed_version() is not None,
         )
-        if due and not self._load_newest(patience_s=0.0):
+        if due and not self._weights.load_newest():
             retry = threading.Timer(_RETRY_S, self._wake.set)  # others are swapping
             retry.daemon = True
             retry.start()
 
-    def _load_newest(self, *, patience_s: float) -> bool:
-        """Load what is at hand, if it is this instance's turn; returns whether it was."""
-
-        def load(weights: Mapping[str, Tensor]) -> None:
-            with self._context.timeline.span("load weights"):
-                self._engine.load_weights(weights, adopt=self._receiver.adopts)
-
-        loaded = self._receiver.load(load, newer_than=self._version, patience_s=patience_s)
-        if loaded is None:
-            return False
-        self._version = loaded
-        self._engine.version = loaded.step
-        self._context.report("generating" if self._running else "idle", version=loaded.step)
+    def _loaded(self, version: Version) -> None:
+        self._engine.version = version.step
+        self._context.report("generating" if self._running else "idle", version=version.step)
         if self._running:
             self._note_busy(self._step)
-        return True
 
     def _take_leases(self) -> None:
         for lease in self._feeder.take():
@@ -191,7 +158,7 @@ class Rollout:
             self._running |= {request.ticket: lease for lease, request in taken}
             self._note_busy(max(lease.granted.partition for lease, _ in taken))
             self._engine.submit([request for _, request in taken])
-        self._feeder.want(self._engine.free_slots - len(self._waiting), version=self._held)
+        self._feeder.want(self._engine.free_slots - len(self._waiting), version=self._weights.step)
 
     def _generate(self) -> None:
         for generation in self._engine.step(self._wake):
@@ -202,7 +169,7 @@ class Rollout:
         self._note_idle()
         needed = self._feeder.needed_version()
         if needed is not None:
-            self.wait_for_weights(needed)
+            self._weights.wait_for(needed)
             return
         self._context.report("waiting for prompts")
         with self._context.timeline.span("wait for prompts"):
@@ -212,20 +179,16 @@ class Rollout:
     def _note_busy(self, step: int) -> None:
         """Begin a span of the timeline when the step or the weights change."""
         self._step = step = max(step, self._step)
-        if self._noted == (step, self._held):
+        if self._noted == (step, self._weights.step):
             return
         self._note_idle()
-        self._noted = step, self._held
+        self._noted = step, self._weights.step
         self._context.report("generating", f"{len(self._running)} answers", step=step)
-        self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._held))
+        self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._weights.step))
 
     def _note_idle(self) -> None:
         self._busy.close()
         self._noted = None
-
-    @property
-    def _held(self) -> int:
-        return 0 if self._version is None else self._version.step
 
     def _requests(self, lease: RolloutLease) -> Iterator[GenerateRequest]:
         for index, prompt in zip(lease.batch.indices, lease.prompts, strict=True):

@@ -1,6 +1,7 @@
 """What one training step adds up, on one rank, then over all ranks; becomes the step's line in `metrics.jsonl`. Pure.
 
-The actor adds every micro-batch; `workers.records` writes what `metrics` returns.
+Every sample is added once, when it arrives; what the loss sums up over tokens, with every micro-batch of every pass.
+`workers.records` writes what `metrics` returns.
 
 Legend of shapes: N samples.
 """
@@ -14,6 +15,41 @@ from torch import Tensor
 
 from tq.batch import PackedBatch
 from workers.algorithms.losses import LossCounts
+
+
+@dataclass
+class UpdateTotals:
+    """Sums of one optimizer update; plain numbers, so that they travel as JSON.
+
+    Attributes:
+        tokens, sequences, answers: see `LossCounts`.
+        loss: not yet scaled.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    answers: int = 0
+    loss: float = 0.0
+
+    def add(self, counts: LossCounts, loss: float) -> None:
+        """Add a micro-batch."""
+        self.tokens += counts.tokens
+        self.sequences += counts.sequences
+        self.answers += counts.answers
+        self.loss += loss
+
+    @property
+    def counts(self) -> LossCounts:
+        """The divisor's parts."""
+        return LossCounts(self.tokens, self.sequences, self.answers)
+
+    @staticmethod
+    def merged(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":
+        """Return the totals over several ranks."""
+        whole = UpdateTotals()
+        for part in parts:
+            whole.add(part.counts, part.loss)
+        return whole
 
 
 @dataclass
@@ -32,12 +68,11 @@ class StepTotals:
         """Add to a named sum."""
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def add_batch(self, batch: PackedBatch, counts: LossCounts, *, step: int) -> None:
+    def add_batch(self, batch: PackedBatch, *, step: int) -> None:
         """Count the samples of a batch.
 
         Args:
             batch: columns `responses rewards correct truncated versions prompts`, N >= 1 rows.
-            counts: what the batch adds to the loss's divisor.
             step: that trains it.
         """
         oldest_N, _ = batch["versions"].extremes()
@@ -54,22 +89,11 @@ class StepTotals:
         self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
         self.add("staleness", float(staleness_N.sum()))
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
-        self.add("loss_tokens", counts.tokens)
-        self.add("loss_sequences", counts.sequences)
-        self.add("loss_answers", counts.answers)
 
-    def add_loss(self, stats: Mapping[str, Tensor]) -> None:
-        """Add the loss's own sums, scalars on any device; they are fetched together, so a device waits once."""
-        values = torch.stack([value.double() for value in stats.values()]).tolist()
-        for name, value in zip(stats, values, strict=True):
+    def add_loss(self, stats: Mapping[str, float]) -> None:
+        """Add the loss's own sums over tokens."""
+        for name, value in stats.items():
             self.add(f"loss/{name}", value)
-
-    @property
-    def counts(self) -> LossCounts:
-        """The divisor's parts."""
-        names = ("loss_tokens", "loss_sequences", "loss_answers")
-        tokens, sequences, answers = (round(self.sums.get(name, 0)) for name in names)
-        return LossCounts(tokens=tokens, sequences=sequences, answers=answers)
 
     @staticmethod
     def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
@@ -81,13 +105,10 @@ class StepTotals:
             whole.staleness_max = max(whole.staleness_max, part.staleness_max)
         return whole
 
-    def metrics(self, scale: float) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return means and population deviations under their public names.
 
-        Loss terms are means over the tokens whose loss counts, everything else over all samples.
-
-        Args:
-            scale: turns the loss sum into the step's loss.
+        Loss terms are means over the tokens whose loss counts, of all passes; everything else is over all samples.
         """
         sums = self.sums
         samples = sums["samples"]
@@ -103,9 +124,9 @@ class StepTotals:
             "samples": int(samples),
             "truncated_fraction": sums["truncated"] / samples,
             "train_tokens": int(sums["response_tokens"] + sums["prompt_tokens"]),
-            "loss": sums["loss/loss"] * scale,
             "kl": sums["loss/kl"] / tokens,
             "behaviour_kl": sums["loss/drift"] / tokens,
+            "old_policy_kl": sums["loss/old_drift"] / tokens,
             "ratio_mean": sums["loss/ratio"] / tokens,
             "clip_fraction": sums["loss/clipped"] / tokens,
             "corrected_fraction": sums["loss/corrected"] / tokens,
@@ -114,6 +135,12 @@ class StepTotals:
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
         }
+
+
+def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars of any device as numbers; they are fetched together, so the device waits once."""
+    values = torch.stack([value.double() for value in stats.values()]).tolist()
+    return dict(zip(stats, values, strict=True))
 
 
 def _effective_sample_size(total: float, squared: float, count: float) -> float:

@@ -6,9 +6,9 @@ from asyncflow.job import Job
 from tq.config import ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import TaskSpec
-from workers.algorithms.graph import algorithm_tasks
 from workers.config import RunConfig
-from workers.dataflow import SERVICES, PlacedTask, place_tasks
+from workers.dataflow import SERVICES, NeededWeights, PlacedTask, place_tasks
+from workers.graph import graph_of
 
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
@@ -19,7 +19,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             inputs=frozenset(task.inputs),
             outputs=frozenset(task.outputs),
             whole_groups=task.whole_groups or task.role == "rollout",
-            gated=task.role == "rollout",
+            max_staleness=_max_staleness(task, config),
             barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
             keeps_leases=task.role == "actor",
@@ -30,7 +30,17 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
     ]
 
 
+def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.staleness_bound, NeededWeights.NEWEST: 0}
+    return bounds[task.weights]
+
+
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     """Return the tasks of this run, placed over the roles that were launched."""
     roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
-    return place_tasks(algorithm_tasks(config.algorithm), list(roles))
+    return place_tasks(graph_of(config), list(roles))
+
+
+def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
+    """Return the task that a launched role's processes fetch."""
+    return next(task for task in launched_tasks(config, job) if task.role == role)

@@ -1,6 +1,8 @@
-"""Loads the tokenizer of a model directory, as cheaply as its files allow."""
+"""Loads the tokenizer of a model directory, as cheaply as its files allow; decodes with it."""
 
 import json
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,25 @@ def load_tokenizer(model_dir: Path) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path: cannot load the tokenizer of {model_dir}: {reason}") from error
+
+
+class TextDecoder:
+    """Turns tokens into text without special tokens. Any thread may call it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = lru_cache(maxsize=4096)(self._decode)
+
+    def prompt(self, tokens: Sequence[int]) -> str:
+        """Return a prompt's text; all answers of a group ask for the same one."""
+        return self._prompt(tuple(tokens))
+
+    def response(self, tokens: Sequence[int]) -> str:
+        """Return an answer's text."""
+        return self._decode(tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _is_generic(model_dir: Path) -> bool:

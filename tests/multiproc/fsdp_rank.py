@@ -1,6 +1,6 @@
 """One rank of test_fsdp_engine: trains three updates, saves, trains one more, exports; or resumes and trains the last.
 
-python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume
+python fsdp_rank.py DIR MODE RANK NUM_RANKS      MODE: train, resume, forward
 """
 
 import json
@@ -49,14 +49,7 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
     # With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.
     # Two ranks recompute activations, one does not: the result is the same.
     actor = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, gradient_checkpointing=num_ranks > 1)
-    engine = FsdpEngine(
-        root / "model",
-        ModelConfig(path=str(root / "model")),
-        actor=actor,
-        temperature=1.0,
-        device=torch.device("cpu"),
-        seed=0,
-    )
+    engine = make_engine(root, actor)
     norms: list[float] = []
     if mode == "resume":
         state = engine.state_dict()
@@ -77,13 +70,34 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
     engine.export_hf(root / f"export-{mode}-{num_ranks}")
 
 
+def forward(root: Path, rank: int, num_ranks: int) -> None:
+    """Log-probabilities before and after an update; rank 0 has all rows, the others take part without any."""
+    engine = make_engine(root, ActorConfig(lr=1e-2))
+    rows = make_sequences([0, 1, 2, 3, 4, 5] if rank == 0 else [])
+    before = engine.log_probs(rows)
+    engine.forward_backward(rows, square_loss)
+    between = engine.log_probs(rows)
+    engine.step(1 / 16)
+    after = engine.log_probs(rows)
+    engine.zero_grad()
+    torch.save((before, between, after), root / f"log-probs-{num_ranks}-{rank}.pt")
+
+
+def make_engine(root: Path, actor: ActorConfig) -> FsdpEngine:
+    config = ModelConfig(path=str(root / "model"))
+    return FsdpEngine(root / "model", config, actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
+
+
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     root, mode, rank, num_ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     store = dist.FileStore(str(root / f"store-{mode}-{num_ranks}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    run(root, mode, rank, num_ranks)
+    if mode == "forward":
+        forward(root, rank, num_ranks)
+    else:
+        run(root, mode, rank, num_ranks)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -55,6 +55,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_ranks(root, "train", 1)
     run_ranks(root, "train", 2)
     run_ranks(root, "resume", 1)
+    run_ranks(root, "forward", 1)
+    run_ranks(root, "forward", 2)
     return root
 
 
@@ -76,6 +78,14 @@ def test_gradients_are_summed_over_ranks(root: Path) -> None:
     one, two = (json.loads((root / f"norms-train-{num_ranks}-0.json").read_text()) for num_ranks in (1, 2))
     assert two == pytest.approx(one, rel=1e-4)
     assert (root / "norms-train-2-1.json").read_text() == (root / "norms-train-2-0.json").read_text()
+
+
+def test_ranks_without_rows_take_part_in_log_probs(root: Path) -> None:
+    one, two = (torch.load(root / f"log-probs-{num_ranks}-0.pt") for num_ranks in (1, 2))
+    for name, expected, actual in zip(("before", "between", "after"), one, two, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=name)
+    assert one[0].equal(one[1]) and not torch.allclose(one[1], one[2], atol=1e-3)
+    assert [part.shape for part in torch.load(root / "log-probs-2-1.pt")] == [(0,)] * 3
 
 
 def test_shards_of_two_ranks_make_the_whole_parameters(root: Path) -> None:

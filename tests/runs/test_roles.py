@@ -72,6 +72,30 @@ def _exported(line: str) -> str:
     return f"{' '.join(variables)}; exec {line[len(' '.join(variables)) :]}"
 
 
+@pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:1,actor:1,safety:2"])
+def test_a_task_of_the_users_own_weighs_answers(tmp_path: Path, roles: str) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    shown = ("--set", "rollout.samples_per_step=16", "--steps", "3", "--run-dir", str(tmp_path / "run"))
+    finished = command.run("safety_filter.yaml", "--roles", roles, *shown, cwd=examples)
+    assert finished.returncode == 0, finished.stderr
+    samples = command.lines(tmp_path / "run" / "samples" / "rollout-0.jsonl")
+    for line in command.lines(tmp_path / "run" / "metrics.jsonl"):
+        answers = [sample["response"] for sample in samples if sample["step"] == line["step"]]
+        assert len(answers) == 256
+        assert line["masked_fraction"] == sum("13" in answer for answer in answers) / 256
+    assert any("13" in sample["response"] for sample in samples)
+    command.check_ledger(tmp_path / "run", groups_per_step=16, last=3)
+
+
+@pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:1,actor:1,safety:1"])
+def test_a_task_that_raises_ends_the_run_and_is_named(tmp_path: Path, roles: str) -> None:
+    (tmp_path / "broken_filter.py").write_text("def keep(row):\n    raise ValueError('no idea')\n")
+    task = "tasks=[{name: safety, function: 'broken_filter:keep', output: loss_masks}]"
+    failed = command.run("--run-dir", "run", *SMALL, "--set", task, "--roles", roles, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "task safety: broken_filter:keep raised ValueError: no idea on response" in failed.stderr.splitlines()[-1]
+
+
 def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
     (tmp_path / "custom_reward.py").write_text((examples / "custom_reward.py").read_text())

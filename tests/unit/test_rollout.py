@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.errors import WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
@@ -18,6 +19,7 @@ from workers import rollout
 from workers.engines.sim import SimGenerateEngine
 from workers.engines.sim_config import SimConfig
 from workers.engines.sim_model import SimLengths
+from workers.held_weights import HeldWeights
 from workers.outbox import RolloutLease
 from workers.rollout import Rollout
 
@@ -80,21 +82,22 @@ def lease(step: int, *rows: int) -> RolloutLease:
     return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
 
-def make(mode: ScheduleMode = ScheduleMode.ASYNC) -> Any:
+def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE_S) -> Any:
     """A rollout without processes; answers are instant unless a test says otherwise."""
     sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
     made: Any = object.__new__(Rollout)
-    made._context = SimpleNamespace(
-        timeline=NoTimeline(), stopping=threading.Event(), report=lambda *_, **__: None, start_step=0
-    )
     made._config = SimpleNamespace(
-        schedule=SimpleNamespace(mode=mode), weightsync=SimpleNamespace(timeout_s=DEADLINE_S), seed=0
+        schedule=SimpleNamespace(mode=mode), weightsync=SimpleNamespace(timeout_s=timeout_s), seed=0
+    )
+    made._context = SimpleNamespace(
+        timeline=NoTimeline(), stopping=threading.Event(), report=lambda *_, **__: None, config=made._config
     )
     lengths = SimLengths(sim, samples_per_step=8, seed=0)
     made._engine = SimGenerateEngine(sim, lengths, num_slots=4, max_response_tokens=9)
     made._wake = threading.Event()
     made._receiver, made._feeder, made._outbox = Weights(), Feed(), Put()
-    made._version, made._waiting, made._running = None, deque(), {}
+    made._weights = HeldWeights(made._context, made._receiver, made._engine.load_weights, loaded=made._loaded)
+    made._waiting, made._running = deque(), {}
     made._tickets, made._step, made._noted = itertools.count(), 0, None
     made._busy = rollout.ExitStack()
     return made
@@ -131,10 +134,10 @@ def test_async_takes_newer_weights_before_it_begins_a_step() -> None:
     loop._receiver.newest = Version(0, 1)
     loop._feeder.leases.append(lease(1, 1))
     loop._swap_if_due()
-    assert loop._version == Version(0, 0), "not inside a step"
+    assert loop._weights.version == Version(0, 0), "not inside a step"
     loop._feeder.leases.append(lease(2, 8))
     turn(loop)
-    assert loop._version == Version(0, 1)
+    assert loop._weights.version == Version(0, 1)
     assert versions(loop._outbox)[8] == [1] * 4
 
 
@@ -144,33 +147,32 @@ def test_substep_takes_newer_weights_at_once() -> None:
     loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
     loop._receiver.newest = Version(0, 1)
     loop._swap_if_due()
-    assert loop._version == Version(0, 1)
+    assert loop._weights.version == Version(0, 1)
 
 
 def test_turn_that_was_refused_is_asked_for_again_soon() -> None:
     loop = make(ScheduleMode.SUBSTEP)
     loop._receiver.refusals = 1
     loop._swap_if_due()
-    assert loop._version is None
+    assert loop._weights.version is None
     assert loop._wake.wait(DEADLINE_S)
     loop._swap_if_due()
-    assert loop._version == Version(0, 0)
+    assert loop._weights.version == Version(0, 0)
 
 
 def test_stop_ends_the_wait_for_a_turn() -> None:
     loop = make()
     loop._receiver.refusals = 10**9
     loop._context.stopping.set()
-    loop.wait_for_weights(0)
-    assert loop._version is None
+    loop._weights.wait_for(0)
+    assert loop._weights.version is None
 
 
 def test_turn_that_never_comes_is_an_error() -> None:
-    loop = make()
+    loop = make(timeout_s=0.0)
     loop._receiver.refusals = 10**9
-    loop._config.weightsync.timeout_s = 0.0
-    with pytest.raises(rollout.WeightSyncError, match="no turn to load them came within 0 s"):
-        loop.wait_for_weights(0)
+    with pytest.raises(WeightSyncError, match="no turn to load them came within 0 s"):
+        loop._weights.wait_for(0)
 
 
 def test_no_more_is_wanted_than_there_is_room_for() -> None:

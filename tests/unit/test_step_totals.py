@@ -7,7 +7,7 @@ import torch
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.losses import LossCounts
-from workers.step_totals import StepTotals
+from workers.step_totals import StepTotals, UpdateTotals, numbers
 
 REWARDS, LENGTHS = (1.0, 0.25, 0.5), (3, 1, 2)
 
@@ -25,29 +25,49 @@ def make_batch(rows: list[int]) -> PackedBatch:
     return PackedBatch((0, 1, 2), columns).select(rows)
 
 
-def totals_of(rows: list[int], tokens: int) -> StepTotals:
+def loss_stats(tokens: int) -> dict[str, torch.Tensor]:
+    names = ("loss", "kl", "drift", "old_drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
+    return {"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names}
+
+
+def totals_of(rows: list[int], tokens: int, passes: int = 1) -> StepTotals:
     totals = StepTotals()
-    totals.add_batch(make_batch(rows), LossCounts(tokens, len(rows), len(rows)), step=5)
-    names = ("loss", "kl", "drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
-    totals.add_loss({"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names})
+    totals.add_batch(make_batch(rows), step=5)
+    for _ in range(passes):
+        totals.add_loss(numbers(loss_stats(tokens)))
     return totals
 
 
 def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     totals = StepTotals.merged([totals_of([0, 2], 5), totals_of([1], 1), StepTotals()])
-    assert totals.counts == LossCounts(tokens=6, sequences=3, answers=3)
-    metrics = totals.metrics(scale=1 / 6)
+    metrics = totals.metrics()
     assert metrics["reward_mean"] == pytest.approx(statistics.fmean(REWARDS))
     assert metrics["reward_std"] == pytest.approx(statistics.pstdev(REWARDS))
     assert metrics["response_tokens_std"] == pytest.approx(statistics.pstdev(LENGTHS))
     assert (metrics["samples"], metrics["train_tokens"]) == (3, 12)
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
-    assert metrics["loss"] == metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
 
 
 def test_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
     totals = totals_of([0], 4)
-    assert totals.metrics(scale=1.0)["effective_sample_size"] == 1.0
+    assert totals.metrics()["effective_sample_size"] == 1.0
     totals.sums |= {"loss/ratio": 2.0 + 1.0 + 1.0 + 0.0, "loss/ratio_squared": 4.0 + 1.0 + 1.0}
-    assert totals.metrics(scale=1.0)["effective_sample_size"] == pytest.approx(16 / (4 * 6))
+    assert totals.metrics()["effective_sample_size"] == pytest.approx(16 / (4 * 6))
+
+
+def test_samples_count_once_and_tokens_in_every_pass() -> None:
+    once, twice = totals_of([0, 2], 5).metrics(), totals_of([0, 2], 5, passes=2).metrics()
+    assert once == twice, "means over tokens of both passes, which are the same ones"
+    assert twice["samples"] == 2 and twice["train_tokens"] == 9
+
+
+def test_an_update_counts_what_all_ranks_trained_for_it() -> None:
+    ranks = [UpdateTotals(), UpdateTotals(), UpdateTotals()]
+    ranks[0].add(LossCounts(5, 2, 2), 1.5)
+    ranks[0].add(LossCounts(1, 1, 2), 0.5)
+    ranks[1].add(LossCounts(3, 1, 1), -1.0)
+    whole = UpdateTotals.merged(ranks)
+    assert whole.counts == LossCounts(tokens=9, sequences=4, answers=5)
+    assert whole.loss == pytest.approx(1.0)

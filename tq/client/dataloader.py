@@ -45,6 +45,17 @@ _JOIN_S = 5.0
 _WORKERS = "a StreamingDataLoader reads ahead by itself and cannot move into worker processes; use num_workers=0"
 
 
+def order_of_pass(count: int, *, seed: int | None, partition: int, number: int) -> list[int]:
+    """Return the order in which pass `number` (0: the first) goes over a partition's rounds: positions, as they came.
+
+    Later passes are shuffled by (seed, partition, number), so all ranks of a gang go the same way; None: they are not.
+    """
+    order = list(range(count))
+    if number and seed is not None:
+        random.Random(f"{seed}/{partition}/{number}").shuffle(order)
+    return order
+
+
 class StreamingDataLoader(IterableDataset[Rows]):
     """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close."""
 
@@ -171,9 +182,8 @@ class StreamingDataLoader(IterableDataset[Rows]):
         for number in range(1, count):
             if self.stopped:
                 return
-            if seed is not None:
-                random.Random(f"{seed}/{self._partition}/{number}").shuffle(kept)
-            yield (self._yielded(*item) for item in list(kept))
+            order = order_of_pass(len(kept), seed=seed, partition=self._partition, number=number)
+            yield (self._yielded(*kept[position]) for position in order)
 
     def micro_batches(self, batch: PackedBatch, *, num_rows: int = 0, token_budget: int = 0) -> list[PackedBatch]:
         """Split the round that was yielded last by the tokens of its rows.

@@ -110,7 +110,7 @@ class ControllerService:
             name: one of `config.controllers`; the first one is the lead.
             tasks: of the whole queue, producers before consumers.
             config: settings.
-            schedule: the staleness gate; None: no gate.
+            schedule: of admission; None: rows are put by others.
             prompts: admission's source, on the lead; None: rows come from elsewhere.
             version: step of the weights at the start.
             last_step: admission ends here.
@@ -142,7 +142,6 @@ class ControllerService:
         self._state = ControlState(
             tasks,
             served=self._directory.served_by(name),
-            max_staleness=schedule.staleness_bound if schedule else 0,
             version=self._memory.newest_version,
             first_token=(starts << _TOKENS_PER_START) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,

@@ -20,11 +20,10 @@ _REPLICA_FETCHES_REMEMBERED = 16
 class Fetches:
     """Parked requests, and the gate that they wait at."""
 
-    def __init__(self, book: RowBook, reasons: WaitReasons, *, max_staleness: int, version: int) -> None:
+    def __init__(self, book: RowBook, reasons: WaitReasons, *, version: int) -> None:
         """Args:
         book: rows and tasks.
         reasons: words for those who wait too long.
-        max_staleness: bound of the gate.
         version: newest weights.
         """
         self.parked = ParkedFetches()
@@ -34,12 +33,12 @@ class Fetches:
         self.stopped = False
         self._book = book
         self._reasons = reasons
-        self._max_staleness = max_staleness
         self._replicas: dict[tuple[str, str], dict[int, Granted]] = {}
 
-    def newest_partition(self, version: int) -> int:
-        """Return the newest step that may start on weights of `version`: (s - 1) - version <= max_staleness."""
-        return version + 1 + self._max_staleness
+    def newest_partition(self, fetch: FetchRows) -> int | None:
+        """Return the newest step that a consumer's weights allow, by (s - 1) - v <= max_staleness; None: any."""
+        bound = self._task(fetch).spec.max_staleness
+        return None if bound is None else fetch.version + 1 + bound
 
     def check(self, fetch: Fetch) -> None:
         """Refuse what cannot be.
@@ -93,7 +92,9 @@ class Fetches:
         """Newer weights exist: consumers that are held back by their old ones hear of it."""
         self.newest_version = max(self.newest_version, version)
         for name, task in self._book.tasks.items():
-            for request, fetch in self.parked.rows(name) if task.spec.gated and not self.closed else ():
+            if task.spec.max_staleness is None or self.closed:
+                continue
+            for request, fetch in self.parked.rows(name):
                 self._try(request, fetch)
 
     def leave(self, owner: str) -> None:
@@ -106,7 +107,7 @@ class Fetches:
         fetch = self.parked.pop(request)
         if fetch is None:
             return
-        gate = self.newest_partition(fetch.version) if isinstance(fetch, FetchRows) else None
+        gate = self.newest_partition(fetch) if isinstance(fetch, FetchRows) else None
         reason = self._reasons.of(self._book.tasks[fetch.task], fetch, gate=gate)
         answer = NoRows(NoRowsReason.DEADLINE, self.newest_version, reason.text, reason.producers_alive)
         self._book.out.append(Answer(request, answer))
@@ -132,7 +133,7 @@ class Fetches:
             if refused is not None and fetch.version <= refused:
                 continue
             if not self._try(request, fetch) and self.parked.waits(request):
-                if not task.spec.gated:
+                if task.spec.max_staleness is None:
                     return
                 refused = fetch.version if refused is None else max(refused, fetch.version)
 
@@ -165,10 +166,10 @@ class Fetches:
         if self.stopped:
             return self._nothing(NoRowsReason.STOP)
         task = self._task(fetch)
-        newest = self.newest_partition(fetch.version) if task.spec.gated else None
+        newest = self.newest_partition(fetch)
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
         if taken is None:
-            outdated = task.spec.gated and task.has_ready and self.newest_version > fetch.version
+            outdated = newest is not None and task.has_ready and self.newest_version > fetch.version
             return self._nothing(NoRowsReason.NEWER_VERSION) if outdated else None
         partition, rows = taken
         token = self._book.token()

@@ -77,7 +77,6 @@ class ControlState:
         tasks: Sequence[TaskSpec],
         *,
         served: Collection[str] | None = None,
-        max_staleness: int = 0,
         version: int = 0,
         first_token: int = 1,
         row_limit: int = 0,
@@ -88,7 +87,6 @@ class ControlState:
         """Args:
         tasks: every task that must be done with a row before it is finished.
         served: names of the tasks whose rows are handed out here; None: all.
-        max_staleness: bound of the gate: (s - 1) - version <= max_staleness.
         version: newest weights at the start.
         first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
         row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
@@ -97,7 +95,7 @@ class ControlState:
         """
         self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
         self._reasons = WaitReasons(self._book)
-        self._fetches = Fetches(self._book, self._reasons, max_staleness=max_staleness, version=version)
+        self._fetches = Fetches(self._book, self._reasons, version=version)
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)

@@ -48,7 +48,7 @@ class WaitReasons:
         number = fetch.partition if isinstance(fetch, FetchRound) else self._oldest(task)
         if number is None:
             return Reason("no row waits for this task; none was put", self._alive({NEW_ROWS}))
-        if task.spec.gated and gate is not None and number > gate:
+        if gate is not None and number > gate:
             return Reason(f"partition {number} waits for newer weights than version {_version(fetch)}")
         return self._in_partition(task, number)
 

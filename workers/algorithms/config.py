@@ -1,6 +1,6 @@
 """Settings of the algorithms. Torch-free: `--dry-run` reads this."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -14,11 +14,23 @@ class OffPolicyConfig(Settings):
     """`none`: the older policy is PPO's old one, whose ratio is clipped. `decoupled`: tokens are weighted by the ratio
     of the two policies, clipping is relative to the newest one. `truncated_is`: the same with weights of at most `cap`.
     `sequence_mask`: also without answers that the newest policy would hardly have given. null: `truncated_is` where
-    the schedule lets weights be older, else `none`. With one update a step only `none` ever clips (`eps_clip`)."""
+    the schedule lets weights be older, else `none`. With one update a step only `none` ever clips (`eps_clip`); with
+    several, the newest policy is the one that the step found (task `actor_log_probs`)."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
     """`sequence_mask`: largest mean of an answer's log ratios, up and down (nats per token)."""
+
+    @property
+    def has_proximal_policy(self) -> bool:
+        """Whether PPO's old policy is another one than that which drew the tokens."""
+        return self.method not in (None, "none")
+
+    def settled(self, staleness_bound: int) -> Self:
+        """Return this with the method that `None` stands for under a schedule with such a bound."""
+        if self.method is not None:
+            return self
+        return self.model_copy(update={"method": "truncated_is" if staleness_bound else "none"})
 
 
 class AlgorithmConfig(Settings):

@@ -1,8 +1,7 @@
 """GRPO: group-relative policy optimisation.
 
-The actor's loop asks, in this order: `advantages` of whole groups (unless a role of its own computed them), `counts`
-of every micro-batch, `loss` for each `forward_backward`, and `scale` once at the step's end. Pure; the graph of its
-tasks is in `workers.algorithms.graph`.
+Asked for, in this order: `advantages` of whole groups, by their task; by the trainer `counts` and `loss` of every
+micro-batch, and `scale` once for each update. Pure; the graph of its tasks is in `workers.algorithms.graph`.
 
 Legend of shapes: N answers, G answers of a prompt, A tokens of the answers, packed.
 """
@@ -24,6 +23,7 @@ from workers.algorithms.losses import (
     token_weights,
 )
 from workers.algorithms.off_policy import correct
+from workers.dataflow import LOSS_MASKS
 
 
 class GRPO:
@@ -56,8 +56,8 @@ class GRPO:
         return group_advantages(reward_BG, scale_by_std=scale_by_std, eps=self._config.advantage_eps).flatten()
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch adds to the divisor; reads `responses` and `truncated`."""
-        keep_N = self._keep(batch)
+        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated` and, if there, `loss_masks`."""
+        keep_N = self._answer_weights(batch) > 0
         length_N = batch["responses"].lengths
         return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=len(batch))
 
@@ -66,11 +66,12 @@ class GRPO:
 
         Args:
             batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row), `truncated`, and with a KL
-                penalty `ref_log_probs`.
+                penalty `ref_log_probs`; where somebody writes them `log_probs`, of the policy that the step found, and
+                `loss_masks`, one weight per row.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()
-        weight_A = token_weights(self._config.loss_normalization, length_N, self._keep(batch))
+        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
         advantage_A = batch["advantages"].values.float().repeat_interleave(length_N)
         return PolicyLoss(
             config=self._config,
@@ -79,15 +80,17 @@ class GRPO:
             advantage_A=advantage_A.to(device),
             old_log_probs_A=batch["rollout_log_probs"].values.to(device),
             ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
+            proximal_log_probs_A=batch["log_probs"].values.to(device) if "log_probs" in batch.columns else None,
         )
 
     def scale(self, counts: LossCounts) -> float:
-        """Return the factor for `TrainEngine.step`, from the counts of all micro-batches of the step on all ranks."""
+        """Return the factor for `TrainEngine.step`, from the counts of the update's micro-batches on all ranks."""
         return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
 
-    def _keep(self, batch: PackedBatch) -> Tensor:
+    def _answer_weights(self, batch: PackedBatch) -> Tensor:
         truncated_N = batch["truncated"].values.bool()
-        return ~truncated_N if self._mask_truncated else torch.ones_like(truncated_N)
+        weight_N = torch.ones(len(batch)) if LOSS_MASKS not in batch.columns else batch[LOSS_MASKS].values.float()
+        return weight_N * ~truncated_N if self._mask_truncated else weight_N
 
 
 @dataclass
@@ -100,10 +103,11 @@ class PolicyLoss:
         advantage_A: of each token's answer.
         old_log_probs_A: under the policy that generated the tokens.
         ref_log_probs_A: under the reference; None without a KL penalty.
-        stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the step's loss), and sums
-            over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to behaviour),
+        proximal_log_probs_A: under the policy that the step found; None: the one that is trained has not changed since.
+        stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the update's loss), and
+            sums over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to behaviour),
             `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `drift` (k3 of
-            KL(behaviour || policy)).
+            KL(behaviour || policy)), `old_drift` (of KL(behaviour || PPO's old policy)).
     """
 
     config: AlgorithmConfig
@@ -112,13 +116,16 @@ class PolicyLoss:
     advantage_A: Tensor
     old_log_probs_A: Tensor
     ref_log_probs_A: Tensor | None = None
+    proximal_log_probs_A: Tensor | None = None
     stats: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, log_probs_A: Tensor, entropy_A: Tensor) -> Tensor:
         """Return the unnormalised sum, a scalar with gradient."""
         config = self.config
         high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-        correction = correct(log_probs_A, self.old_log_probs_A, self.length_N, config.off_policy)
+        correction = correct(
+            log_probs_A, self.old_log_probs_A, self.length_N, config.off_policy, proximal_A=self.proximal_log_probs_A
+        )
         loss_A, clipped_A = clipped_policy_loss(
             log_probs_A - correction.old_log_probs_A,
             self.advantage_A,
@@ -133,6 +140,7 @@ class PolicyLoss:
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.old_log_probs_A, log_probs_A, "k3")
+            old_drift_A = kl_divergence(self.old_log_probs_A, correction.old_log_probs_A, "k3")
             # Bounded: else infinity times a masked token's 0 is not a number.
             ratio_A = bounded_ratio(log_probs_A - self.old_log_probs_A)
             counts_A = self.weight_A > 0
@@ -144,6 +152,7 @@ class PolicyLoss:
                 "corrected": correction.changed_A,
                 "kl": kl_A,
                 "drift": drift_A,
+                "old_drift": old_drift_A,
             }
             sums = torch.stack([term.to(ratio_A) for term in terms.values()]) @ counts_A.to(ratio_A)
             self.stats = dict(zip(terms, sums.unbind(), strict=True))

@@ -1,6 +1,6 @@
 """Terms of policy losses, as sums over tokens that nobody has normalised yet.
 
-Micro-batches arrive in any order and size; each adds its sum, and `loss_scale` gives the one factor that the step
+Micro-batches arrive in any order and size; each adds its sum, and `loss_scale` gives the one factor that an update
 applies to the accumulated gradient at its end.
 
 Legend of shapes: N answers, A tokens of these answers, packed.
@@ -21,7 +21,7 @@ Normalization = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True)
 class LossCounts:
-    """What a step's normalisation divides by; add those of all ranks and micro-batches.
+    """What an update's normalisation divides by; add those of all ranks and micro-batches.
 
     Attributes:
         tokens: answer tokens whose loss counts.
@@ -38,13 +38,13 @@ class LossCounts:
 
 
 def loss_scale(normalization: Normalization, counts: LossCounts, *, max_response_tokens: int) -> float:
-    """Return the factor that turns a step's accumulated sum into its loss; 0 when nothing counts.
+    """Return the factor that turns an update's accumulated sum into its loss; 0 when nothing counts.
 
     Args:
         normalization: `token`: 1 / tokens (arXiv 2503.14476, eq. 8); `sequence`: 1 / sequences, the sum being weighted
             by `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (answers * max_response_tokens)
             (arXiv 2503.20783, section 3.2).
-        counts: of the whole step over all ranks.
+        counts: of the whole update over all ranks.
         max_response_tokens: longest answer.
     """
     divisors = {
@@ -56,15 +56,15 @@ def loss_scale(normalization: Normalization, counts: LossCounts, *, max_response
     return 1.0 / divisor if divisor else 0.0
 
 
-def token_weights(normalization: Normalization, length_N: Tensor, keep_N: Tensor) -> Tensor:
+def token_weights(normalization: Normalization, length_N: Tensor, weight_N: Tensor) -> Tensor:
     """Return float32 [A]: the weight of each token inside the sum.
 
     Args:
         normalization: `sequence` weighs a token by 1 / length of its answer; the others by 1.
         length_N: integer [N], tokens of each answer.
-        keep_N: bool [N]; tokens of other answers weigh 0.
+        weight_N: bool or floating [N], of each answer's loss; 0: it does not count.
     """
-    weight_N = keep_N.float()
+    weight_N = weight_N.float()
     if normalization == "sequence":
         weight_N = weight_N / length_N.clamp(min=1)
     return weight_N.repeat_interleave(length_N)

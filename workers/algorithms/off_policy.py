@@ -1,8 +1,9 @@
 """Correction for tokens that an older policy drew: the one place that knows how. Pure.
 
 With mu the policy that drew a token, theta the one that is trained, and p the *proximal* policy: theta as the step
-found it. A step makes one update, so p is theta without its gradient, and costs no forward pass of its own. It also
-means that theta / p is 1: the clip acts under `none` only, and what bounds an update otherwise is C. The KL penalty and
+found it. Where a step makes one update, p is theta without its gradient, and costs no forward pass of its own. It also
+means that theta / p is 1: the clip acts under `none` only, and what bounds an update otherwise is C. Where it makes
+several, p comes as the column `log_probs` (task `actor_log_probs`); under `none` nobody needs it. The KL penalty and
 the loss's normalisation know nothing of the correction: a masked answer still counts in both.
 
     none            clip(theta / mu): the older policy is taken for PPO's old one
@@ -37,19 +38,27 @@ class Correction:
     changed_A: Tensor
 
 
-def correct(log_probs_A: Tensor, behaviour_A: Tensor, length_N: Tensor, config: OffPolicyConfig) -> Correction:
+def correct(
+    log_probs_A: Tensor,
+    behaviour_A: Tensor,
+    length_N: Tensor,
+    config: OffPolicyConfig,
+    *,
+    proximal_A: Tensor | None = None,
+) -> Correction:
     """Return the correction for one micro-batch.
 
     Args:
-        log_probs_A: floating [A], under the policy that is trained, before its update.
+        log_probs_A: floating [A], under the policy that is trained, before its next update.
         behaviour_A: floating [A], under the policy that drew the tokens.
         length_N: integer [N], tokens of each answer.
         config: which correction.
+        proximal_A: floating [A], under the policy that the step found; None: that is still the one that is trained.
 
     Source: truncated importance sampling: Espeholt et al. 2018 (arXiv 1802.01561), section 4.1; decoupled objective:
         Hilton et al. 2022 (arXiv 2110.00641), used for language models by Fu et al. 2025 (arXiv 2505.24298).
     """
-    proximal_A = log_probs_A.detach()
+    proximal_A = log_probs_A.detach() if proximal_A is None else proximal_A
     ones_A = torch.ones_like(proximal_A)
     if config.method in (None, "none"):
         return Correction(behaviour_A, ones_A, torch.zeros_like(ones_A, dtype=torch.bool))

@@ -187,8 +187,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class TrainEngine(Protocol):
     """Trains the policy; every method but `zero_grad` and `shards` is collective over the actor's ranks."""
 
-    def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient."""
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
+        it only joins the collectives, and gets [0]."""
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""

@@ -85,9 +85,13 @@ class FsdpEngine:
         )
 
     @torch.no_grad()
-    def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient."""
-        return answer_log_probs(self._model, PackedInputs.of(batch, self._device), self._temperature)[0]
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
+        it only joins the collectives, and gets [0]."""
+        inputs = PackedInputs.of(_IDLE if batch is None else batch, self._device)
+        log_probs_A, _ = answer_log_probs(self._model, inputs, self._temperature)
+        self._reshard()
+        return log_probs_A[:0] if batch is None else log_probs_A
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
@@ -105,7 +109,7 @@ class FsdpEngine:
         gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         assert gradients, "step() without a forward_backward() before it"
         grad_norm = abs(scale) * self._global_norm(gradients)
-        lr = self._actor.lr * min(1.0, (self._num_updates + 1) / max(1, self._actor.lr_warmup_steps))
+        lr = self._actor.lr * min(1.0, (self._num_steps + 1) / max(1, self._actor.lr_warmup_steps))
         if math.isfinite(grad_norm):
             clip = min(1.0, self._actor.grad_clip / (grad_norm + 1e-6))
             torch._foreach_mul_(gradients, scale * clip)
@@ -124,11 +128,11 @@ class FsdpEngine:
 
     def shards(self) -> Iterable[LocalShard]:
         """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
-        cast(FSDPModule, self._model).reshard()  # a forward without a backward leaves the root's parameters whole
+        self._reshard()
         return local_shards(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and number of updates for torch.distributed.checkpoint."""
+        """Return model, optimizer and number of steps for torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
         optimizer: dict[str, Any] = optimizer_state
@@ -136,7 +140,7 @@ class FsdpEngine:
             # get_state_dict made the state by an update without gradients, which AdamW counts as its first.
             for moments in optimizer["state"].values():
                 moments["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "num_updates": torch.tensor(self._num_updates)}
+        return {"model": model, "optimizer": optimizer, "num_steps": torch.tensor(self._num_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -146,7 +150,7 @@ class FsdpEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self._num_updates = int(state["num_updates"])
+        self._num_updates = int(state["num_steps"]) * self._actor.num_updates
         self.zero_grad()
 
     @torch.no_grad()
@@ -172,6 +176,16 @@ class FsdpEngine:
             stored = weights.find(shard.name, self._aliases[shard.name])
             start, num_rows = shard.box.offset[0], shard.box.size[0]
             shard.values.copy_(weights.read_rows(stored, shard.shape, start, start + num_rows))
+
+    @property
+    def _num_steps(self) -> int:
+        """Steps that are complete: warm-up counts these, however many updates they make, or made before a resume."""
+        return self._num_updates // self._actor.num_updates
+
+    def _reshard(self) -> None:
+        """Give up whole parameters that a forward without a backward leaves at the root: the next forward would compute
+        with them, although an update has changed the shards."""
+        cast(FSDPModule, self._model).reshard()
 
     def _global_norm(self, gradients: list[Tensor]) -> float:
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()

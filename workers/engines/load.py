@@ -63,7 +63,27 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
         case "sim":
             from workers.engines.sim import SimFrozenModel
 
-            return SimFrozenModel(config.sim)
+            return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
+
+
+def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
+    """Return a copy of the policy that only computes log-probabilities, with the initial weights.
+
+    It is of the kind of `actor.engine`: both hold the same parameters.
+
+    Raises:
+        ConfigError: see the engine.
+    """
+    match config.actor.engine:
+        case "fsdp":
+            from workers.engines.frozen import FrozenModel
+
+            temperature = config.rollout.temperature
+            return FrozenModel(Path(config.model.path), config.model, temperature=temperature, device=device)
+        case "sim":
+            from workers.engines.sim import SimFrozenModel
+
+            return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
 
 
 def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine:

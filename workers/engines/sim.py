@@ -147,12 +147,13 @@ class SimGenerateEngine:
 
 
 class SimFrozenModel:
-    """Log-probabilities of the generating engine; implements what `workers.reference` needs."""
+    """Log-probabilities of the generating engine; implements `FrozenEngine`."""
 
     adopts_weights = True
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, config: SimConfig, *, s_per_token: float) -> None:
         self._config = config
+        self._s_per_token = s_per_token
         self._weights: Mapping[str, Tensor] = {}
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
@@ -173,7 +174,7 @@ class SimFrozenModel:
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A], after a while."""
-        return _log_probs(self._config, batch)
+        return _log_probs(self._s_per_token, batch)
 
 
 class SimTrainEngine:
@@ -196,9 +197,9 @@ class SimTrainEngine:
             values = torch.zeros(stop - start, shape[1])
             self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
 
-    def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A], after a while."""
-        return _log_probs(self._config, batch)
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A], after a while; None: this rank has no rows."""
+        return torch.empty(0) if batch is None else _log_probs(self._config.policy_forward_s_per_token, batch)
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Compute the loss, and sleep for the rest of the time."""
@@ -252,9 +253,9 @@ def _answer_tokens(batch: Sequences) -> int:
     return int((batch.lengths_N - batch.prompt_lengths_N).sum())
 
 
-def _log_probs(config: SimConfig, batch: Sequences) -> Tensor:
+def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
     num_tokens = _answer_tokens(batch)
-    time.sleep(config.ref_s_per_token * num_tokens)
+    time.sleep(s_per_token * num_tokens)
     return torch.full((num_tokens,), -1.0)
 
 

@@ -29,10 +29,18 @@ class SimConfig(Settings):
     """Reference, of an answer, on one rank (s)."""
     train_s_per_token: float = Field(0.0001, ge=0)
     """Forward and backward, of an answer, on one rank (s)."""
+    forward_s_per_token: float | None = Field(None, ge=0)
+    """Forward of the policy alone (`actor_log_probs`), of an answer, on one rank (s); null: a third of
+    `train_s_per_token`."""
     optimizer_s: float = Field(0.0, ge=0)
     """Each update (s)."""
     parameters: int = Field(1_000_000, ge=1)
     """Of the model whose weights travel."""
+
+    @property
+    def policy_forward_s_per_token(self) -> float:
+        """`forward_s_per_token`, or what it is by default."""
+        return self.train_s_per_token / 3 if self.forward_s_per_token is None else self.forward_s_per_token
 
     @model_validator(mode="after")
     def _lengths_can_be_drawn(self) -> Self:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from tq.batch import Column
 from workers.config import RewardConfig
 from workers.rewards.base import Score
 from workers.rewards.load import load_reward
+from workers.tokenizer import TextDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._function = load_reward(config)
-        self._tokenizer = tokenizer
-        self._decode_prompt = lru_cache(maxsize=4096)(self._decode)
+        self._decoder = TextDecoder(tokenizer)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="score")
 
     def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
@@ -66,7 +65,7 @@ class Scorer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, prompt: tuple[int, ...], response: tuple[int, ...], answer: str) -> ScoredAnswer:
-        prompt_text, response_text = self._decode_prompt(prompt), self._decode(response)
+        prompt_text, response_text = self._decoder.prompt(prompt), self._decoder.response(response)
         score = self._score_text(prompt_text, response_text, answer)
         return ScoredAnswer(prompt_text, response_text, answer, score.reward, score.correct)
 
@@ -76,9 +75,6 @@ class Scorer:
         except AsyncFlowError as error:  # of the user's function: it costs one sample, not the run
             logger.warning("%s; counted as 0", error)
             return Score(0.0, False)
-
-    def _decode(self, tokens: tuple[int, ...]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:

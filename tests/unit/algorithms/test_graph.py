@@ -5,9 +5,12 @@ import sys
 
 import pytest
 
+from launcher.config import load_config
+from launcher.recipes import find_recipe
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.graph import algorithm_tasks
-from workers.dataflow import PlacedTask, place_tasks
+from workers.dataflow import NeededWeights, PlacedTask, place_tasks
+from workers.graph import graph_of
 
 WITH_KL = AlgorithmConfig(kl_coef=0.1)
 
@@ -46,6 +49,40 @@ def test_no_reference_without_a_kl_penalty(roles: tuple[str, ...]) -> None:
     assert not any("ref_log_probs" in (*task.inputs, *task.fused) for task in placed.values())
 
 
+SEVERAL = algorithm_tasks(AlgorithmConfig(), old_log_probs=True)
+
+
+def test_actor_computes_the_old_policys_log_probs_where_nobody_else_does() -> None:
+    train = {task.name: task for task in place_tasks(SEVERAL, ("rollout", "actor"))}["actor_train"]
+    assert train.fused == ("actor_log_probs", "compute_advantages_and_returns")
+    assert "log_probs" not in train.inputs and train.weights is NeededWeights.ANY
+
+
+def test_a_role_for_the_old_policys_log_probs_holds_the_newest_weights() -> None:
+    placed = {task.name: task for task in place_tasks(SEVERAL, ("rollout", "actor", "actor_fwd"))}
+    assert placed["actor_log_probs"].weights is NeededWeights.NEWEST
+    assert placed["actor_rollout"].weights is NeededWeights.BOUNDED
+    assert "log_probs" in placed["actor_train"].inputs
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("actor.ppo_epochs=2",), True),
+        (("actor.num_updates_per_step=2",), True),
+        ((), False),
+        (("actor.ppo_epochs=2", "algorithm.off_policy.method=none"), False),
+        (("actor.ppo_epochs=2", "schedule.mode=sync"), False),
+        (("actor.ppo_epochs=2", "schedule.mode=sync", "algorithm.off_policy.method=decoupled"), True),
+    ],
+)
+def test_old_log_probs_are_computed_exactly_where_the_loss_needs_them(
+    settings: tuple[str, ...], expected: bool
+) -> None:
+    graph = graph_of(load_config(find_recipe("quickstart"), overrides=settings))
+    assert any(task.name == "actor_log_probs" for task in graph) == expected
+
+
 def test_graph_needs_no_torch() -> None:
-    code = "import sys, workers.algorithms.graph; sys.exit('torch' in sys.modules)"
+    code = "import sys, workers.graph; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

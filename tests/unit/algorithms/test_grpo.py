@@ -77,6 +77,17 @@ def test_loss_equals_the_paper_in_any_order(
     )
 
 
+def test_masks_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None:
+    grpo = GRPO(AlgorithmConfig(), max_response_tokens=5, mask_truncated=True)
+    plain = make_batch(grpo)
+    masked = plain.with_columns({"loss_masks": Column.of_scalars(torch.tensor([1.0, 0.0, 1.0, 0.25]))})
+    assert grpo.counts(masked) == LossCounts(tokens=LENGTHS[0] + LENGTHS[3], sequences=2, answers=4)
+    weight_A = grpo.loss(masked, device=CPU).weight_A
+    assert weight_A.tolist() == [1.0] * 3 + [0.0] * 5 + [0.25] * 2
+    ones = plain.with_columns({"loss_masks": Column.of_scalars(torch.ones(4))})
+    assert grpo.counts(ones) == grpo.counts(plain)
+
+
 def test_stats_are_sums_over_the_tokens_that_count() -> None:
     grpo = GRPO(AlgorithmConfig(kl_coef=0.1), max_response_tokens=5, mask_truncated=True)
     loss = grpo.loss(make_batch(grpo), device=CPU)

@@ -68,6 +68,44 @@ def test_weights_stay_finite_however_far_the_policies_are_apart(method: str, far
     assert all(bool(value.isfinite()) for value in loss.stats.values())
 
 
+FOUND = torch.tensor([-1.1, -1.9, -1.0, -3.2, -1.6], dtype=torch.float64)
+"""Under the policy that the step found."""
+
+
+@pytest.mark.parametrize("method", ["decoupled", "truncated_is"])
+def test_after_the_first_update_ratio_and_clip_are_relative_to_the_policy_that_the_step_found(method: str) -> None:
+    new, loss = NEW.clone().requires_grad_(), policy_loss(method)
+    loss.proximal_log_probs_A = FOUND
+    total = loss(new, torch.zeros(5, dtype=torch.float64))
+    expected, clipped = 0.0, 0
+    for now, found, drew, advantage in zip(
+        NEW.tolist(), FOUND.tolist(), OLD.tolist(), loss.advantage_A.tolist(), strict=True
+    ):
+        ratio, weight = math.exp(now - found), math.exp(found - drew)
+        weight = min(weight, 2.0) if method == "truncated_is" else weight
+        plain, bounded = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
+        expected -= weight * min(plain, bounded)
+        clipped += bounded < plain
+    assert float(total.detach()) == pytest.approx(expected)
+    assert float(loss.stats["clipped"]) == clipped > 0
+    log_ratios = (FOUND - OLD).tolist()
+    assert float(loss.stats["old_drift"]) == pytest.approx(sum(math.exp(d) - 1 - d for d in log_ratios))
+
+
+def test_with_one_update_the_policy_that_the_step_found_is_the_one_that_is_trained() -> None:
+    implicit, explicit = policy_loss("truncated_is"), policy_loss("truncated_is")
+    explicit.proximal_log_probs_A = NEW
+    zeros = torch.zeros(5, dtype=torch.float64)
+    assert float(implicit(NEW, zeros)) == float(explicit(NEW, zeros))
+    assert implicit.stats == explicit.stats
+
+
+def test_without_a_correction_the_policy_that_drew_the_tokens_is_ppos_old_one() -> None:
+    loss = policy_loss("none")
+    loss(NEW, torch.zeros(5, dtype=torch.float64))
+    assert float(loss.stats["old_drift"]) == 0.0 and float(loss.stats["clipped"]) > 0
+
+
 def test_means_of_answers_skip_none() -> None:
     assert answer_means(NEW, LENGTHS).tolist() == pytest.approx([-1.5, 0.0, -5 / 3])
 

@@ -84,6 +84,32 @@ def test_learning_rate_rises_over_the_warm_up(model_dir: Path, batch: Sequences)
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
+def test_warm_up_counts_steps_however_many_updates_they_make(model_dir: Path, batch: Sequences) -> None:
+    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=4, num_updates_per_step=2)
+    rates = []
+    for _ in range(6):
+        engine.forward_backward(batch, square_loss)
+        rates.append(engine.step(1.0).lr)
+    assert rates == [0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
+
+
+def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, batch: Sequences) -> None:
+    """A forward without a backward must not leave whole parameters behind that an update does not change."""
+    engine = make_engine(model_dir, lr=1.0)
+    first = engine.log_probs(batch)
+    engine.forward_backward(batch, square_loss)
+    assert engine.log_probs(batch).equal(first)
+    engine.step(1.0)
+    changed = engine.log_probs(batch)
+    assert not torch.allclose(changed, first, atol=1e-2)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=PACKED_ATTENTION)
+    plain.load_state_dict(weights(engine))
+    with torch.no_grad():
+        expected = answer_log_probs(plain, PackedInputs.of(batch, CPU), 0.9)[0]
+    torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-5)
+    assert engine.log_probs(None).shape == (0,)
+
+
 def test_zero_grad_abandons_the_step(model_dir: Path, batch: Sequences) -> None:
     engine = make_engine(model_dir)
     engine.forward_backward(batch, square_loss)

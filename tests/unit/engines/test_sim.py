@@ -143,3 +143,8 @@ def test_long_answers_are_cut_and_flagged() -> None:
 def test_settings_that_give_no_lengths_are_refused(settings: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         SimConfig.model_validate(settings)
+
+
+def test_forward_alone_takes_a_third_of_training_unless_it_is_given() -> None:
+    assert SimConfig(train_s_per_token=0.3).policy_forward_s_per_token == pytest.approx(0.1)
+    assert SimConfig(train_s_per_token=0.3, forward_s_per_token=0.0).policy_forward_s_per_token == 0.0

@@ -78,7 +78,7 @@ def test_deterministic_is_refused_where_timing_chooses_the_weights(write_config:
         ("actor.micro_batchsize=4", "actor.micro_batchsize: unknown key (from --set actor.micro_batchsize=4); did you"),
         ("rolout.top_p=1", "rolout: unknown key (from --set rolout.top_p=1); did you mean 'rollout'?"),
         ("rollout_batch_size=8", "rollout_batch_size: unknown key (from --set rollout_batch_size=8); did you mean"),
-        ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: engine micro_batch_size lr"),
+        ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: engine micro_batch_size num_"),
         ("steps=ten", "steps: 'ten' cannot be used (from --set steps=ten); give a whole number"),
         ("steps=1.5", "steps: 1.5 cannot be used (from --set steps=1.5); give a whole number"),
         ("steps=0", "steps: 0 cannot be used (from --set steps=0); it must be greater than or equal to 1"),
@@ -103,6 +103,16 @@ def test_deterministic_is_refused_where_timing_chooses_the_weights(write_config:
 )
 def test_bad_override_is_refused_with_field_and_value(write_config: WriteConfig, override: str, expected: str) -> None:
     assert expected in refusal(write_config(), override)
+
+
+def test_users_tasks_are_checked_and_their_roles_known(write_config: WriteConfig) -> None:
+    task = {"name": "safety", "function": "filters:keep", "output": "loss_masks"}
+    config = load_config(write_config(tasks=[task]), roles="rollout:1,actor:1,safety:3")
+    assert config.roles == {"rollout": 1, "actor": 1, "safety": 3}
+    assert "tasks.0.outptu: unknown key" in (message := refusal(write_config(tasks=[task | {"outptu": "x"}])))
+    assert message.endswith("did you mean 'output'?")
+    assert "tasks.0.name: 'Safe-ty' cannot be used" in refusal(write_config(tasks=[task | {"name": "Safe-ty"}]))
+    assert "tasks: 3 cannot be used" in refusal(write_config(tasks=3))
 
 
 def test_wrong_choice_names_the_nearest(write_config: WriteConfig) -> None:

@@ -12,6 +12,15 @@ def test_reference_is_an_alias_of_ref() -> None:
     assert parse_roles("rollout:1,actor:1,reference:2") == {"rollout": 1, "actor": 1, "ref": 2}
 
 
+def test_roles_of_users_tasks_follow_the_others() -> None:
+    text = "safety:2,actor:1,rollout:1"
+    assert list(parse_roles(text, ["safety"]).items()) == [("rollout", 1), ("actor", 1), ("safety", 2)]
+    with pytest.raises(ConfigError, match="'saftey' is not a role; did you mean 'safety'"):
+        parse_roles("rollout:1,actor:1,saftey:1", ["safety"])
+    with pytest.raises(ConfigError, match="'safety' is not a role"):
+        parse_roles(text)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

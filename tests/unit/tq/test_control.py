@@ -79,7 +79,7 @@ def test_barrier_holds_rows_back_until_the_partition_is_complete(make_world: Wor
 
 
 def test_gate_holds_back_what_the_consumers_weights_are_too_old_for(make_world: World) -> None:
-    world = make_world(TaskSpec("rollout", frozenset({"x"}), gated=True), max_staleness=1)
+    world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=1))
     world.create([0], partition=2)
     world.create([1], partition=3)
     assert world.granted(world.ask("rollout", version=0)).rows == [0]
@@ -90,8 +90,22 @@ def test_gate_holds_back_what_the_consumers_weights_are_too_old_for(make_world: 
     assert world.granted(world.ask("rollout", version=1)).rows == [1]
 
 
+def test_every_task_has_a_gate_of_its_own(make_world: World) -> None:
+    rollout = TaskSpec("rollout", frozenset({"x"}), max_staleness=2)
+    forward = TaskSpec("actor_fwd", frozenset({"x"}), max_staleness=0)
+    world = make_world(rollout, forward, TaskSpec("ref", frozenset({"x"})))
+    world.create([0], partition=2)
+    assert world.granted(world.ask("rollout", version=0)).rows == [0]
+    assert world.granted(world.ask("ref", version=0)).rows == [0]
+    request = world.ask("actor_fwd", version=0)
+    assert request not in world.answers
+    world.handle(PublishVersion(1))
+    assert (world.refused(request), world.answers[request].newest_version) == ("newer_version", 1)
+    assert world.granted(world.ask("actor_fwd", version=1)).rows == [0]
+
+
 def test_consumer_with_old_weights_still_gets_rows_that_they_may_start(make_world: World) -> None:
-    world = make_world(TaskSpec("rollout", frozenset({"x"}), gated=True), max_staleness=1)
+    world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=1))
     world.handle(PublishVersion(5))
     world.create([0], partition=2)
     assert world.granted(world.ask("rollout", version=1)).rows == [0]

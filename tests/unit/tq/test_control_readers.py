@@ -153,7 +153,7 @@ def test_deadline_tells_of_a_unit_that_is_away(make_world: World) -> None:
 
 
 def test_deadline_of_a_gated_task_names_the_weights(make_world: World) -> None:
-    world = make_world(TaskSpec("rollout", frozenset({"x"}), gated=True))
+    world = make_world(TaskSpec("rollout", frozenset({"x"}), max_staleness=0))
     world.put([0], partition=5)
     text, alive = reason(world, world.ask("rollout", version=2))
     assert (text, alive) == ("partition 5 waits for newer weights than version 2", True)

@@ -1,0 +1,83 @@
+"""Column tasks one after another: in which pieces, and that ranks without rows take part where they must."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.timeline import NoTimeline
+from tq.batch import Column, PackedBatch
+from workers.columns import chain
+from workers.columns.chain import TaskChain
+from workers.columns.task import ColumnTask
+
+EMPTY = PackedBatch((), {})
+
+
+class Plus(ColumnTask):
+    """Writes `target` = `source` + 1."""
+
+    def __init__(self, source: str, target: str, num_rows: int = 4, *, collective: bool = False) -> None:
+        self._source, self._target = source, target
+        self.num_rows, self.collective = num_rows, collective
+        self.sizes: list[int] = []
+        self.closed = False
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        self.sizes.append(len(batch))
+        if not len(batch):
+            return {}
+        return {self._target: Column.of_scalars(batch[self._source].values + 1)}
+
+    def take_weights(self, step: int) -> None:
+        self.version = step
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make(monkeypatch: pytest.MonkeyPatch, **tasks: Plus) -> TaskChain:
+    monkeypatch.setattr(chain, "open_task", lambda name, *_: tasks[name])
+    context: Any = SimpleNamespace(timeline=NoTimeline())
+    return TaskChain(list(tasks), context)
+
+
+def rows(number: int) -> PackedBatch:
+    return PackedBatch(tuple(range(number)), {"a": Column.of_scalars(torch.arange(number))}, (7,) * number)
+
+
+def test_later_tasks_read_what_earlier_ones_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make(monkeypatch, b=Plus("a", "b"), c=Plus("b", "c")).add_columns(rows(3), step=1)
+    assert batch["b"].values.tolist() == [1, 2, 3]
+    assert batch["c"].values.tolist() == [2, 3, 4]
+    assert batch.groups == (7, 7, 7)
+
+
+def test_rows_come_in_pieces_of_what_a_task_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = Plus("a", "b", num_rows=2), Plus("b", "c", num_rows=5)
+    tasks = make(monkeypatch, b=small, c=large)
+    assert tasks.num_rows == 2
+    assert tasks.add_columns(rows(5), step=1)["c"].values.tolist() == [2, 3, 4, 5, 6]
+    assert (small.sizes, large.sizes) == ([2, 2, 1], [5])
+
+
+def test_ranks_without_rows_compute_collective_tasks_as_often_as_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, together = Plus("a", "b", num_rows=2), Plus("a", "c", num_rows=2, collective=True)
+    tasks = make(monkeypatch, b=alone, c=together)
+    assert tasks.add_columns(EMPTY, step=1, round_rows=5) == EMPTY
+    assert (alone.sizes, together.sizes) == ([], [0, 0, 0])
+    assert tasks.add_columns(rows(3), step=1, round_rows=5)["c"].values.tolist() == [1, 2, 3]
+    assert (alone.sizes, together.sizes[3:]) == ([2, 1], [2, 1, 0])
+
+
+def test_only_tasks_that_need_certain_weights_take_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, gated = Plus("a", "b"), Plus("a", "c")
+    gated.version = 2
+    tasks = make(monkeypatch, b=free, c=gated)
+    assert tasks.version == 2
+    tasks.take_weights(3)
+    assert (free.version, gated.version, tasks.version) == (None, 3, 3)
+    tasks.close()
+    assert free.closed and gated.closed

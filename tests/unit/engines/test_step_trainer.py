@@ -1,0 +1,144 @@
+"""Steps of several updates against a loop written by hand over the same mini-batches, with the real engine."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.timeline import NoTimeline
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from tq.batch import Column, PackedBatch
+from tq.client.dataloader import order_of_pass
+from workers.algorithms.losses import LossCounts
+from workers.columns.chain import TaskChain
+from workers.config import RunConfig
+from workers.engines.base import TrainEngine
+from workers.engines.load import load_train_engine
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.step_trainer import StepTrainer
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+CPU = torch.device("cpu")
+GROUPS, SIZE, STEP = 4, 2, 3
+
+
+class Loader:
+    """Rounds of two groups; stops before the last one if it is told."""
+
+    def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
+        self._batches = batches[:-1] if stops else batches
+        self.stopped = False
+        self.round_rows = 0
+        self._stops = stops
+
+    def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
+        for batch in self._batches:
+            self.round_rows = len(batch)
+            yield batch, batch.indices
+        self.stopped = self._stops
+
+
+def configure(*settings: str) -> RunConfig:
+    small = (f"schedule.rollout_batch_size={GROUPS}", f"schedule.n_samples_per_prompt={SIZE}", "algorithm.kl_coef=0")
+    overrides = (*small, "actor.micro_batch_size=2", "actor.lr=0.01", "launcher.device=cpu", *settings)
+    return load_config(find_recipe("quickstart"), overrides=overrides)
+
+
+def make_rounds() -> list[PackedBatch]:
+    """The step's rows, a group a round; old log-probabilities are the sampler's, off by little."""
+    chance = torch.Generator().manual_seed(4)
+    rounds = []
+    for group in range(GROUPS):
+        responses = [torch.randint(3, 12, (2 + k,), generator=chance) for k in range(SIZE)]
+        columns = {
+            "prompts": Column.of_rows([torch.randint(3, 12, (4,), generator=chance)] * SIZE),
+            "responses": Column.of_rows(responses),
+            "rollout_log_probs": Column.of_rows([-2 - torch.rand(len(one), generator=chance) for one in responses]),
+            "versions": Column.of_rows([torch.full((len(one),), STEP - 1, dtype=torch.int32) for one in responses]),
+            "rewards": Column.of_scalars(torch.tensor([1.0, 0.0])),
+            "correct": Column.of_scalars(torch.tensor([True, False])),
+            "truncated": Column.of_scalars(torch.tensor([False, group == 1])),
+            "epochs": Column.of_scalars(torch.zeros(SIZE, dtype=torch.int32)),
+        }
+        rows = tuple(range(group * SIZE, (group + 1) * SIZE))
+        rounds.append(PackedBatch(rows, columns, (group,) * SIZE))
+    return rounds
+
+
+def make_trainer(config: RunConfig, engine: TrainEngine, loader: Loader) -> StepTrainer:
+    context: Any = SimpleNamespace(
+        config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
+        job=SimpleNamespace(lineage=0, started_at=0.0),
+    )  # fmt: skip
+    tasks = ["compute_advantages_and_returns"]
+    if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
+        tasks.insert(0, "actor_log_probs")
+    stub: Any = loader
+    return StepTrainer(context, engine, stub, columns=TaskChain(tasks, context, engine), before_update=lambda: 0.0)
+
+
+def weights(engine: TrainEngine) -> list[torch.Tensor]:
+    return [shard.values.clone() for shard in engine.shards()]
+
+
+def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int]]) -> list[float]:
+    """Update with the named rounds of each mini-batch; returns the losses."""
+    algorithm, losses = algorithm_of(config), []
+    prepared = []
+    for batch in make_rounds():
+        old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
+        advantages = Column.of_scalars(algorithm.advantages(batch["rewards"].values, group_size=SIZE))
+        prepared.append(batch.with_columns({"log_probs": old, "advantages": advantages}))
+    for rounds in updates:
+        counts, total = LossCounts(0, 0, 0), 0.0
+        for number in rounds:
+            loss = algorithm.loss(prepared[number], device=CPU)
+            engine.forward_backward(sequences_of(prepared[number]), loss)
+            counts += algorithm.counts(prepared[number])
+            total += float(loss.stats["loss"])
+        scale = algorithm.scale(counts)
+        engine.step(scale)
+        losses.append(total * scale)
+    return losses
+
+
+def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
+    config = configure("actor.num_updates_per_step=2", "actor.ppo_epochs=2", "rollout.truncated=mask")
+    second = order_of_pass(GROUPS, seed=config.seed, partition=STEP, number=1)
+    assert second != sorted(second)
+    by_hand = load_train_engine(config, device=CPU)
+    losses = train_by_hand(config, by_hand, [[0, 1], [2, 3], second[:2], second[2:]])
+    engine = load_train_engine(config, device=CPU)
+    record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    assert record is not None
+    for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    assert [update.loss for update in record.updates] == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    metrics = record.totals.metrics() | record.training_metrics()
+    assert (metrics["num_updates"], metrics["samples"], metrics["reward_mean"]) == (4, GROUPS * SIZE, 0.5)
+    assert metrics["masked_fraction"] == pytest.approx(1 / 8)
+    assert len(record.ledger) == GROUPS
+
+
+def test_a_second_pass_meets_the_clip() -> None:
+    for passes, clips in ((1, False), (2, True)):
+        config = configure(f"actor.ppo_epochs={passes}", "algorithm.off_policy.method=decoupled", "actor.lr=0.05")
+        engine = load_train_engine(config, device=CPU)
+        record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+        assert record is not None and len(record.updates) == passes
+        assert (record.totals.metrics()["clip_fraction"] > 0) == clips
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
+    config = configure(f"actor.num_updates_per_step={updates}", "algorithm.off_policy.method=none")
+    engine, untouched = (load_train_engine(config, device=CPU) for _ in range(2))
+    assert make_trainer(config, engine, Loader(make_rounds(), stops=True)).train(STEP) is None
+    assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
+    make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    make_trainer(config, untouched, Loader(make_rounds())).train(STEP)
+    assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))

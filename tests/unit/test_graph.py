@@ -1,0 +1,97 @@
+"""Users' tasks in an algorithm's graph, and where they are placed."""
+
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.graph import algorithm_tasks
+from workers.columns.config import UserTaskConfig
+from workers.dataflow import PlacedTask, place_tasks
+from workers.graph import with_user_tasks
+
+GRPO = algorithm_tasks(AlgorithmConfig(kl_coef=0.1))
+
+
+def user(name: str = "safety", **settings: Any) -> UserTaskConfig:
+    return UserTaskConfig.model_validate({"name": name, "function": "m:f", "output": "loss_masks"} | settings)
+
+
+def place(users: list[UserTaskConfig], *roles: str) -> dict[str, PlacedTask]:
+    tasks = with_user_tasks(GRPO, users)
+    return {task.name: task for task in place_tasks(tasks, ("rollout", "actor", "ref", *roles))}
+
+
+def test_graph_without_users_tasks_is_the_algorithms() -> None:
+    assert with_user_tasks(GRPO, []) == GRPO
+
+
+def test_task_runs_in_its_role_and_training_waits_for_its_column() -> None:
+    placed = place([user()], "safety")
+    assert placed["safety"].inputs == ("prompts", "responses") and placed["safety"].outputs == ("loss_masks",)
+    assert "loss_masks" in placed["actor_train"].inputs
+
+
+def test_task_is_computed_in_the_actor_when_its_role_was_not_launched() -> None:
+    train = place([user(inputs=["answers", "advantages"])])["actor_train"]
+    assert train.fused == ("compute_advantages_and_returns", "safety")
+    assert "answers" in train.inputs and not {"loss_masks", "advantages"} & set(train.inputs)
+
+
+def test_producers_come_first_in_whichever_order_they_are_written() -> None:
+    mask, score = user("mask", inputs=["toxicity"]), user("score", output="toxicity")
+    assert place([mask, score])["actor_train"].fused[-2:] == ("score", "mask")
+
+
+def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> None:
+    score = user("score", role="filters", output="toxicity")
+    mask = user("mask", role="filters", inputs=["toxicity", "rewards"])
+    filters = place([mask, score], "filters")["mask"]
+    assert filters.fused == ("score",) and filters.outputs == ("loss_masks",)
+    assert filters.inputs == ("rewards", "prompts", "responses")
+    late = user("late", inputs=["toxicity"])
+    early = user("early", role="filters", inputs=["toxicity"], output="more")
+    last = user("last", inputs=["more"], output="loss_masks")
+    assert place([score, late], "filters", "late")["score"].outputs == ("toxicity",)
+    placed = place([score, early, last.model_copy(update={"inputs": ("more", "toxicity")})], "filters", "last")
+    assert (placed["early"].fused, placed["early"].outputs) == (("score",), ("more", "toxicity"))
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        ([user(), user("other")], "tasks.1.output: column 'loss_masks' is written by another task; take another name"),
+        ([user(), user(output="x")], "tasks.1.name: there is a task 'safety' already"),
+        ([user("rewards")], "tasks.0.name: there is a task 'rewards' already"),
+        ([user(output="rewards")], "tasks.0.output: column 'rewards' is written by another task"),
+        ([user(output="log_probs")], "tasks.0.output: column 'log_probs' is written by another task"),
+        ([user("controller")], "tasks.0.role: 'controller' is a service of AsyncFlow's own"),
+        ([user(role="actor")], "tasks.0.role: 'actor' is a role of AsyncFlow's own"),
+        ([user("reference")], "tasks.0.role: 'reference' is a role of AsyncFlow's own"),
+        ([user(inputs=["response"])], "tasks.0.inputs: nobody writes column 'response'; did you mean 'responses'"),
+        ([user(inputs=["zzz"])], "tasks.0.inputs: nobody writes column 'zzz'; known columns: prompts answers"),
+        ([user(inputs=["versions"])], r"tasks.0.inputs: column 'versions' has a value per token; use texts \(prompts"),
+        ([user(output="loss_mask")], "tasks.0.output: nobody reads column 'loss_mask'; did you mean 'loss_masks'"),
+        ([user(inputs=["loss_masks"])], "tasks: safety wait for each other's outputs in a circle"),
+        (
+            [user("a", inputs=["y"], output="x"), user("b", inputs=["x"], output="y")],
+            "tasks: a b wait for each other's outputs in a circle",
+        ),
+    ],
+)
+def test_tasks_that_cannot_be_are_refused(users: list[UserTaskConfig], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        with_user_tasks(GRPO, users)
+
+
+def test_roles_that_wait_for_each_other_are_refused() -> None:
+    first, last = user("first", role="ends", output="x"), user("last", role="ends", inputs=["y"])
+    middle = user("middle", inputs=["x"], output="y")
+    with pytest.raises(ConfigError, match=r"^roles: .*ends.*middle.* wait for each other's columns"):
+        place([first, middle, last], "ends", "middle")
+
+
+def test_column_that_only_the_actor_knows_cannot_be_read_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="'safety' reads column advantages, which no other launched role writes"):
+        place([user(inputs=["advantages"])], "safety")

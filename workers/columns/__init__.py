@@ -1,0 +1,1 @@
+"""Column tasks: everything between rollout and the update, from columns of rows to new columns."""

@@ -1,0 +1,28 @@
+"""Task `compute_advantages_and_returns`: the algorithm's advantages of whole groups."""
+
+from collections.abc import Mapping
+
+from tq.batch import Column, PackedBatch
+from workers.columns.task import ColumnTask
+from workers.context import WorkerContext
+from workers.engines.base import TrainEngine
+from workers.objective import algorithm_of
+
+_GROUPS = 8
+
+
+class Advantages(ColumnTask):
+    """Compares the answers of each prompt."""
+
+    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+        self._algorithm = algorithm_of(context.config)
+        self._group_size = context.config.schedule.n_samples_per_prompt
+        self.num_rows = self._group_size * _GROUPS
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `advantages`, float32 [N], from `rewards`."""
+        advantages = self._algorithm.advantages(batch["rewards"].values, group_size=self._group_size)
+        return {"advantages": Column.of_scalars(advantages)}
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,80 @@
+"""The column tasks of one process, one after another in the graph's order.
+
+    role     fetch -> add_columns -> put          actor    round -> add_columns -> forward_backward ...
+
+It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tq.batch import Column, PackedBatch
+from workers.columns.registry import open_task
+from workers.columns.task import ColumnTask
+from workers.context import WorkerContext
+from workers.engines.base import TrainEngine
+
+_EMPTY = PackedBatch((), {})
+
+
+class TaskChain:
+    """Several column tasks as one."""
+
+    def __init__(self, names: Sequence[str], context: WorkerContext, engine: TrainEngine | None = None) -> None:
+        """Open the tasks.
+
+        Args:
+            names: of the tasks, producers before consumers.
+            context: of this rank.
+            engine: of the actor that hosts them; None in a role of their own.
+        """
+        self._timeline = context.timeline
+        self._tasks = {name: open_task(name, context, engine) for name in names}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that all tasks take at a time."""
+        return min(task.num_rows for task in self._tasks.values())
+
+    @property
+    def version(self) -> int:
+        """Step of the oldest weights that rows are gated by; 0: by none."""
+        return min((task.version for task in self._tasks.values() if task.version is not None), default=0)
+
+    def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
+        """Return the batch with the outputs of all tasks.
+
+        Args:
+            batch: the inputs of the first task, and whatever later ones need beside the outputs of earlier ones.
+            step: that the rows belong to.
+            round_rows: most rows of any rank of the gang, the same on all; 0: there is one rank.
+        """
+        for name, task in self._tasks.items():
+            if len(batch) or task.collective:
+                with self._timeline.span(name, step=step, rows=len(batch)):
+                    columns = _compute(task, batch, step, max(len(batch), round_rows))
+                batch = batch.with_columns(columns)
+        return batch
+
+    def take_weights(self, step: int) -> None:
+        """Have the tasks whose rows need certain weights take those of `step` or later."""
+        for task in self._tasks.values():
+            if task.version is not None and task.version < step:
+                task.take_weights(step)
+
+    def close(self) -> None:
+        """Close all tasks."""
+        for task in self._tasks.values():
+            task.close()
+
+
+def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+    """Compute in pieces of `task.num_rows`; a collective task in as many as the fullest rank has."""
+    parts = []
+    for start in range(0, round_rows if task.collective else len(batch), task.num_rows):
+        positions = range(start, min(start + task.num_rows, len(batch)))
+        whole = len(positions) == len(batch)
+        part = batch if whole else batch.select(positions) if positions else _EMPTY
+        columns = task.compute(part, step)
+        if len(part):
+            parts.append(columns)
+    return {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}

@@ -1,0 +1,33 @@
+"""Settings of users' own tasks. Torch-free: launcher and queue read them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncflow.settings import Settings
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class UserTaskConfig(Settings):
+    """A task of the user's own: reads columns of every answer and writes a number."""
+
+    name: Name
+    """Of the task: lower-case letters, digits, `_`."""
+    role: Name | None = None
+    """Role that runs it when launched (`--roles ...,safety:2`: two processes); null: called as the task. Several tasks
+    may share a role."""
+    function: str
+    """`module:function`: takes a `workers.columns.row.TaskRow`, returns a number."""
+    inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
+    """Columns that it reads: `prompts`, `responses`, `answers`, or columns with one number per answer (`rewards`, other
+    tasks' outputs ...)."""
+    output: Name
+    """Column that it writes: `loss_masks` (0 to 1: the weight of the answer's loss), or one that another task reads."""
+    host: Literal["actor"] = "actor"
+    """Role that runs it when its own was not launched."""
+
+    @property
+    def own_role(self) -> str:
+        """Name of its role."""
+        return self.name if self.role is None else self.role

@@ -1,0 +1,100 @@
+"""Tasks that ask a model for log-probabilities of answers: `ref_log_probs`, `actor_log_probs`."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from weightsync.version import Version
+from workers.columns.task import ColumnTask
+from workers.context import WorkerContext
+from workers.engines.base import TrainEngine
+from workers.engines.load import load_forward_model
+from workers.held_weights import HeldWeights
+from workers.packing import sequences_of
+from workers.reference import Reference
+from workers.weight_path import open_receiver
+
+
+class ReferenceLogProbs(ColumnTask):
+    """Log-probabilities under the reference policy."""
+
+    def __init__(self, context: WorkerContext, engine: TrainEngine | None = None) -> None:
+        config = context.config
+        self.num_rows = config.ref.micro_batch_size
+        if engine is not None:
+            self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
+        self._reference = Reference(context)
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return `ref_log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        self._reference.close()
+
+
+def open_actor_log_probs(context: WorkerContext, engine: TrainEngine | None = None) -> ColumnTask:
+    """Return the task `actor_log_probs`: log-probabilities under the weights that the rows' step trains on."""
+    return FollowerLogProbs(context) if engine is None else TrainerLogProbs(context, engine)
+
+
+class TrainerLogProbs(ColumnTask):
+    """Inside the actor: before a step's first update, its engine holds the weights that are asked for."""
+
+    collective = True
+
+    def __init__(self, context: WorkerContext, engine: TrainEngine) -> None:
+        self.num_rows = context.config.actor.micro_batch_size
+        self._engine = engine
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        if not len(batch):
+            self._engine.log_probs(None)
+            return {}
+        return {"log_probs": _column(self._engine.log_probs(sequences_of(batch)), batch)}
+
+    def close(self) -> None:
+        """The engine is the actor's."""
+
+
+class FollowerLogProbs(ColumnTask):
+    """In a role of its own: a copy of the policy, which is given rows of step s when it holds weights of step s - 1.
+
+    Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
+    nobody reads what is then computed.)
+    """
+
+    version = 0
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.num_rows = context.config.ref.micro_batch_size
+        self._context = context
+        self._model = load_forward_model(context.config, device=context.device)
+        receiver = open_receiver(context, self._model.weight_needs(), adopts=self._model.adopts_weights)
+        load = partial(self._model.load_weights, adopt=receiver.adopts)
+        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return `log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
+        return {"log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
+
+    def take_weights(self, step: int) -> None:
+        """Wait for weights of `step` or later and compute with them from now on."""
+        self._weights.wait_for(step)
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        self._weights.close()
+
+    def _loaded(self, version: Version) -> None:
+        self.version = version.step
+        self._context.report("idle", version=version.step)
+
+
+def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
+    return Column(log_probs_A.cpu(), batch["responses"].lengths)

@@ -1,0 +1,113 @@
+"""A run's dataflow graph under its configuration: the algorithm's tasks and the user's own.
+
+Torch-free: launcher, queue and workers read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from asyncflow.errors import ConfigError
+from workers.algorithms.graph import algorithm_tasks
+from workers.columns.config import UserTaskConfig
+from workers.config import RunConfig
+from workers.dataflow import (
+    ALIASES,
+    ANSWER_COLUMNS,
+    LOSS_MASKS,
+    PROMPT_COLUMNS,
+    ROLES,
+    SERVICES,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    Task,
+)
+
+
+def graph_of(config: RunConfig) -> tuple[Task, ...]:
+    """Return the run's tasks, producers before consumers.
+
+    Raises:
+        ConfigError: a task of the user's own cannot be in this graph.
+    """
+    correction = config.algorithm.off_policy.settled(config.schedule.staleness_bound)
+    old_log_probs = config.actor.num_updates > 1 and correction.has_proximal_policy
+    graph = algorithm_tasks(config.algorithm, old_log_probs=old_log_probs)
+    return with_user_tasks(graph, config.tasks)
+
+
+def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
+    """Return the graph with users' tasks before its training task, which reads `loss_masks` if one of them writes it.
+
+    Args:
+        graph: of the algorithm; the training task is the last.
+        users: tasks of the user's own, in any order.
+
+    Raises:
+        ConfigError: names that clash, columns that nobody writes or reads, tasks that wait for each other.
+    """
+    *others, train = graph
+    _check_names(graph, users)
+    _check_columns(graph, users)
+    if any(user.output == LOSS_MASKS for user in users):
+        train = replace(train, inputs=(*train.inputs, LOSS_MASKS))
+    return (*others, *_sorted(others, users), train)
+
+
+def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
+    tasks, outputs = {task.name for task in graph}, {name for task in graph for name in task.outputs}
+    for number, user in enumerate(users):
+        role = user.own_role
+        if user.name in tasks:
+            raise ConfigError(f"tasks.{number}.name: there is a task {user.name!r} already; take another name")
+        if role in SERVICES or role in ROLES or role in ALIASES:
+            kind = "a service" if role in SERVICES else "a role"
+            raise ConfigError(f"tasks.{number}.role: {role!r} is {kind} of AsyncFlow's own; take another name")
+        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS):
+            raise ConfigError(
+                f"tasks.{number}.output: column {user.output!r} is written by another task; take another name"
+            )
+        tasks.add(user.name)
+        outputs.add(user.output)
+
+
+def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
+    written = [*PROMPT_COLUMNS, *(name for task in graph for name in task.outputs), *(user.output for user in users)]
+    for number, user in enumerate(users):
+        for name in user.inputs:
+            if name not in written:
+                raise ConfigError(f"tasks.{number}.inputs: nobody writes column {name!r}; {_hint(name, written)}")
+            if name in TOKEN_COLUMNS and name not in TEXT_COLUMNS:
+                numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
+                raise ConfigError(
+                    f"tasks.{number}.inputs: column {name!r} has a value per token; use texts "
+                    f"({' '.join(TEXT_COLUMNS)}) and columns with one number per answer ({numbers})"
+                )
+        read = [LOSS_MASKS, *(name for other in users if other is not user for name in other.inputs)]
+        if user.output not in read:
+            raise ConfigError(
+                f"tasks.{number}.output: nobody reads column {user.output!r}; {_hint(user.output, read)} "
+                f"(training reads {LOSS_MASKS}, users' tasks their inputs)"
+            )
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known columns: {' '.join(dict.fromkeys(known))}"
+
+
+def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
+    """Return users' tasks, producers before consumers."""
+    nodes = [
+        Task(user.name, user.own_role, user.host, tuple(dict.fromkeys(user.inputs)), (user.output,)) for user in users
+    ]
+    written = {*PROMPT_COLUMNS, *(name for task in others for name in task.outputs)}
+    ordered: list[Task] = []
+    while len(ordered) < len(nodes):
+        able = [node for node in nodes if node not in ordered and written.issuperset(node.inputs)]
+        if not able:
+            circle = " ".join(node.name for node in nodes if node not in ordered)
+            raise ConfigError(f"tasks: {circle} wait for each other's outputs in a circle; break it")
+        ordered += able
+        written.update(name for node in able for name in node.outputs)
+    return ordered

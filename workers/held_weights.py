@@ -1,0 +1,90 @@
+"""The weights that one engine computes with, and how newer ones take their place: wait, ask for a turn, load.
+
+Used by the one thread of a role that follows the policy. What arrives and is checked is `weightsync.receiver`'s part.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from asyncflow.errors import WeightSyncError
+from weightsync.receiver import WeightReceiver
+from weightsync.version import Version
+from workers.context import WorkerContext
+
+_TURN_PATIENCE_S = 1.0
+"""How long whoever needs newer weights waits for a turn to swap before it looks again whether the run stops (s)."""
+
+
+class HeldWeights:
+    """Knows the version that is loaded."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        receiver: WeightReceiver,
+        load: Callable[[Mapping[str, Tensor]], None],
+        *,
+        loaded: Callable[[Version], None] = lambda _: None,
+    ) -> None:
+        """Args:
+        context: of this rank.
+        receiver: has newer versions at hand; closed here.
+        load: has the engine take weights.
+        loaded: is called after each swap.
+        """
+        self.version: Version | None = None
+        self._context = context
+        self._receiver = receiver
+        self._load = load
+        self._loaded = loaded
+        self._timeout_s = context.config.weightsync.timeout_s
+
+    @property
+    def step(self) -> int:
+        """Step of the weights that are loaded; 0 before the first."""
+        return 0 if self.version is None else self.version.step
+
+    @property
+    def newer_at_hand(self) -> bool:
+        """Whether there is something newer to load."""
+        return self._receiver.newest not in (None, self.version)
+
+    def load_newest(self, *, patience_s: float = 0.0) -> bool:
+        """Load what is at hand, if it is this engine's turn; returns whether it was."""
+
+        def load(weights: Mapping[str, Tensor]) -> None:
+            with self._context.timeline.span("load weights"):
+                self._load(weights)
+
+        version = self._receiver.load(load, newer_than=self.version, patience_s=patience_s)
+        if version is None:
+            return False
+        self.version = version
+        self._loaded(version)
+        return True
+
+    def wait_for(self, step: int) -> None:
+        """Load weights of `step` or later; returns without them only when the run stops.
+
+        Raises:
+            WeightSyncError: they do not come.
+        """
+        context, timeout_s = self._context, self._timeout_s
+        deadline = time.monotonic() + timeout_s
+        while (self.version is None or self.version.step < step) and not context.stopping.is_set():
+            context.report("waiting for weights")
+            with context.timeline.span("wait for weights", step=step):
+                if not self._receiver.wait_for(step, timeout_s=timeout_s, stop=context.stopping):
+                    return
+                loaded = self.load_newest(patience_s=_TURN_PATIENCE_S)
+            if not loaded and time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"weights of step {step} are at hand, but no turn to load them came within {timeout_s:g} s: an "
+                    f"instance that swaps does not end"
+                )
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        self._receiver.close()

@@ -1,0 +1,136 @@
+"""Trains one step after another on one rank of the actor: rows as they arrive, update by update.
+
+    rounds arrive      -> columns -> statistics -> forward_backward of the first mini-batch, later rounds are kept
+    the last is there  -> update | forward_backward ... update | ...        as many as the configuration says
+
+A stop before a step's last round abandons it, and nothing has changed; after that the step is finished. Called by
+`workers.actor`; publishing, recording and saving are its part.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tq.batch import PackedBatch
+from tq.client.dataloader import StreamingDataLoader
+from workers.columns.chain import TaskChain
+from workers.context import WorkerContext
+from workers.engines.base import TrainEngine
+from workers.gather import gather_json, sum_over_ranks
+from workers.ledger import check_staleness, ledger_lines
+from workers.mini_batches import Round, StepRounds
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.records import StepRecord
+from workers.step_totals import UpdateTotals
+
+
+class StepTrainer:
+    """One rank's part of every step; `train` is collective over the gang."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        engine: TrainEngine,
+        loader: StreamingDataLoader,
+        *,
+        columns: TaskChain,
+        before_update: Callable[[], float],
+    ) -> None:
+        """Args:
+        context: of this rank.
+        engine: that is trained.
+        loader: brings this rank's rows.
+        columns: the tasks that the actor hosts.
+        before_update: waits until nobody reads the weights any more; returns the seconds that it took.
+        """
+        schedule = context.config.schedule
+        self._context = context
+        self._config = context.config
+        self._engine = engine
+        self._loader = loader
+        self._columns = columns
+        self._before_update = before_update
+        self._algorithm = algorithm_of(context.config)
+        self._step_rows = schedule.rollout_batch_size * schedule.n_samples_per_prompt
+
+    def train(self, step: int) -> StepRecord | None:
+        """Train the step that the loader is at; None: a stop came before its rows were all there."""
+        record = StepRecord(step)
+        rounds = StepRounds(self._config.actor, step_rows=self._step_rows)
+        self._context.report("waiting for rows", step=step)
+        for arrived in self._arriving(record):
+            if rounds.add(arrived):
+                self._train_round(arrived, record)
+        if self._loader.stopped:
+            self._engine.zero_grad()
+            return None
+        self._update(record)
+        for mini_batch in rounds.later_mini_batches(seed=self._config.seed, step=step):
+            self._report(record)
+            for kept in mini_batch:
+                self._train_round(kept, record)
+            self._update(record)
+        return record
+
+    def _arriving(self, record: StepRecord) -> Iterator[Round]:
+        rounds = iter(self._loader)
+        while (batch := self._next(rounds, record.step)) is not None:
+            record.arrived()
+            self._report(record, num_arrived=len(batch))
+            yield self._prepared(batch, record)
+
+    def _next(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
+        with self._context.timeline.span("wait for rows", step=step):
+            batch, _ = next(rounds, (None, ()))
+        return batch
+
+    def _prepared(self, batch: PackedBatch, record: StepRecord) -> Round:
+        """Compute the columns of a round, and count its rows, once."""
+        round_rows = self._loader.round_rows
+        batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
+        if len(batch):
+            job = self._context.job
+            lines = ledger_lines(batch, step=record.step, lineage=job.lineage, time_s=time.time() - job.started_at)
+            check_staleness(lines, bound=self._config.schedule.staleness_bound)
+            record.add_rows(batch, lines)
+        several = self._config.actor.num_updates > 1
+        total_rows = sum_over_ranks(len(batch), device=self._context.device) if several else len(batch)
+        return Round(batch, round_rows, total_rows)
+
+    def _train_round(self, one: Round, record: StepRecord) -> None:
+        size = self._config.actor.micro_batch_size
+        for start in range(0, one.round_rows, size):
+            positions = range(start, min(start + size, len(one.batch)))
+            with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
+                self._train_micro_batch(one.batch.select(positions) if positions else None, record)
+
+    def _train_micro_batch(self, batch: PackedBatch | None, record: StepRecord) -> None:
+        if batch is None:
+            self._engine.forward_backward(None, _no_loss)
+            return
+        loss = self._algorithm.loss(batch, device=self._context.device)
+        self._engine.forward_backward(sequences_of(batch), loss)
+        record.add_loss(self._algorithm.counts(batch), loss.stats)
+
+    def _update(self, record: StepRecord) -> None:
+        """Scale by what all ranks trained since the last update, and update."""
+        with self._context.timeline.span("wait for peers", step=record.step):
+            parts = gather_json(vars(record.next_update), device=self._context.device)
+        totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
+        scale = self._algorithm.scale(totals.counts)
+        record.sync_exposed_s += self._before_update()
+        with self._context.timeline.span("optimizer", step=record.step):
+            stats = self._engine.step(scale)
+        record.add_update(totals, scale=scale, stats=stats)
+
+    def _report(self, record: StepRecord, *, num_arrived: int = 0) -> None:
+        number, every = len(record.updates) + 1, self._config.actor.num_updates
+        update = f", update {number} of {every}" if every > 1 else ""
+        answers = record.num_rows + num_arrived
+        self._context.report("training", f"step {record.step}{update}, {answers} answers", step=record.step)
+
+
+def _no_loss(log_probs_A: torch.Tensor, entropy_A: torch.Tensor) -> torch.Tensor:
+    return log_probs_A.sum() * 0.0
