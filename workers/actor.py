@@ -144,7 +144,13 @@ class Actor:
         size = self._config.actor.micro_batch_size
         if len(batch):
             batch = self._with_advantages(batch)
-            lines = ledger_lines(batch, step=record.step, lineage=self._context.job.lineage, time_s=self._elapsed())
+            lines = ledger_lines(
+                batch,
+                step=record.step,
+                admitted_step=self._loader.round_partition,
+                lineage=self._context.job.lineage,
+                time_s=self._elapsed(),
+            )
             check_staleness(lines, bound=self._config.schedule.staleness_bound)
             record.add_rows(len(batch), lines)
         for start in range(0, self._loader.round_rows, size):
@@ -162,7 +168,8 @@ class Actor:
             batch = PackedBatch(batch.indices, {**batch.columns, **reference}, batch.groups)
         loss = self._algorithm.loss(batch, device=self._context.device)
         self._engine.forward_backward(sequences_of(batch), loss)
-        record.totals.add_batch(batch, self._algorithm.counts(batch), step=record.step)
+        counts, admitted_step = self._algorithm.counts(batch), self._loader.round_partition
+        record.totals.add_batch(batch, counts, step=record.step, admitted_step=admitted_step)
         record.totals.add_loss(loss.stats)
 
     def _with_advantages(self, batch: PackedBatch) -> PackedBatch:
@@ -219,7 +226,7 @@ class Actor:
         self._saved = self._completed
         self._loader.ack()
         if self._keeps_rows:
-            self._client.commit(self._completed)
+            self._client.commit(self._completed - self._config.schedule.lateness)  # later ones may not be trained
 
     def _elapsed(self) -> float:
         return time.time() - self._context.job.started_at

@@ -1,8 +1,10 @@
 """What a finished step leaves behind: a line in `metrics.jsonl`, lines in `ledger.jsonl`. Actor rank 0 writes."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from workers.context import WorkerContext
@@ -70,11 +72,43 @@ class StepRecord:
         self.save_wanted = any(share["save_wanted"] for share in shares)
 
 
+@dataclass
+class LengthMean:
+    """Mean length of all answers trained so far, whichever start of the run trained them.
+
+    Attributes:
+        samples, tokens: number, and total length.
+    """
+
+    samples: float = 0
+    tokens: float = 0.0
+
+    @staticmethod
+    def so_far(metrics: Path) -> "LengthMean":
+        """Return it for the steps in `metrics.jsonl`; a missing file has none."""
+        mean = LengthMean()
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            step = json.loads(line)
+            mean.add(step["response_tokens_mean"], step["samples"])
+        return mean
+
+    def add(self, step_mean: float, samples: float) -> float:
+        """Count a step's answers; returns the step's mean minus that of all so far, this step's among them (tokens).
+
+        A schedule that trains short answers earlier is biased to them at first, and against them when the long ones
+        come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
+        """
+        self.samples += samples
+        self.tokens += step_mean * samples
+        return step_mean - self.tokens / self.samples
+
+
 class StepRecorder:
     """Writes records in order."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self._lengths = LengthMean.so_far(context.run_dir / "metrics.jsonl")
         self._metrics = JsonLines(context.run_dir / "metrics.jsonl")
         self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
         self._last_at = time.monotonic()
@@ -94,6 +128,7 @@ class StepRecorder:
             "time_s": round(time.time() - self._context.job.started_at, 3),
             "step_time_s": round(step_time_s, 4),
             **totals,
+            "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
             "train_tokens_per_s": round(tokens_per_s, 1),
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
             "grad_norm": record.stats.grad_norm,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from asyncflow.job import Job
-from tq.config import ScheduleMode
+from tq.config import ScheduleConfig, ScheduleMode
 from tq.policies import load_policy
-from tq.task_spec import TaskSpec
+from tq.task_spec import StepSpec, TaskSpec
 from workers.algorithms.graph import algorithm_tasks
 from workers.config import RunConfig
 from workers.dataflow import SERVICES, PlacedTask, place_tasks
@@ -25,6 +25,7 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             keeps_leases=task.role == "actor",
             max_deliveries=0 if task.role == "actor" else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role == "actor" else "fifo"),
+            steps=_steps(config.schedule) if task.role == "actor" else None,
         )
         for task in tasks
     ]
@@ -34,3 +35,7 @@ def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
     """Return the tasks of this run, placed over the roles that were launched."""
     roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
     return place_tasks(algorithm_tasks(config.algorithm), list(roles))
+
+
+def _steps(schedule: ScheduleConfig) -> StepSpec | None:
+    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None

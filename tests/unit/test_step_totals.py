@@ -27,7 +27,7 @@ def make_batch(rows: list[int]) -> PackedBatch:
 
 def totals_of(rows: list[int], tokens: int) -> StepTotals:
     totals = StepTotals()
-    totals.add_batch(make_batch(rows), LossCounts(tokens, len(rows), len(rows)), step=5)
+    totals.add_batch(make_batch(rows), LossCounts(tokens, len(rows), len(rows)), step=5, admitted_step=6)
     names = ("loss", "kl", "drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
     totals.add_loss({"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names})
     return totals
