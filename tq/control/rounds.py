@@ -12,10 +12,23 @@ from tq.policies import Parcel
 
 @dataclass
 class Share:
-    """One rank's part of a round."""
+    """One rank's part of a round.
+
+    Attributes:
+        token: of its lease.
+        rows: as they were dealt; after a restart without those that were done.
+        num_rows: how many were dealt.
+    """
 
     token: int
     rows: tuple[int, ...]
+    num_rows: int
+
+    @staticmethod
+    def of(token: int, parcels: Sequence[Parcel]) -> "Share":
+        """Return a share of whole parcels."""
+        rows = tuple(row for parcel in parcels for row in parcel.rows)
+        return Share(token, rows, len(rows))
 
 
 @dataclass
@@ -69,13 +82,11 @@ class Rounds:
         self, shares: Sequence[Sequence[Parcel]], token: Callable[[], int], *, partition: int, last: bool
     ) -> Round:
         """Add a round from what each rank gets."""
-        dealt: list[Share | None] = [
-            Share(token(), tuple(row for parcel in parcels for row in parcel.rows)) for parcels in shares
-        ]
+        dealt = [Share.of(token(), parcels) for parcels in shares]
         tokens = [sum(parcel.tokens for parcel in parcels) for parcels in shares]
         self.dealt = [before + now for before, now in zip(self.loads(len(shares)), tokens, strict=True)]
-        counts = [len(share.rows) for share in dealt if share is not None]
-        self.formed.append(Round(dealt, max(counts), last, partition, sum(counts)))
+        counts = [share.num_rows for share in dealt]
+        self.formed.append(Round([*dealt], max(counts), last, partition, sum(counts)))
         return self.formed[-1]
 
     def restore(self, one: Held) -> None:
@@ -91,4 +102,4 @@ class Rounds:
         known.partition = one.partition
         held = known.shares[one.rank]
         if held is None or held.token < one.token:
-            known.shares[one.rank] = Share(one.token, tuple(one.rows))
+            known.shares[one.rank] = Share(one.token, tuple(one.rows), one.share_rows)

@@ -105,17 +105,14 @@ class StepRounds:
         """Deal the missing shares of a round once what they had is ready again; returns whether none is missing."""
         part = self._task.partition(known.partition)
         missing = known.missing
-        left = known.total_rows - sum(len(share.rows) for share in known.shares if share is not None)
+        left = known.total_rows - sum(share.num_rows for share in known.shares if share is not None)
         if part.queue.num_rows < left:
             return False
         for position, rank in enumerate(missing):
-            rows: tuple[int, ...] = ()
-            if left > 0:
-                parcels = part.queue.pick(Fifo(), Want(-(-left // (len(missing) - position))))
-                rows = tuple(row for parcel in parcels for row in parcel.rows)
-            share = Share(token(), rows)
-            left -= len(rows)
+            size = -(-left // (len(missing) - position))
+            share = Share.of(token(), part.queue.pick(Fifo(), Want(size)) if size > 0 else [])
+            left -= share.num_rows
             known.shares[rank] = share
-            known.round_rows = max(known.round_rows, len(rows))
+            known.round_rows = max(known.round_rows, share.num_rows)
             self._task.hold(share, known.partition)
         return True

@@ -299,7 +299,7 @@ class TaskState:
             parcels: list[Parcel] = []
             if part.queue.num_rows and size:
                 parcels = part.queue.pick(Fifo(), Want(part.queue.num_rows if known.last and left == 1 else size))
-            share = Share(token(), tuple(row for parcel in parcels for row in parcel.rows))
+            share = Share.of(token(), parcels)
             known.shares[rank] = share
             known.round_rows = max(known.round_rows, len(share.rows))
             self.hold(share, partition)

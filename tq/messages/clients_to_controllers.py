@@ -13,6 +13,7 @@ class Held(msgspec.Struct):
         task, token, partition, rows, round_rows, last, total_rows: see `Granted`; rows that were settled are left out.
         round_index, rank, num_ranks: of a share of a round; no round: -1.
         step: `FetchRound.partition`.
+        share_rows: rows of the share, also those that were settled.
     """
 
     task: str
@@ -26,6 +27,7 @@ class Held(msgspec.Struct):
     last: bool = False
     total_rows: int = 0
     step: int = 0
+    share_rows: int = 0
 
 
 class Join(Message):
