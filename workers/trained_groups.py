@@ -6,7 +6,6 @@ Only runs with `schedule.fill: first_ready` ask: elsewhere they are the groups o
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
@@ -23,10 +22,10 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
         completed: step of the checkpoint.
 
     Raises:
-        ConfigError: the ledger does not name as many groups as that many steps have.
+        ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
     """
     ledger = run_dir / LEDGER_FILE
-    groups = {int(record["group"]) for record in _records(ledger) if record["step"] <= completed}
+    groups = {group for step, group in _lines(ledger) if step <= completed}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
@@ -36,11 +35,13 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
     return frozenset(groups)
 
 
-def _records(ledger: Path) -> Iterator[dict[str, Any]]:
+def _lines(ledger: Path) -> Iterator[tuple[int, int]]:
+    """Yield (step, group)."""
     lines = ledger.read_bytes().splitlines() if ledger.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except ValueError:
+            record = json.loads(line)
+            yield int(record["step"]), int(record["group"])
+        except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
-                raise
+                raise ConfigError(f"{ledger}:{number}: names no step and group; repair the line") from error

@@ -1,6 +1,11 @@
 """What the ranks tell each other about a published step."""
 
-from workers.records import StepRecord
+import json
+from pathlib import Path
+
+import pytest
+
+from workers.records import LengthMean, StepRecord
 
 
 def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
@@ -18,3 +23,15 @@ def test_without_a_stop_all_go_on() -> None:
     record = StepRecord(1)
     record.join([record.share(), StepRecord(1).share()])
     assert not record.stopped
+
+
+def test_length_bias_is_the_step_s_mean_against_all_so_far() -> None:
+    lengths = LengthMean()
+    assert [lengths.add(10.0, 4), lengths.add(40.0, 4), lengths.add(25.0, 8)] == [0.0, 15.0, 0.0]
+
+
+def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert LengthMean.so_far(path) == LengthMean()
+    path.write_text("".join(json.dumps({"response_tokens_mean": mean, "samples": 4}) + "\n" for mean in (10.0, 40.0)))
+    assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)

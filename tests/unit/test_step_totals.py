@@ -9,6 +9,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.losses import LossCounts
 from workers.step_totals import StepTotals
 
+LOSS_TERMS = ("tokens", "loss", "kl", "drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
 REWARDS, LENGTHS = (1.0, 0.25, 0.5), (3, 1, 2)
 
 
@@ -28,8 +29,7 @@ def make_batch(rows: list[int]) -> PackedBatch:
 def totals_of(rows: list[int], tokens: int) -> StepTotals:
     totals = StepTotals()
     totals.add_batch(make_batch(rows), LossCounts(tokens, len(rows), len(rows)), step=5, admitted_step=6)
-    names = ("loss", "kl", "drift", "ratio", "ratio_squared", "clipped", "corrected", "entropy")
-    totals.add_loss({"tokens": torch.tensor(tokens)} | {name: torch.tensor(float(tokens)) for name in names})
+    totals.add_loss({name: torch.tensor(float(tokens)) for name in LOSS_TERMS})
     return totals
 
 
@@ -44,6 +44,15 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
     assert metrics["loss"] == metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_samples_of_later_and_earlier_steps_are_counted() -> None:
+    totals = StepTotals()
+    for rows, admitted_step in (([0], 4), ([1], 5), ([2], 6), ([0], 6)):
+        totals.add_batch(make_batch(rows), LossCounts(1, 1, 1), step=5, admitted_step=admitted_step)
+    totals.add_loss({name: torch.tensor(1.0) for name in LOSS_TERMS})
+    metrics = totals.metrics(scale=1.0)
+    assert (metrics["late_fraction"], metrics["early_fraction"]) == (0.25, 0.5)
 
 
 def test_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
