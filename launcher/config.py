@@ -116,6 +116,13 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
             f"deterministic: true cannot be with schedule.mode {schedule.mode}, where the weights of a token depend on "
             f"timing; set schedule.mode to periodic or sync"
         )
+    if schedule.gate_staleness < 0:
+        where = origins.of(("schedule", "fill"))
+        raise ConfigError(
+            f"schedule.fill: {schedule.fill} cannot be with mode {schedule.mode} and max_staleness "
+            f"{schedule.max_staleness}{where}: a group that is trained a step late is older; set schedule.mode to "
+            f"async or substep and schedule.max_staleness to 2 or more, or schedule.fill to in_order"
+        )
     return config
 
 

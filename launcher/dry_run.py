@@ -32,6 +32,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     config, schedule = checked.config, checked.config.schedule
     groups, group_size = schedule.rollout_batch_size, schedule.n_samples_per_prompt
     ranks, micro = config.roles["actor"], config.actor.micro_batch_size
+    late = f", groups up to {schedule.lateness} step late" if schedule.lateness else ""
     devices = "cpu" if checked.devices.kind == "cpu" else f"{checked.devices.count} x {checked.devices.kind}"
     rows = [
         ("config", str(source)),
@@ -39,7 +40,10 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("model", f"{config.model.path}  {checked.num_parameters:,} parameters, {config.model.dtype}"),
         ("data", f"{config.data.path}  {checked.num_prompts:,} prompts"),
         ("algorithm", f"{config.algorithm.name}, reward {config.reward.function}"),
-        ("schedule", f"{schedule.mode.value}, staleness <= {schedule.staleness_bound}, up to step {config.steps}"),
+        (
+            "schedule",
+            f"{schedule.mode.value}, staleness <= {schedule.staleness_bound}{late}, up to step {config.steps}",
+        ),
         ("step", f"{groups} groups x {group_size} answers = {groups * group_size} samples"),
         ("per actor rank", f"{num_micro_batches(config)} micro-batches x {micro} samples (actor:{ranks})"),
         ("devices", devices),

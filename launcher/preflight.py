@@ -55,6 +55,7 @@ def check_run(config: RunConfig) -> Preflight:
     check_batch_sizes(config)
     _check_clients(config)
     _check_queue(config)
+    _check_fill(config)
     _check_export(config)
     _check_sim(config)
     _check_evaluate(config)
@@ -152,8 +153,25 @@ def _check_queue(config: RunConfig) -> None:
     if 0 < limit < schedule.live_rows:
         raise ConfigError(
             f"tq.max_live_rows: {limit} rows are fewer than the schedule keeps alive ({schedule.rollout_batch_size} "
-            f"groups x {schedule.n_samples_per_prompt} answers x (staleness {schedule.staleness_bound} + 1) = "
+            f"groups x {schedule.n_samples_per_prompt} answers x {schedule.gate_staleness + 1} steps = "
             f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
+        )
+
+
+def _check_fill(config: RunConfig) -> None:
+    """Refuse what depends on the step that trains a row, where another role computes it earlier."""
+    interval = config.algorithm.ref_update_interval
+    if config.schedule.lateness and "actor_fwd" in config.roles:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with role actor_fwd: the step that trains a group, and "
+            f"with it the policy that it finds, is not known before; leave actor_fwd out, or set schedule.fill to "
+            f"in_order"
+        )
+    if config.schedule.lateness and config.algorithm.kl_coef > 0 and interval > 0:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with algorithm.ref_update_interval {interval}: the step "
+            f"that trains a group, and with it the reference, is not known before; set schedule.fill to in_order, or "
+            f"algorithm.ref_update_interval to 0"
         )
 
 

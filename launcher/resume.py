@@ -21,13 +21,14 @@ from launcher.paths import user_path
 from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, LEDGER_FILE, METRICS_FILE, RUNS
 from launcher.yaml_file import read_yaml
 from workers.config import RunConfig
+from workers.trained_groups import trained_groups
 
 LATEST = "latest"
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
 the user knows whether they are worth their disk; `latest` never looks there."""
 META_FILE = "meta.json"
-_FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt")
+_FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
 """Settings that decide which prompt, which rows and which step group g has."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
@@ -89,7 +90,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
-            which prompt a group has, the model is another one, or ledger, metrics or evaluations cannot be read.
+            which prompt a group has, the model is another one, or ledger, metrics or evaluations cannot be read, or the
+            ledger does not name the groups that were trained where that is needed.
     """
     from workers.model_files import model_fingerprint
 
@@ -110,6 +112,8 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
     for name in _CUT_FILES:
         _kept_lines(checkpoint.run_dir / name, checkpoint.step)
+    if config.schedule.lateness:
+        trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
 
 
 def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:

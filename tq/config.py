@@ -21,6 +21,13 @@ class ScheduleMode(StrEnum):
     SUBSTEP = "substep"
 
 
+class Fill(StrEnum):
+    """Which groups a step is made of; see docs/architecture.md."""
+
+    IN_ORDER = "in_order"
+    FIRST_READY = "first_ready"
+
+
 class ScheduleConfig(Settings):
     """Which groups make a step, and how old the weights may be that generate them."""
 
@@ -34,6 +41,10 @@ class ScheduleConfig(Settings):
     """Groups (prompts) per step."""
     n_samples_per_prompt: int = Field(ge=1)
     """Answers per prompt: the group size G."""
+    fill: Fill = Fill.IN_ORDER
+    """`in_order`: a step trains the groups that were admitted for it. `first_ready`: those that are finished first: of
+    later steps, too, and what is unfinished one step late; `max_staleness` still holds. Needs a `max_staleness` of 2 or
+    more to have later groups at hand."""
 
     @property
     def staleness_bound(self) -> int:
@@ -41,9 +52,24 @@ class ScheduleConfig(Settings):
         return 0 if self.mode in (ScheduleMode.SYNC, ScheduleMode.PERIODIC) else self.max_staleness
 
     @property
+    def lateness(self) -> int:
+        """L: a group is trained at most so many steps after the one that it was admitted for."""
+        return 1 if self.fill is Fill.FIRST_READY else 0
+
+    @property
+    def gate_staleness(self) -> int:
+        """Bound of the gate for groups by the step that they are admitted for: L of `staleness_bound` may be added."""
+        return self.staleness_bound - self.lateness
+
+    @property
+    def step_rows(self) -> int:
+        """Rows per step."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
     def live_rows(self) -> int:
-        """Rows that the schedule keeps alive at most: one step in training, `staleness_bound` ahead of it."""
-        return self.rollout_batch_size * self.n_samples_per_prompt * (self.staleness_bound + 1)
+        """Rows that the schedule keeps alive at most: a step in training, whatever it is made of, and what is ahead."""
+        return self.step_rows * (self.gate_staleness + 1)
 
 
 class ReplicaFetch(StrEnum):

@@ -6,6 +6,19 @@ from tq.policies import Fifo, Policy
 
 
 @dataclass(frozen=True)
+class StepSpec:
+    """Steps of a training gang that are not its partitions: each takes rows of several ones.
+
+    Attributes:
+        num_rows: of each step.
+        lateness: a row is handed out at most so many steps after its partition.
+    """
+
+    num_rows: int
+    lateness: int
+
+
+@dataclass(frozen=True)
 class TaskSpec:
     """What a controller must know of a task.
 
@@ -22,6 +35,7 @@ class TaskSpec:
         keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
         max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
         policy: which ready rows make a lease, and how a round is shared.
+        steps: of a gang whose rounds come from several partitions; None: a partition is a step.
     """
 
     name: str
@@ -34,3 +48,4 @@ class TaskSpec:
     keeps_leases: bool = False
     max_deliveries: int = 0
     policy: Policy = field(default_factory=Fifo)
+    steps: StepSpec | None = None

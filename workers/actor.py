@@ -144,7 +144,7 @@ class Actor:
         self._saved = self._completed
         self._loader.ack()
         if self._keeps_rows:
-            self._client.commit(self._completed)
+            self._client.commit(self._completed - self._config.schedule.lateness)  # later ones may not be trained
 
 
 def _open_loader(context: WorkerContext, client: QueueClient, task: PlacedTask) -> StreamingDataLoader:

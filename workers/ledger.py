@@ -17,12 +17,15 @@ from asyncflow.errors import AsyncFlowError
 from tq.batch import Column, PackedBatch
 
 
-def ledger_lines(batch: PackedBatch, *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
+def ledger_lines(
+    batch: PackedBatch, *, step: int, admitted_step: int, lineage: int, time_s: float
+) -> list[dict[str, Any]]:
     """Return one line per group of a trained batch.
 
     Args:
         batch: columns `prompts`, `responses`, `versions`, `epochs`; whole groups.
         step, lineage: that trained it.
+        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
     Returns:
         JSON objects; `token_hash` is xxh3-64 (hex) over each row's two lengths (int32), prompt and response (int64).
@@ -40,6 +43,7 @@ def ledger_lines(batch: PackedBatch, *, step: int, lineage: int, time_s: float) 
             {
                 "lineage": lineage,
                 "step": step,
+                "admitted_step": admitted_step,
                 "group": group,
                 "epoch": int(epochs[positions[0]]),
                 "indices": [batch.indices[k] for k in positions],

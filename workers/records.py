@@ -1,8 +1,10 @@
 """What a finished step leaves behind: a line in `metrics.jsonl`, lines in `ledger.jsonl`. Actor rank 0 writes."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -68,11 +70,11 @@ class StepRecord:
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
-    def add_rows(self, batch: PackedBatch, lines: list[dict[str, Any]]) -> None:
-        """Count rows that this rank got, and keep their ledger lines."""
+    def add_rows(self, batch: PackedBatch, lines: list[dict[str, Any]], *, admitted_step: int) -> None:
+        """Count rows that this rank got, all admitted for one step, and keep their ledger lines."""
         self.num_rows += len(batch)
         self.ledger += lines
-        self.totals.add_batch(batch, step=self.step)
+        self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
 
     def add_loss(self, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
         """Count a micro-batch that was trained, in whichever pass."""
@@ -116,11 +118,43 @@ class StepRecord:
         self.save_wanted = any(share["save_wanted"] for share in shares)
 
 
+@dataclass
+class LengthMean:
+    """Mean length of all answers trained so far, whichever start of the run trained them.
+
+    Attributes:
+        samples, tokens: number, and total length.
+    """
+
+    samples: float = 0
+    tokens: float = 0.0
+
+    @staticmethod
+    def so_far(metrics: Path) -> "LengthMean":
+        """Return it for the steps in `metrics.jsonl`; a missing file has none."""
+        mean = LengthMean()
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            step = json.loads(line)
+            mean.add(step["response_tokens_mean"], step["samples"])
+        return mean
+
+    def add(self, step_mean: float, samples: float) -> float:
+        """Count a step's answers; returns the step's mean minus that of all so far, this step's among them (tokens).
+
+        A schedule that trains short answers earlier is biased to them at first, and against them when the long ones
+        come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
+        """
+        self.samples += samples
+        self.tokens += step_mean * samples
+        return step_mean - self.tokens / self.samples
+
+
 class StepRecorder:
     """Writes records in order."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self._lengths = LengthMean.so_far(context.run_dir / "metrics.jsonl")
         self._metrics = JsonLines(context.run_dir / "metrics.jsonl")
         self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
         self._last_at = time.monotonic()
@@ -141,6 +175,7 @@ class StepRecorder:
             "step_time_s": round(step_time_s, 4),
             **totals,
             **record.training_metrics(),
+            "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
             "train_tokens_per_s": round(tokens_per_s, 1),
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
             "sync_exposed_s": round(record.sync_exposed_s, 4),

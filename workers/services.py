@@ -21,6 +21,7 @@ from workers.dataflow import WEIGHTS
 from workers.engines.hf_weights import copy_without_weights, write_weights
 from workers.prompt_dataset import PromptDataset
 from workers.tasks import launched_tasks, task_specs
+from workers.trained_groups import trained_groups
 
 
 class DatasetPrompts:
@@ -70,6 +71,7 @@ def run_controller(context: WorkerContext) -> None:
         schedule=config.schedule,
         prompts=prompts,
         version=context.start_step,
+        trained=_trained(context),
         last_step=context.job.last_step,
     )
     context.report("serving")
@@ -79,6 +81,14 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()
     context.exiting.wait()
     service.close()
+
+
+def _trained(context: WorkerContext) -> frozenset[int]:
+    """Return the groups that are in the weights that this run starts from, where a step's groups are not given."""
+    schedule = context.config.schedule
+    if not schedule.lateness or not context.start_step:
+        return frozenset()
+    return trained_groups(context.run_dir, schedule, completed=context.start_step)
 
 
 def run_weights(context: WorkerContext) -> None:

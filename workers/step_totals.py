@@ -68,12 +68,13 @@ class StepTotals:
         """Add to a named sum."""
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def add_batch(self, batch: PackedBatch, *, step: int) -> None:
+    def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
         """Count the samples of a batch.
 
         Args:
             batch: columns `responses rewards correct truncated versions prompts`, N >= 1 rows.
             step: that trains it.
+            admitted_step: that it was admitted for.
         """
         oldest_N, _ = batch["versions"].extremes()
         staleness_N = step - 1 - oldest_N
@@ -88,6 +89,8 @@ class StepTotals:
         self.add("response_tokens_squared", float((lengths**2).sum()))
         self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
         self.add("staleness", float(staleness_N.sum()))
+        self.add("late", len(batch) * (admitted_step < step))
+        self.add("early", len(batch) * (admitted_step > step))
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
 
     def add_loss(self, stats: Mapping[str, float]) -> None:
@@ -134,6 +137,8 @@ class StepTotals:
             "entropy": sums["loss/entropy"] / tokens,
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
+            "late_fraction": sums["late"] / samples,
+            "early_fraction": sums["early"] / samples,
         }
 
 

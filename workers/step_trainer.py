@@ -53,7 +53,7 @@ class StepTrainer:
         self._columns = columns
         self._before_update = before_update
         self._algorithm = algorithm_of(context.config)
-        self._step_rows = schedule.rollout_batch_size * schedule.n_samples_per_prompt
+        self._step_rows = schedule.step_rows
 
     def train(self, step: int) -> StepRecord | None:
         """Train the step that the loader is at; None: a stop came before its rows were all there."""
@@ -92,9 +92,16 @@ class StepTrainer:
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
         if len(batch):
             job = self._context.job
-            lines = ledger_lines(batch, step=record.step, lineage=job.lineage, time_s=time.time() - job.started_at)
+            admitted_step = self._loader.round_partition
+            lines = ledger_lines(
+                batch,
+                step=record.step,
+                admitted_step=admitted_step,
+                lineage=job.lineage,
+                time_s=time.time() - job.started_at,
+            )
             check_staleness(lines, bound=self._config.schedule.staleness_bound)
-            record.add_rows(batch, lines)
+            record.add_rows(batch, lines, admitted_step=admitted_step)
         several = self._config.actor.num_updates > 1
         total_rows = sum_over_ranks(len(batch), device=self._context.device) if several else len(batch)
         return Round(batch, round_rows, total_rows)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from asyncflow.job import Job
-from tq.config import ScheduleMode
+from tq.config import ScheduleConfig, ScheduleMode
 from tq.policies import load_policy
-from tq.task_spec import TaskSpec
+from tq.task_spec import StepSpec, TaskSpec
 from workers.config import RunConfig
 from workers.dataflow import SERVICES, NeededWeights, PlacedTask, place_tasks
 from workers.graph import graph_of
@@ -25,13 +25,14 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             keeps_leases=task.role == "actor",
             max_deliveries=0 if task.role == "actor" else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role == "actor" else "fifo"),
+            steps=_steps(config.schedule) if task.role == "actor" else None,
         )
         for task in tasks
     ]
 
 
 def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
-    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.staleness_bound, NeededWeights.NEWEST: 0}
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.gate_staleness, NeededWeights.NEWEST: 0}
     return bounds[task.weights]
 
 
@@ -44,3 +45,7 @@ def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
 def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
     """Return the task that a launched role's processes fetch."""
     return next(task for task in launched_tasks(config, job) if task.role == role)
+
+
+def _steps(schedule: ScheduleConfig) -> StepSpec | None:
+    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None

@@ -119,10 +119,12 @@ class _Life:
         self._lengths = SimLengths(sim, samples_per_step=_BATCH * _GROUP, seed=0)
         bound = schedule.staleness_bound
         tasks = [
-            TaskSpec(_ROLLOUT, frozenset({"prompts"}), frozenset({"responses"}), whole_groups=True, gated=True),
+            TaskSpec(
+                _ROLLOUT, frozenset({"prompts"}), frozenset({"responses"}), whole_groups=True, max_staleness=bound
+            ),
             TaskSpec(_TRAIN, frozenset({"responses"}), whole_groups=True, keeps_leases=True),
         ]
-        self._state = ControlState(tasks, max_staleness=bound, version=version)
+        self._state = ControlState(tasks, version=version)
         self._admission = AdmissionState(schedule, version=version, last_step=1 << 30)
         self._instances = [_Instance(f"rollout-{k}", version, version) for k in range(_INSTANCES)]
         self._drawn_with: dict[int, int] = {}

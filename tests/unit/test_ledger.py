@@ -27,16 +27,23 @@ VERSIONS = [[3, 4, 4], [4], [4, 4], [4]]
 
 
 def test_one_line_per_group_with_its_oldest_and_newest_token() -> None:
-    first, second = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, lineage=1, time_s=0.12345)
+    first, second = ledger_lines(
+        make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=6, lineage=1, time_s=0.12345
+    )
     assert (first["group"], first["indices"], first["versions"], first["staleness"]) == (9, [40, 41], [3, 4], 1)
     assert (second["group"], second["indices"], second["versions"], second["staleness"]) == (11, [42, 43], [4, 4], 0)
-    assert first["epoch"] == 2 and first["step"] == 5 and first["lineage"] == 1 and first["time_s"] == 0.123
+    assert (
+        (first["step"], first["admitted_step"]) == (5, 6)
+        and first["epoch"] == 2
+        and first["lineage"] == 1
+        and first["time_s"] == 0.123
+    )
 
 
 def test_hash_depends_on_the_tokens_of_the_group_alone() -> None:
     def hashes(prompts: list[list[int]], responses: list[list[int]]) -> list[str]:
         batch = make_batch(prompts, responses, [[0] * len(row) for row in responses])
-        return [line["token_hash"] for line in ledger_lines(batch, step=1, lineage=0, time_s=0.0)]
+        return [line["token_hash"] for line in ledger_lines(batch, step=1, admitted_step=1, lineage=0, time_s=0.0)]
 
     whole = hashes(PROMPTS, RESPONSES)
     assert hashes(PROMPTS[:2], RESPONSES[:2]) == whole[:1]
@@ -53,10 +60,12 @@ def test_infinities_become_null(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("step", "bound"), [(6, 1), (3, 1)])
 def test_group_outside_the_staleness_bound_is_refused(step: int, bound: int) -> None:
-    lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=step, lineage=0, time_s=0.0)
+    lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=step, admitted_step=5, lineage=0, time_s=0.0)
     with pytest.raises(AsyncFlowError, match=f"group 9 of step {step} was generated with weights of steps"):
         check_staleness(lines, bound=bound)
 
 
 def test_groups_within_the_staleness_bound_are_trained() -> None:
-    check_staleness(ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, lineage=0, time_s=0.0), bound=1)
+    check_staleness(
+        ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=0, time_s=0.0), bound=1
+    )

@@ -1,12 +1,14 @@
 """What the ranks tell each other about a published step."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from workers.algorithms.losses import LossCounts
 from workers.engines.base import StepStats
-from workers.records import StepRecord
+from workers.records import LengthMean, StepRecord
 from workers.step_totals import StepTotals
 
 
@@ -41,3 +43,15 @@ def test_figures_of_several_updates_are_means_over_them() -> None:
     assert metrics["loss"] == pytest.approx((2.0 + 0.5) / 2)
     assert math.isclose(metrics["grad_norm"], 2.0) and metrics["lr"] == 2e-3
     assert metrics["masked_fraction"] == pytest.approx(2 / 8)
+
+
+def test_length_bias_is_the_step_s_mean_against_all_so_far() -> None:
+    lengths = LengthMean()
+    assert [lengths.add(10.0, 4), lengths.add(40.0, 4), lengths.add(25.0, 8)] == [0.0, 15.0, 0.0]
+
+
+def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert LengthMean.so_far(path) == LengthMean()
+    path.write_text("".join(json.dumps({"response_tokens_mean": mean, "samples": 4}) + "\n" for mean in (10.0, 40.0)))
+    assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)

@@ -32,7 +32,7 @@ def loss_stats(tokens: int) -> dict[str, torch.Tensor]:
 
 def totals_of(rows: list[int], tokens: int, passes: int = 1) -> StepTotals:
     totals = StepTotals()
-    totals.add_batch(make_batch(rows), step=5)
+    totals.add_batch(make_batch(rows), step=5, admitted_step=6)
     for _ in range(passes):
         totals.add_loss(numbers(loss_stats(tokens)))
     return totals
@@ -48,6 +48,15 @@ def test_metrics_of_several_ranks_follow_their_definitions() -> None:
     assert metrics["accuracy"] == metrics["truncated_fraction"] == pytest.approx(1 / 3)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (pytest.approx(1 / 3), 1)
     assert metrics["kl"] == metrics["entropy"] == metrics["ratio_mean"] == pytest.approx(1.0)
+
+
+def test_samples_of_later_and_earlier_steps_are_counted() -> None:
+    totals = StepTotals()
+    for rows, admitted_step in (([0], 4), ([1], 5), ([2], 6), ([0], 6)):
+        totals.add_batch(make_batch(rows), step=5, admitted_step=admitted_step)
+    totals.add_loss(numbers(loss_stats(1)))
+    metrics = totals.metrics()
+    assert (metrics["late_fraction"], metrics["early_fraction"]) == (0.25, 0.5)
 
 
 def test_effective_sample_size_is_the_share_of_tokens_that_count() -> None:

@@ -110,6 +110,8 @@ class StreamingDataLoader(IterableDataset[Rows]):
             raise ConfigError(f"loader of {task}: a round has no size; give rows_per_round, token_budget or both")
         self.round_rows = 0
         """Most rows of any rank in the current round."""
+        self.round_partition = 0
+        """Partition of the current round's rows: the step that is read, or another if steps take rows of several."""
         self.stopped = False
         """The queue was stopped, or the loader closed, before the partition's end."""
         self.requests = 0
@@ -286,7 +288,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
             yield item
 
     def _yielded(self, granted: Granted, batch: PackedBatch) -> Rows:
-        self.round_rows = granted.round_rows
+        self.round_rows, self.round_partition = granted.round_rows, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch, batch.indices
 

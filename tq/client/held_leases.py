@@ -18,13 +18,14 @@ class HeldLeases:
         held = Held(fetch.task, answer.token, answer.partition, list(answer.rows))
         if isinstance(fetch, FetchRound):
             held.round_index, held.rank, held.num_ranks = fetch.round_index, fetch.rank, fetch.num_ranks
-            held.round_rows, held.last = answer.round_rows, answer.last
+            held.round_rows, held.last, held.total_rows = answer.round_rows, answer.last, answer.total_rows
+            held.step, held.share_rows = fetch.partition, len(answer.rows)
         elif not answer.rows:
             return
         with self._lock:
             self._held.setdefault((fetch.task, answer.token), held)
             if isinstance(fetch, FetchRound):
-                self._forget_old_rounds(fetch.task, answer.partition)
+                self._forget_old_rounds(fetch.task, fetch.partition)
 
     def settled(self, task: str, token: int, rows: Iterable[int]) -> None:
         """Rows left the lease: put, acked or given back."""
@@ -53,11 +54,7 @@ class HeldLeases:
         with self._lock:
             return [held for (task, _), held in self._held.items() if task in tasks]
 
-    def _forget_old_rounds(self, task: str, partition: int) -> None:
-        over = [
-            key
-            for key, held in self._held.items()
-            if key[0] == task and not held.rows and held.partition < partition - 1
-        ]
+    def _forget_old_rounds(self, task: str, step: int) -> None:
+        over = [key for key, held in self._held.items() if key[0] == task and not held.rows and held.step < step - 1]
         for key in over:
             del self._held[key]

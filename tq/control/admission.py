@@ -10,6 +10,9 @@ A group in quarantine is replaced by the next id, in its step; later steps go on
 steps and refills alone say where every group belongs:
 
     batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
+
+With `fill: first_ready` the step that a group belongs to is not always the one that trains it. So when a run is resumed
+the groups that were trained are no prefix: they are named, and only the others are admitted.
 """
 
 from bisect import bisect_left
@@ -59,22 +62,28 @@ class AdmissionMark(msgspec.Struct):
 class AdmissionState:
     """The prompt cursor and its gate."""
 
-    def __init__(self, schedule: ScheduleConfig, *, version: int, last_step: int) -> None:
+    def __init__(
+        self, schedule: ScheduleConfig, *, version: int, last_step: int, trained: Collection[int] = ()
+    ) -> None:
         """Args:
         schedule: batch, group size and staleness bound.
         version: step of the weights at the start; training goes on with step `version + 1`.
         last_step: steps beyond are never admitted.
+        trained: groups that are in those weights; none: all of the steps up to `version`.
         """
         self._schedule = schedule
         self._last_step = last_step
         self._version = version
-        self._next_step = version + 1
+        self._trained = frozenset(trained)
+        self._next_step = _first_untrained(self._trained) // schedule.rollout_batch_size + 1 if trained else version + 1
         self._refills: list[Refill] = []
 
     @staticmethod
-    def from_mark(mark: AdmissionMark, schedule: ScheduleConfig, *, last_step: int) -> "AdmissionState":
+    def from_mark(
+        mark: AdmissionMark, schedule: ScheduleConfig, *, last_step: int, trained: Collection[int] = ()
+    ) -> "AdmissionState":
         """Go on where an earlier incarnation, or a checkpoint, stood; `schedule` has the same batch and group size."""
-        state = AdmissionState(schedule, version=mark.version, last_step=last_step)
+        state = AdmissionState(schedule, version=mark.version, last_step=last_step, trained=trained)
         state._next_step = mark.next_step
         state._refills = list(mark.refills)
         return state
@@ -100,32 +109,33 @@ class AdmissionState:
 
     def admissible(self) -> list[int]:
         """Return the steps that may be admitted now, each once."""
-        newest = min(self._version + 1 + self._schedule.staleness_bound, self._last_step)
+        newest = min(self._version + 1 + self._schedule.gate_staleness, self._last_step)
         steps = list(range(self._next_step, newest + 1))
         self._next_step = max(self._next_step, newest + 1)
         return steps
 
     def untrained(self) -> range:
-        """Return the admitted steps that no weights cover yet."""
-        return range(self._version + 1, self._next_step)
+        """Return the admitted steps of which some groups may be in no weights yet."""
+        return range(max(1, self._version + 1 - self._schedule.lateness), self._next_step)
 
     def published(self, version: int) -> None:
         """Weights of `version` exist."""
         self._version = max(self._version, version)
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
-        """Return the groups of a step, in data order, without those in quarantine."""
-        batch, quarantined = self._schedule.rollout_batch_size, self.quarantined
+        """Return the groups of a step, in data order, without those in quarantine or trained before the start."""
+        batch, absent = self._schedule.rollout_batch_size, self.quarantined | self._trained
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
         groups += [refill.group for refill in self._refills if refill.step == step]
-        return [self._group(group, step) for group in groups if group not in quarantined]
+        return [self._group(group, step) for group in groups if group not in absent]
 
     def refill(self, step: int, group: int) -> AdmittedGroup | None:
         """Replace a group of a step by the next one; None: it was replaced before, or is not of this step."""
         if group in self.quarantined or not self._admitted(group) or self.step_of(group) != step:
             return None
-        self._refills.append(Refill(self.admitted_groups, step, group))
-        return self._group(self._refills[-1].group, step)
+        new = self.admitted_groups
+        self._refills.append(Refill(new, step, group))
+        return self._group(new, step) if new not in self._trained else self.refill(step, new)
 
     def step_of(self, group: int) -> int:
         """Return the step of an admitted group."""
@@ -177,3 +187,7 @@ class AdmissionState:
     def _group(self, group: int, step: int) -> AdmittedGroup:
         size = self.group_size
         return AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))
+
+
+def _first_untrained(trained: Collection[int]) -> int:
+    return next(group for group in range(len(trained) + 1) if group not in trained)

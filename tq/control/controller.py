@@ -12,7 +12,7 @@ prompts. Nobody calls another process while holding the lock.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.transport.frame import Limits
@@ -102,6 +102,7 @@ class ControllerService:
         prompts: PromptSource | None = None,
         version: int = 0,
         last_step: int = 0,
+        trained: Collection[int] = (),
     ) -> None:
         """Start serving.
 
@@ -114,6 +115,7 @@ class ControllerService:
             prompts: admission's source, on the lead; None: rows come from elsewhere.
             version: step of the weights at the start.
             last_step: admission ends here.
+            trained: groups in the weights at the start, where they are not just those up to `version`.
         """
         self.failure: Exception | None = None
         self.failed = threading.Event()
@@ -170,7 +172,7 @@ class ControllerService:
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
             self._admitting = PromptAdmitter(
-                self._memory.admission_state(schedule, version=version, last_step=last_step),
+                self._memory.admission_state(schedule, version=version, last_step=last_step, trained=trained),
                 self._client,
                 prompts,
                 num_units=config.num_storage_units,

@@ -34,6 +34,7 @@ class Fetches:
         self._book = book
         self._reasons = reasons
         self._replicas: dict[tuple[str, str], dict[int, Granted]] = {}
+        self._tell_steps()
 
     def newest_partition(self, fetch: FetchRows) -> int | None:
         """Return the newest step that a consumer's weights allow, by (s - 1) - v <= max_staleness; None: any."""
@@ -52,6 +53,8 @@ class Fetches:
         if fetch.num_rows < 1 or fetch.token_budget < 0:
             raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
         if isinstance(fetch, FetchRound):
+            if fetch.token_budget and self._task(fetch).steps is not None:
+                raise PeerRefused(f"{fetch.task}: steps of several partitions have rounds of rows, not of tokens")
             if not 0 <= fetch.rank < fetch.num_ranks:
                 raise PeerRefused(_other_gang(fetch))
             if not self.closed:
@@ -59,8 +62,8 @@ class Fetches:
 
     def add(self, request: int, fetch: Fetch) -> None:
         """Answer a fetch that `check` found nothing wrong with, or park it."""
-        if isinstance(fetch, FetchRound) and not self.closed and not self._task(fetch).over(fetch.partition):
-            self._task(fetch).partition(fetch.partition).rounds.num_ranks = fetch.num_ranks
+        if isinstance(fetch, FetchRound) and not self.closed and not self._task(fetch).dealer.over(fetch.partition):
+            self._task(fetch).dealer.rounds(fetch.partition).num_ranks = fetch.num_ranks
         self.parked.add(request, fetch)
         if not self.closed:
             self._try(request, fetch)
@@ -91,6 +94,7 @@ class Fetches:
     def publish(self, version: int) -> None:
         """Newer weights exist: consumers that are held back by their old ones hear of it."""
         self.newest_version = max(self.newest_version, version)
+        self._tell_steps()
         for name, task in self._book.tasks.items():
             if task.spec.max_staleness is None or self.closed:
                 continue
@@ -120,7 +124,7 @@ class Fetches:
             if not task.changed:
                 continue
             changed, task.changed = task.changed, set()
-            for partition in changed:
+            for partition in changed if task.steps is None else self.parked.partitions(name):
                 for request, round_ in self.parked.rounds(name, partition):
                     self._try(request, round_)
             self._wake_rows(name, task)
@@ -181,19 +185,20 @@ class Fetches:
 
     def _round(self, fetch: FetchRound) -> Granted | NoRows | None:
         task = self._task(fetch)
-        if task.over(fetch.partition):
+        dealer = task.dealer
+        if dealer.over(fetch.partition):
             return self._nothing(NoRowsReason.PARTITION_DONE)
-        formed = fetch.round_index < len(task.partition(fetch.partition).rounds.formed)
-        if not formed and task.exhausted(fetch.partition):
+        formed = fetch.round_index < len(dealer.rounds(fetch.partition).formed)
+        if not formed and dealer.exhausted(fetch.partition):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         if not formed and self.stopped:
             return self._nothing(NoRowsReason.STOP)
         want = Want(fetch.num_rows * fetch.num_ranks, fetch.token_budget * fetch.num_ranks, fetch.num_ranks)
-        known = task.round(fetch.partition, fetch.round_index, want, self._book.token)
+        known = dealer.round(fetch.partition, fetch.round_index, want, self._book.token)
         if known is None:
             return None
         if known.shares[fetch.rank] is None:
-            task.deal_again(fetch.partition, fetch.round_index, fetch.num_rows, self._book.token)
+            dealer.deal_again(fetch.partition, fetch.round_index, fetch.num_rows, self._book.token)
         share = known.shares[fetch.rank]
         if share is None:
             return None
@@ -203,7 +208,9 @@ class Fetches:
             return None
         if lease is not None:
             task.leases.read(share.token, fetch.owner)
-        return self._granted(fetch.task, share.token, fetch.partition, rows, known.round_rows, known.last)
+        granted = self._granted(fetch.task, share.token, known.partition, rows)
+        granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
+        return granted
 
     def _at_hand(self, rows: list[int], owner: str, readers: set[str]) -> bool:
         """Whether all rows of a share can be read; lost ones must be put again for a reader that never had them."""
@@ -214,23 +221,20 @@ class Fetches:
             self._book.wanted.update(row for row in away if table[row].unit.lost)
         return not away
 
-    def _granted(
-        self,
-        task: str,
-        token: int,
-        partition: int,
-        rows: Sequence[int],
-        round_rows: int = 0,
-        last: bool = False,
-    ) -> Granted:
+    def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> Granted:
         held = [self._book.rows.rows[row] for row in rows]
         groups = [row.group for row in held]
         units = [row.unit.name for row in held]
         tokens = [row.tokens for row in held]
-        return Granted(task, token, partition, list(rows), groups, units, tokens, round_rows, last)
+        return Granted(task, token, partition, list(rows), groups, units, tokens)
 
     def _nothing(self, reason: NoRowsReason) -> NoRows:
         return NoRows(reason, self.newest_version)
+
+    def _tell_steps(self) -> None:
+        for task in self._book.tasks.values():
+            if task.steps is not None:
+                task.steps.published(self.newest_version)
 
     def _task(self, fetch: Fetch) -> TaskState:
         return self._book.tasks[fetch.task]
@@ -252,15 +256,15 @@ class Fetches:
             del known[min(known)]
 
     def _check_round(self, fetch: FetchRound) -> None:
-        task = self._task(fetch)
-        part = task.partitions.get(fetch.partition)
-        if part is None or task.over(fetch.partition):
+        dealer = self._task(fetch).dealer
+        rounds = dealer.known_rounds(fetch.partition)
+        if rounds is None or dealer.over(fetch.partition):
             formed = 0
         else:
-            if part.rounds.num_ranks not in (0, fetch.num_ranks):
+            if rounds.num_ranks not in (0, fetch.num_ranks):
                 raise PeerRefused(_other_gang(fetch))
-            formed = len(part.rounds.formed)
-        if not task.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
+            formed = len(rounds.formed)
+        if not dealer.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
             raise PeerRefused(
                 f"{fetch.task}: round {fetch.round_index} of partition {fetch.partition} was asked for, but the next "
                 f"one is {formed}; a gang's ranks ask for every round"

@@ -150,6 +150,21 @@ class LiveRows:
         """Whether all tasks are done with a row that somebody tells of again."""
         return number in self.finished(partition)
 
+    def known_rows(self) -> dict[int, list[int]]:
+        """Return partition -> rows in the table, and finished ones of declared partitions."""
+        known = {number: list(info.finished) for number, info in self.partitions.items()}
+        for number, row in self.rows.items():
+            known.setdefault(row.partition, []).append(number)
+        return known
+
+    def finished_rows(self, *, always_after: float) -> dict[int, list[int]]:
+        """Return partition -> finished rows of partitions that are not over, and of those beyond `always_after`."""
+        return {
+            number: sorted(info.finished)
+            for number, info in self.partitions.items()
+            if info.num_rows != info.num_finished or number > always_after
+        }
+
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not here, all at one unit."""
         self.rows.update(rows)

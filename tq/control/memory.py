@@ -37,10 +37,13 @@ class Memory:
         """Newest published weights."""
         return self._mark.newest_version
 
-    def admission_state(self, schedule: ScheduleConfig, *, version: int, last_step: int) -> AdmissionState:
-        """Return where admission stands; on a first start it begins with the step after `version`."""
-        mark = self._mark.admission or AdmissionMark(version, next_step=version + 1)
-        return AdmissionState.from_mark(mark, schedule, last_step=last_step)
+    def admission_state(
+        self, schedule: ScheduleConfig, *, version: int, last_step: int, trained: Collection[int] = ()
+    ) -> AdmissionState:
+        """Return where admission stands; on a first start it begins behind `version`, or behind `trained` groups."""
+        if self._mark.admission is None:
+            return AdmissionState(schedule, version=version, last_step=last_step, trained=trained)
+        return AdmissionState.from_mark(self._mark.admission, schedule, last_step=last_step, trained=trained)
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""

@@ -58,6 +58,10 @@ class ParkedFetches:
         """Return what waits for rounds of a partition."""
         return list(self._rounds.get((task, partition), {}).items())
 
+    def partitions(self, task: str) -> list[int]:
+        """Return the partitions of whose rounds some wait."""
+        return [partition for name, partition in self._rounds if name == task]
+
     def twins(self, fetch: FetchRows) -> list[int]:
         """Return the requests of other readers for the lease that `fetch` asks for."""
         if not fetch.replica:

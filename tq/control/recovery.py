@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from asyncflow.errors import PeerRefused
 from tq.control.events import FenceAll
 from tq.control.live_rows import LiveRow, UnitInfo
-from tq.control.rounds import Share
 from tq.control.row_book import RowBook
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, GiveBack, Held
@@ -147,8 +146,8 @@ class Recovery:
                 task.leases.read(one.token, owner)
             elif rows:
                 self._hold(task, one, owner, rows)
-            if one.round_index >= 0 and not task.over(one.partition):
-                self._restore_round(task, one)
+            if one.round_index >= 0:
+                task.dealer.restore_round(one)
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         table = self._book.rows.rows
@@ -156,13 +155,6 @@ class Recovery:
             if table[number].queued & task.bit:
                 task.partition(one.partition).queue.withdraw(number, table[number])
         task.lease(one.token, one.partition, rows, owner)
-
-    @staticmethod
-    def _restore_round(task: TaskState, one: Held) -> None:
-        share = Share(one.token, tuple(one.rows))
-        task.partition(one.partition).rounds.restore(
-            one.round_index, one.rank, one.num_ranks, share, round_rows=one.round_rows, last=one.last
-        )
 
     def _undone(self, task: TaskState, number: int) -> bool:
         row = self._book.rows.rows.get(number)

@@ -1,4 +1,4 @@
-"""The rounds of one partition of one task: every rank of a gang gets one share of each. Pure.
+"""The rounds of one step of one task (mostly its partition): every rank of a gang gets one share of each. Pure.
 
 A share is a lease from the moment its round is formed; its rank comes for it later, perhaps several times.
 """
@@ -6,15 +6,29 @@ A share is a lease from the moment its round is formed; its rank comes for it la
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tq.messages import Held
 from tq.policies import Parcel
 
 
 @dataclass
 class Share:
-    """One rank's part of a round."""
+    """One rank's part of a round.
+
+    Attributes:
+        token: of its lease.
+        rows: as they were dealt; after a restart without those that were done.
+        num_rows: how many were dealt.
+    """
 
     token: int
     rows: tuple[int, ...]
+    num_rows: int
+
+    @staticmethod
+    def of(token: int, parcels: Sequence[Parcel]) -> "Share":
+        """Return a share of whole parcels."""
+        rows = tuple(row for parcel in parcels for row in parcel.rows)
+        return Share(token, rows, len(rows))
 
 
 @dataclass
@@ -24,17 +38,26 @@ class Round:
     Attributes:
         shares: by rank; None: given by an earlier incarnation of the controller to nobody, so it is dealt again.
         round_rows: most rows of any share.
-        last: no rows of the partition follow.
+        last: no rows of the step follow.
+        partition: of its rows.
+        total_rows: of all shares.
     """
 
     shares: list[Share | None]
     round_rows: int
     last: bool
+    partition: int = 0
+    total_rows: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks whose shares are dealt again."""
+        return [rank for rank, share in enumerate(self.shares) if share is None]
 
 
 @dataclass
 class Rounds:
-    """Of one partition.
+    """Of one step.
 
     Attributes:
         num_ranks: who shares them; 0: nobody asked yet.
@@ -50,26 +73,31 @@ class Rounds:
         """Return `dealt` of so many ranks."""
         return self.dealt or [0] * num_ranks
 
-    def form(self, shares: Sequence[Sequence[Parcel]], token: Callable[[], int], *, last: bool) -> Round:
-        """Add a round from what each rank gets."""
-        dealt: list[Share | None] = [
-            Share(token(), tuple(row for parcel in parcels for row in parcel.rows)) for parcels in shares
-        ]
+    @property
+    def num_rows(self) -> int:
+        """Rows in all rounds."""
+        return sum(round_.total_rows for round_ in self.formed)
+
+    def form(self, shares: Sequence[Sequence[Parcel]], token: Callable[[], int], *, partition: int) -> Round:
+        """Add a round from what each rank gets; it is not the last one unless the caller says so."""
+        dealt = [Share.of(token(), parcels) for parcels in shares]
         tokens = [sum(parcel.tokens for parcel in parcels) for parcels in shares]
         self.dealt = [before + now for before, now in zip(self.loads(len(shares)), tokens, strict=True)]
-        most = max(len(share.rows) for share in dealt if share is not None)
-        self.formed.append(Round(dealt, most, last))
+        counts = [share.num_rows for share in dealt]
+        self.formed.append(Round([*dealt], max(counts), False, partition, sum(counts)))
         return self.formed[-1]
 
-    def restore(self, index: int, rank: int, num_ranks: int, share: Share, *, round_rows: int, last: bool) -> None:
+    def restore(self, one: Held) -> None:
         """A rank says that it holds this share of a round that an earlier incarnation formed."""
-        self.num_ranks = max(self.num_ranks, num_ranks)
-        while len(self.formed) <= index:
-            self.formed.append(Round([None] * num_ranks, 0, last=False))
-        known = self.formed[index]
-        known.shares += [None] * (num_ranks - len(known.shares))
-        known.round_rows = max(known.round_rows, round_rows)
-        known.last = known.last or last
-        held = known.shares[rank]
-        if held is None or held.token < share.token:
-            known.shares[rank] = share
+        self.num_ranks = max(self.num_ranks, one.num_ranks)
+        while len(self.formed) <= one.round_index:
+            self.formed.append(Round([None] * one.num_ranks, 0, last=False, partition=one.partition))
+        known = self.formed[one.round_index]
+        known.shares += [None] * (one.num_ranks - len(known.shares))
+        known.round_rows = max(known.round_rows, one.round_rows)
+        known.total_rows = max(known.total_rows, one.total_rows)
+        known.last = known.last or one.last
+        known.partition = one.partition
+        held = known.shares[one.rank]
+        if held is None or held.token < one.token:
+            known.shares[one.rank] = Share(one.token, tuple(one.rows), one.share_rows)

@@ -11,6 +11,7 @@ Events are the messages of `tq.messages` (those that carry a question come with 
 """
 
 import contextlib
+import math
 from collections.abc import Collection, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
@@ -101,6 +102,8 @@ class ControlState:
         self._arrivals = Arrivals(self._book)
         self._puts = PutQueue(self._book, self._arrivals, self._losses, self._room)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
+        lateness = [spec.steps.lateness for spec in tasks if spec.steps is not None]
+        self._lateness = max(lateness, default=-math.inf)
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -148,19 +151,15 @@ class ControlState:
 
     def known_rows(self) -> dict[int, list[int]]:
         """Return partition -> rows that are somewhere, or finished in a declared partition."""
-        known = {number: list(info.finished) for number, info in self._book.rows.partitions.items()}
-        for number, row in self._book.rows.rows.items():
-            known.setdefault(row.partition, []).append(number)
-        return known
+        return self._book.rows.known_rows()
 
     def finished_rows(self) -> dict[int, list[int]]:
-        """Return partition -> finished rows of declared partitions that are not over.
+        """Return partition -> finished rows of declared partitions that are not over, or that admission may look at.
 
         Units remember them, too, but not beyond their death: after `UnitGone` the shell makes this durable, so that a
         later incarnation (`RowsFinished`) still counts right.
         """
-        partitions = self._book.rows.partitions
-        return {n: sorted(info.finished) for n, info in partitions.items() if info.num_rows != info.num_finished}
+        return self._book.rows.finished_rows(always_after=self.newest_version - self._lateness)
 
     @property
     def losses_changed(self) -> bool:

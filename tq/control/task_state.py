@@ -14,6 +14,8 @@ from tq.control.leases import Fencing, Leases
 from tq.control.live_rows import LiveRow, LiveRows
 from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Round, Rounds, Share
+from tq.control.step_rounds import StepRounds
+from tq.messages import Held
 from tq.policies import Fifo, Parcel, Want
 from tq.task_spec import TaskSpec as TaskSpec
 
@@ -43,6 +45,8 @@ class TaskState:
         self.inputs = rows.mask(spec.inputs)
         self.outputs = rows.mask(spec.outputs)
         self.leases = Leases()
+        self.steps = None if spec.steps is None else StepRounds(self, spec.steps)
+        """Steps of a gang that are not partitions."""
         self.partitions: dict[int, TaskPartition] = {}
         self.changed: set[int] = set()
         """Partitions whose parked rounds may be answerable since the last look."""
@@ -226,6 +230,25 @@ class TaskState:
 
     # Rounds
 
+    @property
+    def dealer(self) -> "TaskState | StepRounds":
+        """Who deals the rounds of the gang's steps; here a step is a partition."""
+        return self.steps or self
+
+    def rounds(self, number: int) -> Rounds:
+        """Return the rounds of a partition."""
+        return self.partition(number).rounds
+
+    def known_rounds(self, number: int) -> Rounds | None:
+        """Return them if anything is known of the partition."""
+        part = self.partitions.get(number)
+        return None if part is None else part.rounds
+
+    def restore_round(self, one: Held) -> None:
+        """A rank says that it holds a share that an earlier incarnation dealt."""
+        if not self.over(one.partition):
+            self.partition(one.partition).rounds.restore(one)
+
     def round(self, partition: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
         """Return a round, formed when it can be full or the partition's rest is ready.
 
@@ -245,18 +268,25 @@ class TaskState:
             return None
         if self.spec.in_order and not self._front_ready(partition, part, want.num_rows):
             return None
-        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), part.rounds.loads(want.num_ranks))
-        formed = part.rounds.form(shares, token, last=rest and not part.queue.num_rows)
+        formed = self.form(part.rounds, partition, want, token)
+        formed.last = rest and not part.queue.num_rows
+        return formed
+
+    def form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
+        """Add a round of what a partition has ready, which is enough."""
+        part = self.partition(partition)
+        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), rounds.loads(want.num_ranks))
+        formed = rounds.form(shares, token, partition=partition)
         for share in formed.shares:
             if share is not None and share.rows:
-                self._hold(share, partition, part)
+                self.hold(share, partition)
         return formed
 
     def deal_again(self, partition: int, index: int, num_rows: int, token: Callable[[], int]) -> None:
         """Give ranks that an earlier incarnation gave nothing their shares of a round, from what is left."""
         part = self.partition(partition)
         known = part.rounds.formed[index]
-        missing = [rank for rank, share in enumerate(known.shares) if share is None]
+        missing = known.missing
         if known.last and not self._rest_ready(partition, part) and not self.exhausted(partition):
             return
         if not known.last and not part.queue.num_rows and not self.exhausted(partition):
@@ -269,10 +299,17 @@ class TaskState:
             parcels: list[Parcel] = []
             if part.queue.num_rows and size:
                 parcels = part.queue.pick(Fifo(), Want(part.queue.num_rows if known.last and left == 1 else size))
-            share = Share(token(), tuple(row for parcel in parcels for row in parcel.rows))
+            share = Share.of(token(), parcels)
             known.shares[rank] = share
             known.round_rows = max(known.round_rows, len(share.rows))
-            self._hold(share, partition, part)
+            self.hold(share, partition)
+
+    def hold(self, share: Share, partition: int) -> None:
+        """A share is a lease from now on, if it has rows."""
+        if share.rows:
+            self.leases.give(share.token, partition, share.rows)
+            self.partition(partition).num_held += len(share.rows)
+            self.num_deliveries += 1
 
     # Private
 
@@ -300,11 +337,12 @@ class TaskState:
         self._list(row.partition, part)
         self.changed.add(row.partition)
 
-    def _hold(self, share: Share, partition: int, part: TaskPartition) -> None:
-        if share.rows:
-            self.leases.give(share.token, partition, share.rows)
-            part.num_held += len(share.rows)
-            self.num_deliveries += 1
+    def num_undealt(self, number: int) -> int:
+        """Return how many rows of a partition nobody has or had in hand."""
+        part, size = self.partitions.get(number), self._size(number) or 0
+        if part is None:
+            return 0
+        return max(part.queue.num_rows, size - part.num_done - part.num_held)
 
     def _size(self, number: int) -> int | None:
         info = self._rows.partitions.get(number)

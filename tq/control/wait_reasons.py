@@ -45,7 +45,7 @@ class WaitReasons:
         """
         if self.recovering:
             return Reason(f"the controller was restarted and waits for {self.recovering}")
-        number = fetch.partition if isinstance(fetch, FetchRound) else self._oldest(task)
+        number = fetch.partition if isinstance(fetch, FetchRound) and task.steps is None else self._oldest(task)
         if number is None:
             return Reason("no row waits for this task; none was put", self._alive({NEW_ROWS}))
         if gate is not None and number > gate:

@@ -7,7 +7,14 @@ from tq.messages.units_to_controllers import RowRecords
 
 
 class Held(msgspec.Struct):
-    """A lease that a consumer holds: what a restarted controller must know of it."""
+    """A lease that a consumer holds: what a restarted controller must know of it.
+
+    Attributes:
+        task, token, partition, rows, round_rows, last, total_rows: see `Granted`; rows that were settled are left out.
+        round_index, rank, num_ranks: of a share of a round; no round: -1.
+        step: `FetchRound.partition`.
+        share_rows: rows of the share, also those that were settled.
+    """
 
     task: str
     token: int
@@ -18,6 +25,9 @@ class Held(msgspec.Struct):
     num_ranks: int = 1
     round_rows: int = 0
     last: bool = False
+    total_rows: int = 0
+    step: int = 0
+    share_rows: int = 0
 
 
 class Join(Message):
@@ -81,6 +91,7 @@ class FetchRound(Message):
     The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
 
     Attributes:
+        partition: whose; in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
         num_rows: rows per rank in a full round.
         rank, num_ranks: of the data-parallel gang.
         token_budget: tokens per rank in a full round; 0: no budget.

@@ -53,12 +53,13 @@ class Granted(Message):
     Attributes:
         task: that holds it.
         token: names it.
-        partition: the step of its rows.
+        partition: the step that its rows were admitted for.
         rows, groups, units: parallel; `units` says where each row is.
         tokens: per row, its length in tokens.
         round_rows: most rows that any rank has in this round (rounds only), so that ranks make equally many
             micro-batches.
-        last: no rows of this partition will follow (rounds only).
+        last: no rows of this partition, or of the step that was asked for, will follow (rounds only).
+        total_rows: rows of all ranks in this round (rounds only).
     """
 
     task: str
@@ -70,6 +71,7 @@ class Granted(Message):
     tokens: list[int] = []
     round_rows: int = 0
     last: bool = False
+    total_rows: int = 0
 
 
 class NoRowsReason(StrEnum):

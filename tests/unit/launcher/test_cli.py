@@ -129,6 +129,13 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ),
         (["--set", "tq.num_storage_units=100000"], "roles: 100005 processes (with tq.num_storage_units 100000 and "),
         (["--set", "tq.max_live_rows=7"], "tq.max_live_rows: 7 rows are fewer than the schedule keeps alive"),
+        (
+            [
+                *("--set", "schedule.max_staleness=2", "--set", "schedule.fill=first_ready"),
+                *("--set", "algorithm.kl_coef=0.1", "--set", "algorithm.ref_update_interval=4"),
+            ],
+            "schedule.fill: first_ready cannot be with algorithm.ref_update_interval 4: the step that trains a group",
+        ),
         (["--set", "tq.policy=shortest"], "tq.policy: unknown policy 'shortest'"),
         (["--set", "tq.num_controllers=0"], "tq.num_controllers: "),
         (["--set", "tq.backend.kind=redis"], "tq.backend: "),
@@ -272,6 +279,7 @@ def test_resume_with_another_model_is_refused(write_config: WriteConfig, tmp_pat
         "data.max_prompt_tokens=30",
         "schedule.rollout_batch_size=2",
         "schedule.n_samples_per_prompt=8",
+        "schedule.fill=first_ready",
         "data.path=other.jsonl",
     ],
 )
@@ -283,6 +291,16 @@ def test_resume_that_would_train_prompts_twice_is_refused(
     message = refuse(tmp_path, "--resume", stopped, "--set", change)
     assert message.startswith(f"{change.partition('=')[0]}: ")
     assert "is not what the run began with" in message
+
+
+def test_resume_needs_to_know_which_groups_were_trained(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(schedule={"max_staleness": 2, "fill": "first_ready"}), 1)
+    assert "ledger.jsonl: names 0 groups of steps 1 to 1, not 4" in refuse(tmp_path, "--resume", stopped)
+    lines = [{"step": 1, "group": group} for group in (0, 5, 2, 3)] + [{"step": 2, "group": 1}]
+    (stopped / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "gro')
+    result = run("--resume", stopped, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "async, staleness <= 2, groups up to 1 step late, up to step 2" in result.stdout
 
 
 def test_resume_follows_data_that_were_moved(write_config: WriteConfig, tmp_path: Path) -> None:

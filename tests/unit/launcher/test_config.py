@@ -8,6 +8,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.recipes import find_recipe, packaged_recipes
+from tq.config import Fill, ScheduleConfig
 from workers.config import RunConfig
 
 WriteConfig = Callable[..., Path]
@@ -70,6 +71,23 @@ def test_staleness_asked_for_in_sync_mode_is_refused(write_config: WriteConfig) 
 def test_deterministic_is_refused_where_timing_chooses_the_weights(write_config: WriteConfig, mode: str) -> None:
     message = refusal(write_config(schedule={"mode": mode, "max_staleness": 1}), "deterministic=true")
     assert message.startswith(f"deterministic: true cannot be with schedule.mode {mode}")
+
+
+@pytest.mark.parametrize("schedule", [{"mode": "sync"}, {"mode": "periodic"}, {"mode": "async", "max_staleness": 0}])
+def test_groups_cannot_be_late_where_no_weights_may_be_older(
+    write_config: WriteConfig, schedule: dict[str, object]
+) -> None:
+    message = refusal(write_config(schedule=schedule), "schedule.fill=first_ready")
+    mode = schedule["mode"]
+    assert message.startswith(f"schedule.fill: first_ready cannot be with mode {mode} and max_staleness 0 (from --set ")
+    assert "set schedule.mode to async or substep and schedule.max_staleness to 2 or more, or schedule.fill" in message
+
+
+def test_late_groups_take_their_share_of_the_staleness() -> None:
+    settings = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 2}
+    in_order, first_ready = ScheduleConfig(**settings), ScheduleConfig(**settings, fill=Fill.FIRST_READY)
+    assert (in_order.gate_staleness, in_order.lateness, in_order.live_rows) == (2, 0, 24)
+    assert (first_ready.gate_staleness, first_ready.lateness, first_ready.live_rows) == (1, 1, 16)
 
 
 @pytest.mark.parametrize(

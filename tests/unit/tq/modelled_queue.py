@@ -26,8 +26,11 @@ from tq.messages import (
 class ModelledQueue:
     """Carries out what the controller asks for, late; asserts that no row is in two hands, or trained twice."""
 
+    tasks = TASKS
+
     def reset(self) -> None:
         self.starts = 0
+        self.version = 0
         self.finished_durably: dict[int, list[int]] = {}
         self.lost_durably: list[RowRecords] = []
         self.units = {name: FakeUnit(name) for name in UNITS}
@@ -55,7 +58,9 @@ class ModelledQueue:
         self.requests_at_boot = self.requests
         self.met: set[str] = set()
         self.fences: list[Fence | FenceAll] = []
-        self.state = ControlState(TASKS, first_token=(self.starts << 20) + 1, recovering=recovering)
+        self.state = ControlState(
+            self.tasks, version=self.version, first_token=(self.starts << 20) + 1, recovering=recovering
+        )
         for partition in PARTITIONS:
             self.apply(OpenPartition(partition, ROWS))
         for partition, rows in self.finished_durably.items():
@@ -114,7 +119,8 @@ class ModelledQueue:
         held = Held(event.task, lease.token, lease.partition, list(lease.rows))
         if isinstance(event, FetchRound):
             held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
-            held.round_rows, held.last = lease.round_rows, lease.last
+            held.round_rows, held.last, held.total_rows = lease.round_rows, lease.last, lease.total_rows
+            held.step, held.share_rows = event.partition, len(lease.rows)
         else:
             assert not again and lease.rows
             if event.task == "ref":

@@ -1,6 +1,6 @@
 """What random tests know of a queue: its tasks, a unit that does what it must, counters that can be recounted."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncflow.errors import Superseded
@@ -8,6 +8,7 @@ from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
 from tq.control.state import ControlState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
+from tq.task_spec import StepSpec
 
 SIZE = 2
 ROWS = 8
@@ -17,6 +18,8 @@ TASKS = (
     TaskSpec("ref", frozenset({"x", "rollout"}), frozenset({"ref"})),
     TaskSpec("train", frozenset({"rollout", "ref"}), whole_groups=True, keeps_leases=True),
 )
+STEP_TASKS = (*TASKS[:2], replace(TASKS[2], steps=StepSpec(ROWS, lateness=1)))
+"""The same with steps of several partitions."""
 NAMES = [task.name for task in TASKS]
 OUTPUTS = {task.name: task.outputs for task in TASKS}
 OWNERS = ("a", "b", "c")

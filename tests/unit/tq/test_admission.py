@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.config import ScheduleConfig, ScheduleMode
+from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.control.admission import AdmissionState
 
 
@@ -124,3 +124,66 @@ def test_lost_rows_are_found_in_their_groups_without_those_in_quarantine() -> No
     state.admissible()
     state.refill(1, 1)
     assert [(group.group, group.rows) for group in state.groups_of_rows([9, 2, 0, 400])] == [(0, (0,)), (4, (9,))]
+
+
+FIRST_READY = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_staleness=2, fill=Fill.FIRST_READY)
+
+
+def test_first_ready_admits_a_step_less_ahead_because_groups_may_be_trained_a_step_late() -> None:
+    state = AdmissionState(FIRST_READY, version=0, last_step=60)
+    assert state.admissible() == [1, 2]
+    state.published(1)
+    assert state.admissible() == [3]
+
+
+def test_resumed_run_admits_the_groups_that_were_not_trained_under_their_ids_and_steps() -> None:
+    state = AdmissionState(FIRST_READY, version=2, last_step=4, trained={0, 1, 3, 4})
+    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admissible()}
+    assert admitted == {2: [2], 3: [5], 4: [6, 7]}
+
+
+def test_resumed_run_whose_groups_were_trained_in_order_goes_on_behind_them() -> None:
+    state = AdmissionState(FIRST_READY, version=2, last_step=4, trained={0, 1, 2, 3})
+    assert state.admissible() == [3, 4]
+
+
+def test_refill_never_takes_the_id_of_a_group_that_was_trained() -> None:
+    state = AdmissionState(FIRST_READY, version=1, last_step=3, trained={0, 6})
+    assert state.admissible() == [1, 2, 3]
+    refill = state.refill(2, 2)
+    assert refill is not None and (refill.group, refill.step) == (7, 2)
+    assert [group.group for group in state.groups_of(2)] == [3, 7]
+
+
+def test_restarted_admission_looks_at_steps_whose_groups_may_be_late() -> None:
+    state = AdmissionState(FIRST_READY, version=0, last_step=60, trained=())
+    state.admissible()
+    state.published(2)
+    state.admissible()
+    mark = state.mark()
+    again = AdmissionState.from_mark(mark, FIRST_READY, last_step=60)
+    assert again.untrained() == range(2, 5)
+    missing = again.missing({2: [2, 3], 3: [4], 4: [6, 7]})
+    assert [(group.group, group.step) for group in missing] == [(5, 3)]
+
+
+def test_restarted_admission_of_a_resumed_run_leaves_trained_groups_alone() -> None:
+    trained = {0, 1, 3, 4}
+    mark = AdmissionState(FIRST_READY, version=2, last_step=3, trained=trained)
+    mark.admissible()
+    again = AdmissionState.from_mark(mark.mark(), FIRST_READY, last_step=3, trained=trained)
+    assert [(group.group, group.step) for group in again.missing({})] == [(2, 2), (5, 3)]
+
+
+@given(batch=st.integers(1, 3), completed=st.integers(0, 3), last=st.integers(4, 7), data=st.data())
+def test_resumed_run_trains_every_group_once(batch: int, completed: int, last: int, data: st.DataObject) -> None:
+    schedule = FIRST_READY.model_copy(update={"rollout_batch_size": batch})
+    ids = list(range(max(0, (completed - 1) * batch), (completed + 1) * batch))
+    swapped = data.draw(st.permutations(ids))[: min(batch, completed * batch)]
+    trained = {*range(max(0, (completed - 1) * batch)), *swapped}
+    state = AdmissionState(schedule, version=completed, last_step=last, trained=trained)
+    admitted = []
+    for version in range(completed, last + 1):
+        state.published(version)
+        admitted += [group.group for step in state.admissible() for group in state.groups_of(step)]
+    assert sorted([*admitted, *trained]) == list(range(last * batch))

@@ -4,12 +4,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from modelled_queue import ModelledQueue
-from queue_model import OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, check_counters, partition_of
+from queue_model import (
+    OWNERS,
+    PARTITIONS,
+    RANKS,
+    ROWS,
+    SIZE,
+    STEP_TASKS,
+    TASKS,
+    UNITS,
+    check_counters,
+    partition_of,
+)
 
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
 from tq.control.recovery import Recovering
-from tq.messages import FetchRound, FetchRows, Join, NoRows
+from tq.messages import FetchRound, FetchRows, Granted, Join, NoRows, PublishVersion
 
 
 class QueueMachine(ModelledQueue, RuleBasedStateMachine):
@@ -118,18 +129,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
     @rule(name=st.sampled_from(OWNERS), num_rows=st.integers(1, 4), share=st.integers(1, 3))
     def quiet_moment(self, name: str, num_rows: int, share: int) -> None:
         """Nothing dies for a while, and work goes on; without this, random events hardly get beyond the first task."""
-        for unit in self.units.values():
-            if not unit.connected:
-                self.connect(unit.name)
-            self.flush(unit.name)
-        self.apply(RecoveryDeadline())
-        while self.fences:
-            self.carry_out(self.fences.pop())
-        for group in self.to_put[:2]:
-            self.announce(self.units[UNITS[group % 2]], sorted(self.to_rows([group])), partition_of(group * SIZE))
-        del self.to_put[:2]
-        for unit in self.units.values():
-            self.flush(unit.name)
+        self.calm_down(num_groups=2)
         for task in TASKS[:2]:
             self.ask(FetchRows(task.name, self.owner(name), num_rows, 0, 1))
         for rank in RANKS:
@@ -137,6 +137,21 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         for owner in (self.owner(name), self.owner("rank0"), self.owner("rank1")):
             for held in list(self.holds.get(owner, {}).values()):
                 self.finish(owner, held, held.rows[: -(-share * len(held.rows) // 3)])
+
+    def calm_down(self, *, num_groups: int) -> None:
+        """Everybody is up, no fence is open, and some groups are put."""
+        for unit in self.units.values():
+            if not unit.connected:
+                self.connect(unit.name)
+            self.flush(unit.name)
+        self.apply(RecoveryDeadline())
+        while self.fences:
+            self.carry_out(self.fences.pop())
+        for group in self.to_put[:num_groups]:
+            self.announce(self.units[UNITS[group % 2]], sorted(self.to_rows([group])), partition_of(group * SIZE))
+        del self.to_put[:num_groups]
+        for unit in self.units.values():
+            self.flush(unit.name)
 
     # Fences and restarts
 
@@ -233,5 +248,57 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         return {row for group in groups for row in range(group * SIZE, group * SIZE + SIZE)}
 
 
+class StepMachine(QueueMachine):
+    """The same with steps that take rows of several partitions: every step is full, nothing is later than allowed."""
+
+    tasks = STEP_TASKS
+
+    @initialize()
+    def start(self) -> None:
+        self.step_rows: dict[int, dict[tuple[int, int], int]] = {}
+        self.partition_of_round: dict[tuple[int, int], int] = {}
+        super().start()
+        self.to_put.sort(key=lambda group: group % (ROWS // SIZE))  # partitions grow side by side
+
+    def check_round(self, event: FetchRound, lease: Granted) -> None:
+        super().check_round(event, lease)
+        key = (event.partition, event.round_index)
+        assert self.partition_of_round.setdefault(key, lease.partition) == lease.partition, "ranks disagree"
+        assert all(partition_of(row) == lease.partition for row in lease.rows)
+        assert event.partition - lease.partition <= 1, "a row is trained too late"
+        self.step_rows.setdefault(event.partition, {})[event.rank, event.round_index] = len(lease.rows)
+
+    @rule(order=st.permutations(OWNERS * 2), left=st.integers(0, 4), rank=st.sampled_from(RANKS))
+    def finish_out_of_order(self, order: list[str], left: int, rank: int) -> None:
+        """Nothing dies for a while: groups are finished in any order, some are left; a rank is behind the other."""
+        self.calm_down(num_groups=5)
+        for name in OWNERS * 2:
+            self.ask(FetchRows("rollout", self.owner(name), SIZE, 0, 1))
+        for name in order[left:]:
+            held = next((held for held in self.holds.get(self.owner(name), {}).values() if held.rows), None)
+            if held is not None:
+                self.finish(self.owner(name), held, list(held.rows))
+            self.ask(FetchRows("ref", self.owner("c"), 99, 0, 1))
+            for ref in [one for one in self.holds.get(self.owner("c"), {}).values() if one.task == "ref"]:
+                self.finish(self.owner("c"), ref, list(ref.rows))
+            self.fetch_round(rank)
+        for one in (1 - rank, rank) * 2:
+            self.fetch_round(one)
+
+    @precondition(lambda self: min(step for step, _ in self.place.values()) > self.version + 1)
+    @rule()
+    def publish(self) -> None:
+        """All ranks are beyond a step: its weights exist, though acks may still be missing."""
+        self.version += 1
+        self.apply(PublishVersion(self.version))
+
+    def teardown(self) -> None:
+        super().teardown()
+        totals = {step: sum(shares.values()) for step, shares in getattr(self, "step_rows", {}).items()}
+        assert totals in ({}, dict.fromkeys(PARTITIONS, ROWS)), "a step is not full"
+
+
 QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+StepMachine.TestCase.settings = QueueMachine.TestCase.settings
 test_random_events = QueueMachine.TestCase
+test_random_events_with_steps_of_several_partitions = StepMachine.TestCase

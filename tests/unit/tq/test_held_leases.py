@@ -41,6 +41,18 @@ def test_a_share_of_a_round_carries_its_place_and_stays_when_empty() -> None:
     assert (lease.round_rows, lease.last) == (2, True)
 
 
+def test_a_share_of_a_step_is_held_until_two_steps_later_whichever_partition_its_rows_are_of() -> None:
+    held = HeldLeases()
+    held.granted(round_of(1, 0), granted(1, [4], partition=2, total_rows=4))
+    held.settled("train", 1, [4])
+    held.granted(round_of(2, 0), granted(2, [0], partition=1))
+    (first, second) = held.of_tasks(["train"])
+    assert (first.step, first.partition, first.rows, first.share_rows, first.total_rows) == (1, 2, [], 1, 4)
+    assert (second.step, second.partition) == (2, 1)
+    held.granted(round_of(3, 0), granted(3, [1], partition=3))
+    assert [one.step for one in held.of_tasks(["train"])] == [2, 3]
+
+
 def test_rounds_are_forgotten_two_partitions_later() -> None:
     held = HeldLeases()
     held.granted(round_of(1, 0), granted(1, [], partition=1))

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tq import Column
-from tq.config import ScheduleConfig
+from tq.config import Fill, ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
 from tq.control.prompt_admitter import PromptAdmitter
 
@@ -44,7 +44,10 @@ def never(error: Exception) -> None:
 
 def run(mark: AdmissionMark, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
     """Start admission from a mark, and let it put everything."""
-    state = AdmissionState.from_mark(mark, SCHEDULE, last_step=last_step)
+    return run_state(AdmissionState.from_mark(mark, SCHEDULE, last_step=last_step), known, last_step=last_step)
+
+
+def run_state(state: AdmissionState, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
     client = FakeClient(last_step)
     admitter = PromptAdmitter(
         state,
@@ -71,3 +74,11 @@ def test_first_start_opens_and_puts_what_the_gate_allows() -> None:
     client = run(AdmissionMark(version=0, next_step=1), None, last_step=2)
     assert client.opened == {1: 4, 2: 4}
     assert client.put == {1: [0, 1, 2, 3], 2: [4, 5, 6, 7]}
+
+
+def test_resumed_run_opens_partitions_with_what_is_left_of_them() -> None:
+    schedule = SCHEDULE.model_copy(update={"max_staleness": 2, "fill": Fill.FIRST_READY})
+    state = AdmissionState(schedule, version=1, last_step=3, trained={0, 2})
+    client = run_state(state, None, last_step=3)
+    assert client.opened == {1: 2, 2: 2, 3: 4}
+    assert client.put == {1: [2, 3], 2: [6, 7], 3: [8, 9, 10, 11]}
