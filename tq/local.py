@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -119,11 +119,14 @@ class LocalQueue:
         self._wait(lambda: Directory.is_published(self._store), deadline)
         client = connect(self.address, "starter", stop=self._giving_up)
         units = {name for name in self._services if name.startswith("storage-")}
+
+        def known() -> bool:
+            with suppress(TransportError):  # a controller that is only starting, longer than a request may take
+                return all(units <= stats.units.keys() for stats in client.stats())
+            return False
+
         try:
-            self._wait(lambda: all(units <= stats.units.keys() for stats in client.stats()), deadline)
-        except TransportError:
-            self._refuse_failed()
-            raise
+            self._wait(known, deadline)
         finally:
             client.close()
 

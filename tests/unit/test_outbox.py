@@ -49,7 +49,7 @@ class GatedScorer(Scorer):
         self.open = threading.Event()
 
     def _score_text(self, prompt: str, response: str, answer: str):  # type: ignore[no-untyped-def]
-        if prompt == self._decode((self.blocked,)):
+        if prompt == self._decoder.response((self.blocked,)):
             assert self.open.wait(DEADLINE_S)
         return super()._score_text(prompt, response, answer)
 

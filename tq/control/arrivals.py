@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from asyncflow.errors import PeerRefused, RowsExist
 from tq.control.live_rows import LiveRow, UnitInfo
 from tq.control.row_book import RowBook
-from tq.messages import RowsAccepted, RowsConfirmed, RowsCreated
+from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
 
 Marks = dict[str, list[int]]
 """Task -> rows, or positions of rows, that it is done with."""
@@ -126,6 +126,19 @@ class Arrivals:
                 self._book.settle(name, [number])
         self._settled(partitions, event.rows)
         return RowsAccepted(accepted)
+
+    def write(self, event: OutputsWritten) -> None:
+        """Who had a lost row in hand put its outputs where it is put again, before that is confirmed."""
+        mask, bit = self._book.rows.mask(event.columns), self._book.bit(event.task)
+        grown = event.num_bytes // max(1, len(event.rows))
+        for k, number in enumerate(event.rows):
+            row = self._announced.get(number)
+            if row is not None and row.unit.name == event.unit and row.left & bit:
+                row.left &= ~bit
+                row.written |= mask
+                row.tokens += event.tokens[k] if event.tokens else 0
+                row.num_bytes += grown
+                self.num_bytes += grown
 
     def forget(self, unit: str, rows: "set[int] | None" = None) -> None:
         """What a unit announced (with rows: of those) will not be confirmed."""

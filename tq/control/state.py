@@ -195,6 +195,7 @@ class ControlState:
                 self._book.out.append(Answer(request, confirmed))
             case OutputsWritten():
                 self._book.write(event)
+                self._arrivals.write(event)
             case RowsRemoved():
                 self._remove(event)
             case FetchRows() | FetchRound():
@@ -282,10 +283,8 @@ class ControlState:
         ]
         for k, (number, partition) in enumerate(told):
             row = table.rows.get(number)
-            if row is not None:
-                done = table.every_task & ~row.left
-            else:
-                done = table.every_task if table.is_finished(number, partition) else 0
+            finished = table.every_task if table.is_finished(number, partition) else 0
+            done = finished if row is None else table.every_task & ~row.left
             for name in table.tasks(done):
                 known.setdefault(name, []).append(k)
         return known

@@ -268,3 +268,21 @@ def test_rows_put_elsewhere_while_their_unit_is_away_move_there(make_world: Worl
     reply = world.register("storage-0", [0, 1], incarnation="a")
     assert reply.drop == [0]
     assert world.granted(world.ask("ref", 2)).rows == [1]
+
+
+def test_outputs_that_a_holder_put_where_its_lost_row_is_only_pending_are_there_when_it_is_confirmed(
+    make_world: World,
+) -> None:
+    """The controller that granted the lease has not seen the unit die yet; this one has."""
+    world = make_world(REF, TaskSpec("score", frozenset({"ref"})), served=["score"], byte_limit=100)
+    world.register("storage-0", [0], incarnation="a")
+    world.register("storage-0", [], incarnation="b")
+    world.put([0], "storage-0", num_bytes=30, held=True)
+    world.handle(OutputsWritten("storage-0", "ref", [0], ["ref"], [5], 40))
+    waiting = world.put([1], "storage-1", num_bytes=31, held=True)
+    assert waiting not in world.answers, "70 bytes are taken"
+    world.confirm([0], "storage-0", commits={"ref": [0]})
+    granted = world.granted(world.ask("score"))
+    assert (granted.rows, granted.tokens) == ([0], [6])
+    world.write("score", granted)
+    assert world.answers[waiting] == RowsAccepted()

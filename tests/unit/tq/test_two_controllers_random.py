@@ -4,11 +4,11 @@ from held_unit import NAMES
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from modelled_controller import CONTROLLER_OF, SERVED
 from queue_model import UNITS, check_counters, partition_of
-from two_controllers import ALL_ROWS, CONTROLLER_OF, SERVED, TwoControllers, groups
+from two_controllers import ALL_ROWS, TwoControllers, groups
 
-from tq.control.events import RecoveryDeadline, UnitLost
-from tq.messages import FetchRows
+from tq.control.events import UnitLost
 
 units = st.sampled_from(UNITS)
 controllers = st.sampled_from(tuple(SERVED))
@@ -59,9 +59,8 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
     # Consumers
 
     @rule(task=st.sampled_from(NAMES), num_rows=st.integers(1, 4), name=st.sampled_from(("a", "b")))
-    def fetch(self, task: str, num_rows: int, name: str) -> None:
-        owner = self.owner("trainer" if task == "train" else name)
-        self.apply(CONTROLLER_OF[task], FetchRows(task, owner, num_rows, 0, 1))
+    def ask_for_rows(self, task: str, num_rows: int, name: str) -> None:
+        self.fetch(task, num_rows, name)
 
     @rule(data=st.data(), told=told)
     def work(self, data: st.DataObject, told: str) -> None:
@@ -70,6 +69,13 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
             owner, lease = data.draw(st.sampled_from(leases))
             for row in data.draw(st.lists(st.sampled_from(lease.rows), unique=True, min_size=1)):
                 self.finish(owner, lease, row, told=told)
+
+    @rule(data=st.data())
+    def return_rows(self, data: st.DataObject) -> None:
+        leases = [lease for lease in self.leases.values() if lease.rows and lease.task != "train"]
+        if leases:
+            lease = data.draw(st.sampled_from(leases))
+            self.give_back(lease, data.draw(st.lists(st.sampled_from(lease.rows), unique=True, min_size=1)))
 
     @rule(name=st.sampled_from(("a", "b")))
     def lose_consumer(self, name: str) -> None:
@@ -112,7 +118,7 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
             self.connect(unit, name)
             for (owner, token), lease in list(self.leases.items()):
                 if CONTROLLER_OF[lease.task] == name:
-                    for row in [row for row in lease.rows if self.where[token, row][0] == unit]:
+                    for row in [row for row in lease.rows if self.where[token, row] == unit]:
                         self.finish(owner, lease, row, told=told)
 
     @precondition(all_connected)
@@ -156,19 +162,6 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
             if share > 1:
                 self.everybody_talks()
 
-    def everybody_talks(self) -> None:
-        for unit in UNITS:
-            for name in SERVED:
-                if not self.units[unit].links[name].connected:
-                    self.connect(unit, name)
-        while any(link.outbox for unit in self.units.values() for link in unit.links.values()):
-            for unit in UNITS:
-                for name in SERVED:
-                    self.flush(unit, name)
-        for name, controller in self.controllers.items():
-            while controller.fences:
-                self.carry_out(name, controller.fences[0])
-
     @invariant()
     def counters_equal_a_recount(self) -> None:
         for controller in self.controllers.values():
@@ -178,37 +171,7 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
         """Once everything is up and somebody does the work, all of it is done, and both controllers know."""
         if not hasattr(self, "controllers"):
             return
-        for _ in range(40):
-            self.drain()
-            if not self.open_work() and not any(it.state.stats().live_rows for it in self.controllers.values()):
-                break
-        assert not self.open_work(), f"rows were lost, or starve: {sorted(self.open_work())}"
-        left = {name: sorted(it.state.known_rows().items()) for name, it in self.controllers.items()}
-        assert [it.state.stats().live_rows for it in self.controllers.values()] == [0, 0], f"rows stay: {left}"
-        assert not any(unit.rows for unit in self.units.values())
-
-    def open_work(self) -> set[tuple[str, int]]:
-        return {(task, row) for task in NAMES for row in ALL_ROWS} - self.worked_on
-
-    def drain(self) -> None:
-        self.everybody_talks()
-        for name in SERVED:
-            self.apply(name, RecoveryDeadline())
-        while self.acks_to_tell:
-            self.tell_ack()
-        self.ask_lead()
-        for rows in groups(self.missing()):
-            self.put("u0", rows)
-        self.everybody_talks()
-        for name in ("a", "b"):
-            self.consumer_dies(name)
-        self.everybody_talks()
-        for task in NAMES:
-            self.fetch(task, 99, "a")
-            for (owner, _), lease in list(self.leases.items()):
-                for row in list(lease.rows):
-                    self.finish(owner, lease, row)
-            self.everybody_talks()
+        self.finish_everything(ALL_ROWS)
 
 
 TwoControllersMachine.TestCase.settings = settings(

@@ -1,8 +1,10 @@
 """Two controllers that serve different tasks, beside units, producers and consumers, for random tests to drive."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from held_unit import ALL_TASKS, OUTPUTS, Change, HeldUnit
+from held_unit import NAMES, OUTPUTS, Change, HeldUnit
+from modelled_controller import CONTROLLER_OF, SERVED, Controller
 from queue_model import PARTITIONS, ROWS, SIZE, UNITS, partition_of
 
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
@@ -15,12 +17,12 @@ from tq.control.events import (
     Fenced,
     Lost,
     OwnerGone,
+    RecoveryDeadline,
     RowsFinished,
     RowsLost,
     UnitGone,
 )
 from tq.control.recovery import Recovering
-from tq.control.state import ControlState
 from tq.messages import (
     AckLost,
     FetchRows,
@@ -29,42 +31,13 @@ from tq.messages import (
     Held,
     Join,
     OpenPartition,
-    RowRecords,
     RowsCreated,
     TellLost,
     UnitAccepted,
 )
 
-SERVED = {"lead": frozenset({"rollout", "train", "judge"}), "other": frozenset({"ref", "look"})}
-CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}
 OWNERS = ("a", "b", "trainer")
 ALL_ROWS = range(ROWS * len(PARTITIONS))
-
-
-class Controller:
-    """One incarnation after another of a control state, with what its shell makes durable."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.starts = 0
-        self.finished: dict[int, list[int]] = {}
-        self.lost: list[RowRecords] = []
-
-    def boot(self, recovering: Recovering | None) -> None:
-        """Start, with what the earlier incarnation left."""
-        self.starts += 1
-        self.fences: list[Fence | FenceAll] = []
-        self.parked: dict[int, FetchRows] = {}
-        first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
-        self.state = ControlState(ALL_TASKS, served=SERVED[self.name], first_token=first, recovering=recovering)
-
-    def save(self, *, unit_gone: bool) -> None:
-        """What the shell makes durable after an event, before anybody hears of it."""
-        if unit_gone or self.state.losses_changed:
-            for partition, rows in self.state.finished_rows().items():
-                self.finished[partition] = sorted({*self.finished.get(partition, ()), *rows})
-        if self.state.losses_changed:
-            self.lost = self.state.lost_rows()
 
 
 class TwoControllers:
@@ -76,7 +49,7 @@ class TwoControllers:
         self.requests = 0
         self.answers: dict[int, Any] = {}
         self.leases: dict[tuple[str, int], Held] = {}
-        self.where: dict[tuple[int, int], tuple[str, int]] = {}
+        self.where: dict[tuple[int, int], str] = {}
         self.held: dict[tuple[str, int], int] = {}
         self.acked: set[tuple[str, int]] = set()
         self.worked_on: set[tuple[str, int]] = set()
@@ -245,7 +218,7 @@ class TwoControllers:
             assert (fetch.task, row) not in self.acked, f"row {row} was acked by {fetch.task}, and is handed out again"
             assert (fetch.task, row) not in self.held, f"row {row} is in two hands of {fetch.task}"
             self.held[fetch.task, row] = lease.token
-            self.where[lease.token, row] = (unit, self.units[unit].life)
+            self.where[lease.token, row] = unit
         self.leases[fetch.owner, lease.token] = Held(fetch.task, lease.token, lease.partition, list(lease.rows))
 
     def values_exist(self, task: str, row: int) -> bool:
@@ -258,12 +231,14 @@ class TwoControllers:
         self.worked_on.add((task, row))
         self.held.pop((task, row), None)
 
+    def fetch(self, task: str, num_rows: int, name: str) -> None:
+        owner = self.owner("trainer" if task == "train" else name)
+        self.apply(CONTROLLER_OF[task], FetchRows(task, owner, num_rows, 0, 1))
+
     def finish(self, owner: str, lease: Held, row: int, *, told: str = "all") -> None:
         """A holder, dead or alive, is done with a row. `told`: who hears of an ack of a lost row, now or later."""
-        unit, life = self.where[lease.token, row]
+        unit = self.where[lease.token, row]  # or its next life: consumers know units by name
         try:
-            if self.units[unit].life != life:
-                raise Superseded("that unit is gone")
             self.units[unit].commit(lease.task, lease.token, row)
             self.worked_on.add((lease.task, row))
             self.hear(self.units[unit])
@@ -273,6 +248,19 @@ class TwoControllers:
             else:
                 self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, [row]))
                 lease.rows.remove(row)
+
+    def give_back(self, lease: Held, rows: list[int]) -> None:
+        """A holder returns rows that it put nothing for."""
+        told = {
+            row
+            for unit in self.units.values()
+            for change in unit.changes
+            if (change.task, change.token) == (lease.task, lease.token)
+            for row in change.rows
+        }
+        rows = [row for row in rows if row not in told]
+        self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, rows))
+        lease.rows = [row for row in lease.rows if row not in rows]
 
     def ack_lost(self, owner: str, lease: Held, row: int, told: str) -> None:
         ack = AckLost(lease.task, lease.token, [row])
@@ -329,6 +317,53 @@ class TwoControllers:
     def missing(self) -> list[int]:
         """Return rows that somebody wants to put and that are at no unit."""
         return sorted(row for row in self.to_put if not self.at_a_unit(row))
+
+    # Quiet
+
+    def everybody_talks(self) -> None:
+        for unit in UNITS:
+            for name in SERVED:
+                if not self.units[unit].links[name].connected:
+                    self.connect(unit, name)
+        while any(link.outbox for unit in self.units.values() for link in unit.links.values()):
+            for unit in UNITS:
+                for name in SERVED:
+                    self.flush(unit, name)
+        for name, controller in self.controllers.items():
+            while controller.fences:
+                self.carry_out(name, controller.fences[0])
+
+    def finish_everything(self, rows: Iterable[int]) -> None:
+        """Once everything is up and somebody does the work, all of it is done, and both controllers know."""
+        work = {(task, row) for task in NAMES for row in rows}
+        for _ in range(40):
+            self.drain()
+            if work <= self.worked_on and not any(it.state.stats().live_rows for it in self.controllers.values()):
+                break
+        assert work <= self.worked_on, f"rows were lost, or starve: {sorted(work - self.worked_on)}"
+        left = {name: sorted(it.state.known_rows().items()) for name, it in self.controllers.items()}
+        assert [it.state.stats().live_rows for it in self.controllers.values()] == [0, 0], f"rows stay: {left}"
+        assert not any(unit.rows for unit in self.units.values())
+
+    def drain(self) -> None:
+        self.everybody_talks()
+        for name in SERVED:
+            self.apply(name, RecoveryDeadline())
+        while self.acks_to_tell:
+            self.apply(*self.acks_to_tell.pop(0))
+        self.ask_lead()
+        for rows in groups(self.missing()):
+            self.put("u0", rows)
+        self.everybody_talks()
+        for name in ("a", "b"):
+            self.consumer_dies(name)
+        self.everybody_talks()
+        for task in NAMES:
+            self.fetch(task, 99, "a")
+            for (owner, _), lease in list(self.leases.items()):
+                for row in list(lease.rows):
+                    self.finish(owner, lease, row)
+            self.everybody_talks()
 
 
 def groups(rows: list[int]) -> list[list[int]]:

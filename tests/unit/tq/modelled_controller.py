@@ -1,0 +1,37 @@
+"""A controller of two, with what its shell keeps for its next incarnation, for random tests to drive."""
+
+from held_unit import ALL_TASKS
+
+from tq.control.events import Fence, FenceAll
+from tq.control.recovery import Recovering
+from tq.control.state import ControlState
+from tq.messages import FetchRows, RowRecords
+
+SERVED = {"lead": frozenset({"rollout", "train", "judge"}), "other": frozenset({"ref", "look"})}
+CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}
+
+
+class Controller:
+    """One incarnation after another of a control state, with what its shell makes durable."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.starts = 0
+        self.finished: dict[int, list[int]] = {}
+        self.lost: list[RowRecords] = []
+
+    def boot(self, recovering: Recovering | None) -> None:
+        """Start, with what the earlier incarnation left."""
+        self.starts += 1
+        self.fences: list[Fence | FenceAll] = []
+        self.parked: dict[int, FetchRows] = {}
+        first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
+        self.state = ControlState(ALL_TASKS, served=SERVED[self.name], first_token=first, recovering=recovering)
+
+    def save(self, *, unit_gone: bool) -> None:
+        """What the shell makes durable after an event, before anybody hears of it."""
+        if unit_gone or self.state.losses_changed:
+            for partition, rows in self.state.finished_rows().items():
+                self.finished[partition] = sorted({*self.finished.get(partition, ()), *rows})
+        if self.state.losses_changed:
+            self.lost = self.state.lost_rows()
