@@ -32,7 +32,7 @@ class Loader:
     def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
         self._batches = batches[:-1] if stops else batches
         self.stopped = False
-        self.round_rows = 0
+        self.round_rows, self.round_partition = 0, STEP
         self._stops = stops
 
     def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
