@@ -91,7 +91,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
             which prompt a group has, the model is another one, or ledger, metrics or evaluations cannot be read, or the
-            ledger does not name the groups that were trained where that is needed.
+            ledger does not name the groups that were trained.
     """
     from workers.model_files import model_fingerprint
 
@@ -112,8 +112,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
     for name in _CUT_FILES:
         _kept_lines(checkpoint.run_dir / name, checkpoint.step)
-    if config.schedule.lateness:
-        trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
+    trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
 
 
 def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:

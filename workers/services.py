@@ -84,11 +84,10 @@ def run_controller(context: WorkerContext) -> None:
 
 
 def _trained(context: WorkerContext) -> frozenset[int]:
-    """Return the groups that are in the weights that this run starts from, where a step's groups are not given."""
-    schedule = context.config.schedule
-    if not schedule.lateness or not context.start_step:
+    """Return the groups that are in the weights that this run starts from."""
+    if not context.start_step:
         return frozenset()
-    return trained_groups(context.run_dir, schedule, completed=context.start_step)
+    return trained_groups(context.run_dir, context.config.schedule, completed=context.start_step)
 
 
 def run_weights(context: WorkerContext) -> None:

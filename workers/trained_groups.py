@@ -1,6 +1,7 @@
 """Which groups a checkpoint's weights were trained on, read from the surviving lines of `ledger.jsonl`. Torch-free.
 
-Only runs with `schedule.fill: first_ready` ask: elsewhere they are the groups of all steps up to the checkpoint's.
+Mostly those that the steps up to the checkpoint's were admitted with; not where some were in quarantine, or with
+`schedule.fill: first_ready`.
 """
 
 import json
@@ -25,6 +26,8 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
         ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
     """
     ledger = run_dir / LEDGER_FILE
+    if not schedule.lateness and not ledger.exists():  # a checkpoint that was copied without its run
+        return frozenset(range(completed * schedule.rollout_batch_size))
     groups = {group for step, group in _lines(ledger) if step <= completed}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:

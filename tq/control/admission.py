@@ -11,10 +11,14 @@ steps and refills alone say where every group belongs:
 
     batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
 
-With `fill: first_ready` the step that a group belongs to is not always the one that trains it. So when a run is resumed
-the groups that were trained are no prefix: they are named, and only the others are admitted.
+When a run is resumed, the groups that were trained may be no prefix: some were in quarantine, and with `fill:
+first_ready` the step that a group belongs to is not always the one that trains it. So they are named, and the others
+fill the steps that follow, in order:
+
+    batch 2, trained 0 4:  step 2: 1 2   step 3: 3 5   step 4: 6 7
 """
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 
@@ -69,14 +73,18 @@ class AdmissionState:
         schedule: batch, group size and staleness bound.
         version: step of the weights at the start; training goes on with step `version + 1`.
         last_step: steps beyond are never admitted.
-        trained: groups that are in those weights; none: all of the steps up to `version`.
+        trained: groups that are in the weights with which the run, or its resumption, began: as many as their steps
+            have; none: they are a prefix.
         """
         self._schedule = schedule
         self._last_step = last_step
         self._version = version
-        self._trained = frozenset(trained)
-        self._next_step = _first_untrained(self._trained) // schedule.rollout_batch_size + 1 if trained else version + 1
+        self._next_step = version + 1
         self._refills: list[Refill] = []
+        self._trained = frozenset(trained)
+        self._num_trained = len(self._trained)
+        self._first = next(group for group in range(self._num_trained + 1) if group not in self._trained)
+        self._beyond = sorted(group for group in self._trained if group > self._first)
 
     @staticmethod
     def from_mark(
@@ -91,7 +99,7 @@ class AdmissionState:
     @property
     def admitted_groups(self) -> int:
         """High-water mark: ids below this were admitted."""
-        return (self._next_step - 1) * self._schedule.rollout_batch_size + len(self._refills)
+        return self._in_order((self._next_step - 1) * self._schedule.rollout_batch_size)
 
     @property
     def group_size(self) -> int:
@@ -116,15 +124,16 @@ class AdmissionState:
 
     def untrained(self) -> range:
         """Return the admitted steps of which some groups may be in no weights yet."""
-        return range(max(1, self._version + 1 - self._schedule.lateness), self._next_step)
+        first = self._num_trained // self._schedule.rollout_batch_size + 1
+        return range(max(first, self._version + 1 - self._schedule.lateness), self._next_step)
 
     def published(self, version: int) -> None:
         """Weights of `version` exist."""
         self._version = max(self._version, version)
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
-        """Return the groups of a step, in data order, without those in quarantine or trained before the start."""
-        batch, absent = self._schedule.rollout_batch_size, self.quarantined | self._trained
+        """Return the groups of a step, in data order, without those in quarantine."""
+        batch, absent = self._schedule.rollout_batch_size, self.quarantined
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
         groups += [refill.group for refill in self._refills if refill.step == step]
         return [self._group(group, step) for group in groups if group not in absent]
@@ -133,16 +142,16 @@ class AdmissionState:
         """Replace a group of a step by the next one; None: it was replaced before, or is not of this step."""
         if group in self.quarantined or not self._admitted(group) or self.step_of(group) != step:
             return None
-        new = self.admitted_groups
-        self._refills.append(Refill(new, step, group))
-        return self._group(new, step) if new not in self._trained else self.refill(step, new)
+        self._refills.append(Refill(self.admitted_groups, step, group))
+        return self._group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:
         """Return the step of an admitted group."""
         earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
         if earlier < len(self._refills) and self._refills[earlier].group == group:
             return self._refills[earlier].step
-        return (group - earlier) // self._schedule.rollout_batch_size + 1
+        place = self._num_trained + group - self._first - earlier - bisect_left(self._beyond, group)
+        return place // self._schedule.rollout_batch_size + 1
 
     def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
         """Return the groups that rows belong to, each with these rows only, without those in quarantine."""
@@ -173,13 +182,13 @@ class AdmissionState:
         return missing
 
     def _admitted(self, group: int) -> bool:
-        return 0 <= group < self.admitted_groups
+        return 0 <= group < self.admitted_groups and group not in self._trained
 
     def _in_order(self, place: int) -> int:
-        """Return the id of the place-th group that is not a refill."""
-        group = place
-        for refill in self._refills:
-            if refill.group > group:
+        """Return the id of the place-th group of all steps, refills aside."""
+        group = self._first + place - self._num_trained
+        for taken in heapq.merge(self._beyond, (refill.group for refill in self._refills)):
+            if taken > group:
                 break
             group += 1
         return group
@@ -187,7 +196,3 @@ class AdmissionState:
     def _group(self, group: int, step: int) -> AdmittedGroup:
         size = self.group_size
         return AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))
-
-
-def _first_untrained(trained: Collection[int]) -> int:
-    return next(group for group in range(len(trained) + 1) if group not in trained)

@@ -1,10 +1,11 @@
 """Admission: contiguous ids, each once, and the staleness bound for every admitted group."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tq.config import Fill, ScheduleConfig, ScheduleMode
-from tq.control.admission import AdmissionState
+from tq.control.admission import AdmissionState, AdmittedGroup
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:
@@ -136,10 +137,16 @@ def test_first_ready_admits_a_step_less_ahead_because_groups_may_be_trained_a_st
     assert state.admissible() == [3]
 
 
-def test_resumed_run_admits_the_groups_that_were_not_trained_under_their_ids_and_steps() -> None:
-    state = AdmissionState(FIRST_READY, version=2, last_step=4, trained={0, 1, 3, 4})
+IN_ORDER = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_staleness=1)
+
+
+@pytest.mark.parametrize("schedule", [IN_ORDER, FIRST_READY], ids=["in_order", "first_ready"])
+def test_groups_that_were_not_trained_fill_the_steps_after_a_resume(schedule: ScheduleConfig) -> None:
+    state = AdmissionState(schedule, version=1, last_step=3, trained={0, 4})
     admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admissible()}
-    assert admitted == {2: [2], 3: [5], 4: [6, 7]}
+    assert admitted == {2: [1, 2], 3: [3, 5]}
+    assert [state.step_of(group) for group in (1, 2, 3, 5)] == [2, 2, 3, 3]
+    assert state.admitted_groups == 6
 
 
 def test_resumed_run_whose_groups_were_trained_in_order_goes_on_behind_them() -> None:
@@ -148,11 +155,14 @@ def test_resumed_run_whose_groups_were_trained_in_order_goes_on_behind_them() ->
 
 
 def test_refill_never_takes_the_id_of_a_group_that_was_trained() -> None:
-    state = AdmissionState(FIRST_READY, version=1, last_step=3, trained={0, 6})
-    assert state.admissible() == [1, 2, 3]
+    state = AdmissionState(FIRST_READY, version=1, last_step=4, trained={0, 5})
+    assert state.admissible() == [2, 3]
     refill = state.refill(2, 2)
-    assert refill is not None and (refill.group, refill.step) == (7, 2)
-    assert [group.group for group in state.groups_of(2)] == [3, 7]
+    assert refill is not None and (refill.group, refill.step) == (6, 2)
+    assert [group.group for group in state.groups_of(2)] == [1, 6]
+    state.published(2)
+    assert [group.group for step in state.admissible() for group in state.groups_of(step)] == [7, 8]
+    assert [state.step_of(group) for group in (1, 6, 3, 4, 7, 8)] == [2, 2, 3, 3, 4, 4]
 
 
 def test_restarted_admission_looks_at_steps_whose_groups_may_be_late() -> None:
@@ -172,7 +182,8 @@ def test_restarted_admission_of_a_resumed_run_leaves_trained_groups_alone() -> N
     mark = AdmissionState(FIRST_READY, version=2, last_step=3, trained=trained)
     mark.admissible()
     again = AdmissionState.from_mark(mark.mark(), FIRST_READY, last_step=3, trained=trained)
-    assert [(group.group, group.step) for group in again.missing({})] == [(2, 2), (5, 3)]
+    assert [(group.group, group.step) for group in again.missing({})] == [(2, 3), (5, 3)]
+    assert again.groups_of_rows([0, 2, 3]) == [AdmittedGroup(2, 3, (2,))], "trained groups have no rows here"
 
 
 @given(batch=st.integers(1, 3), completed=st.integers(0, 3), last=st.integers(4, 7), data=st.data())

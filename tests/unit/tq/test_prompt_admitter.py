@@ -76,9 +76,9 @@ def test_first_start_opens_and_puts_what_the_gate_allows() -> None:
     assert client.put == {1: [0, 1, 2, 3], 2: [4, 5, 6, 7]}
 
 
-def test_resumed_run_opens_partitions_with_what_is_left_of_them() -> None:
+def test_resumed_run_puts_the_groups_that_were_not_trained() -> None:
     schedule = SCHEDULE.model_copy(update={"max_staleness": 2, "fill": Fill.FIRST_READY})
     state = AdmissionState(schedule, version=1, last_step=3, trained={0, 2})
     client = run_state(state, None, last_step=3)
-    assert client.opened == {1: 2, 2: 2, 3: 4}
-    assert client.put == {1: [2, 3], 2: [6, 7], 3: [8, 9, 10, 11]}
+    assert client.opened == {2: 4, 3: 4}
+    assert client.put == {2: [2, 3, 6, 7], 3: [8, 9, 10, 11]}
