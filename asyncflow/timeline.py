@@ -85,7 +85,7 @@ class Timeline:
 
     def _begin(self, name: str) -> float:
         start = self._clock.now()
-        if name.startswith("wait"):
+        if name.startswith("wait "):
             self._waiting_since = start
         return start
 
@@ -93,7 +93,7 @@ class Timeline:
         end = self._clock.now()
         line = msgspec.json.encode({"name": name, "start": start, "end": end, **attributes})
         with self._lock:
-            if name.startswith("wait"):
+            if name.startswith("wait "):
                 self._waiting_s += end - start
                 self._waiting_since = None
             self._num_spans += 1

@@ -116,7 +116,7 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
             f"deterministic: true cannot be with schedule.mode {schedule.mode}, where the weights of a token depend on "
             f"timing; set schedule.mode to periodic or sync"
         )
-    if schedule.gate_staleness < 0:
+    if schedule.lateness and schedule.gate_staleness < 1:
         where = origins.of(("schedule", "fill"))
         raise ConfigError(
             f"schedule.fill: {schedule.fill} cannot be with mode {schedule.mode} and max_staleness "

@@ -120,11 +120,11 @@ def _check_evaluate(config: RunConfig) -> None:
             "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts "
             "(--set evaluate.path=FILE), or leave the role out"
         )
-    num_due = -(-config.steps // config.evaluate.interval) + 1
-    if num_ranks > num_due:
+    most = -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
+    if num_ranks > most:
         raise ConfigError(
-            f"roles: evaluate:{num_ranks} are more than the {num_due} versions that are evaluated up to step "
-            f"{config.steps}; launch {num_due} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
+            f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
+            f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
         )
 
 
@@ -211,7 +211,7 @@ def _check_sim(config: RunConfig) -> None:
             numbers = [float(word) for word in path.read_text().split()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
-        if not numbers or min(numbers) <= 0:
+        if not numbers or not all(0 < number < math.inf for number in numbers):
             raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
 
 

@@ -19,7 +19,6 @@ def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
         text: of the option.
         users: roles of users' tasks.
 
-
     Raises:
         ConfigError: not `role:ranks` pairs, a role given twice, or what `check_roles` refuses.
     """

@@ -124,7 +124,7 @@ class RunTimeline:
         start, end = self.window
         by_role: dict[str, list[dict[str, float]]] = {}
         for process, own in self.spans.items():
-            if any(span.name not in BESIDE for span in own):
+            if any(span.name not in BESIDE and span.end > start and span.start < end for span in own):
                 by_role.setdefault(process.partition("-")[0], []).append(account(own, start, end))
         return {
             role: {category: sum(each[category] for each in parts) / len(parts) for category in CATEGORIES}

@@ -127,18 +127,22 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
         _fold(task, fused[role], {name for other in at if other != role for part in at[other] for name in part.inputs})
         for role, task in main.items()
     )
-    _refuse_unreachable_columns(placed)
+    _refuse_unreachable_columns(placed, tasks)
     _refuse_circles(placed)
     return placed
 
 
-def _refuse_unreachable_columns(placed: Collection[PlacedTask]) -> None:
+def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
     """A column that a role computes for itself never reaches the queue, so nobody else may read it."""
     reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
     for task in placed:
         for name in task.inputs:
             if name not in reachable:
-                raise ConfigError(f"roles: {task.role!r} reads column {name}, which no other launched role writes")
+                writer = next((other.role for other in tasks if name in other.outputs), "the role that writes it")
+                raise ConfigError(
+                    f"roles: {task.role!r} reads column {name}, which no other launched role writes; launch {writer}, "
+                    f"too, or leave {task.role} out"
+                )
 
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:

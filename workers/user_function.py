@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -65,6 +66,32 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == attribute and not _takes(node.args, len(arguments)):
             raise ConfigError(f"{field}: {source}:{node.lineno}: {attribute} must take {', '.join(arguments)}")
+
+
+def call_with_deadline(function: Callable[..., Any], *arguments: object, timeout_s: float) -> object:
+    """Call a user's function in a thread of its own, which is left behind when it passes the deadline.
+
+    Raises:
+        TimeoutError: it did.
+        BaseException: what the function raised.
+    """
+    outcome: list[tuple[object, BaseException | None]] = []
+
+    def call() -> None:
+        try:
+            outcome.append((function(*arguments), None))
+        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=call, name="user's function", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise TimeoutError(f"not within {timeout_s:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def excerpt(text: str) -> str:

@@ -7,7 +7,7 @@
         loader.ack()                           # after the optimizer update; `ack_soon` does it beside the next step
 
     for rounds in loader.passes(4, seed=7):    # the same rows several times (PPO), in place of the inner loop
-        for batch, indices in rounds: ...
+        for batch, indices in rounds: ...      # (the actor keeps rounds itself: with the columns it computed)
 
 It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it too.
 
@@ -19,7 +19,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -130,7 +130,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._tokens: dict[int, int] = {}
         self._held: list[Granted] = []
         self._to_ack: deque[Granted] = deque()
-        self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{task}")  # its thread starts with the first ack
+        self._acks: ThreadPoolExecutor | None = None
         self._settling: Future[None] | None = None
         self._closing = threading.Event()
         self._asking = False
@@ -224,10 +224,15 @@ class StreamingDataLoader(IterableDataset[Rows]):
             before.result()
         self._to_ack.extend(self._held)
         self._held.clear()
+        if self._acks is None:
+            self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{self._request.task}")
         self._settling = self._acks.submit(self._settle_all)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the partition to begin with. Rows of it that are acked already do not come again."""
+        """Return the position: the partition to begin with. Rows of it that are acked already do not come again.
+
+        What `ack_soon` has not done yet counts as not acked: call `ack` before a checkpoint.
+        """
         finished = self._read_to_end and not self._held and not self._to_ack
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
@@ -247,7 +252,11 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
         self._closing.set()
         self.stopped = True
-        self._acks.shutdown(wait=False)
+        acks, self._acks = self._acks, None
+        if acks is not None:
+            acks.shutdown(wait=False)  # what it was given is still acked
+            if self._settling is not None:
+                wait([self._settling], timeout=_JOIN_S)
         ahead, replica = self._ahead, self._replica
         if ahead is None:
             return

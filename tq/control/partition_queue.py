@@ -133,6 +133,9 @@ class PartitionQueue:
             unknown = any(shown.get(parcel.rows[0]) != parcel for parcel in chosen)
             if (shown and not names) or len(names) != len(chosen) or unknown:
                 raise PeerRefused(f"{policy!r} chose parcels that it was not shown, or the same one twice, or none")
+            num_rows = sum(len(parcel.rows) for parcel in chosen)
+            if len(chosen) > 1 and num_rows > want.num_rows:
+                raise PeerRefused(f"{policy!r} chose {num_rows} rows where {want.num_rows} were wanted")
             taken = names
         finally:
             self._queue.put_back([name for name in shown if name not in taken])

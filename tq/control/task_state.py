@@ -16,7 +16,7 @@ from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Round, Rounds, Share
 from tq.control.step_rounds import StepRounds
 from tq.messages import Held
-from tq.policies import Fifo, Parcel, Want
+from tq.policies import Fifo, Parcel, Policy, Want
 from tq.task_spec import TaskSpec as TaskSpec
 
 
@@ -181,6 +181,13 @@ class TaskState:
         part, size = self.partitions.get(number), self._size(number)
         return part is not None and size is not None and part.num_done + part.num_held >= size
 
+    def num_undealt(self, number: int) -> int:
+        """Return how many rows of a partition nobody has or had in hand."""
+        part, size = self.partitions.get(number), self._size(number) or 0
+        if part is None:
+            return 0
+        return max(part.queue.num_rows, size - part.num_done - part.num_held)
+
     # Leases
 
     def take(self, want: Want, *, newest_allowed: int | None) -> tuple[int, tuple[int, ...]] | None:
@@ -205,7 +212,7 @@ class TaskState:
                 return None
             if self.spec.in_order and not self._front_ready(number, part, want.num_rows):
                 return None
-            parcels = part.queue.pick(self.spec.policy, want)
+            parcels = part.queue.pick(self._picking, want)
             return number, tuple(row for parcel in parcels for row in parcel.rows)
         return None
 
@@ -275,7 +282,7 @@ class TaskState:
     def form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
         """Add a round of what a partition has ready, which is enough."""
         part = self.partition(partition)
-        shares = self.spec.policy.deal(part.queue.pick(self.spec.policy, want), rounds.loads(want.num_ranks))
+        shares = self.spec.policy.deal(part.queue.pick(self._picking, want), rounds.loads(want.num_ranks))
         formed = rounds.form(shares, token, partition=partition)
         for share in formed.shares:
             if share is not None and share.rows:
@@ -313,6 +320,11 @@ class TaskState:
 
     # Private
 
+    @property
+    def _picking(self) -> Policy:
+        """What chooses rows: the task's policy; in order there is nothing to choose."""
+        return Fifo() if self.spec.in_order else self.spec.policy
+
     def _wanted(self, number: int, row: LiveRow) -> bool:
         leases = self.leases
         return (
@@ -336,13 +348,6 @@ class TaskState:
         part.num_done += 1
         self._list(row.partition, part)
         self.changed.add(row.partition)
-
-    def num_undealt(self, number: int) -> int:
-        """Return how many rows of a partition nobody has or had in hand."""
-        part, size = self.partitions.get(number), self._size(number) or 0
-        if part is None:
-            return 0
-        return max(part.queue.num_rows, size - part.num_done - part.num_held)
 
     def _size(self, number: int) -> int | None:
         info = self._rows.partitions.get(number)

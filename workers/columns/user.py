@@ -1,6 +1,5 @@
 """A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -12,7 +11,9 @@ from workers.columns.row import ARGUMENTS, TaskRow
 from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
 from workers.tokenizer import TextDecoder
-from workers.user_function import excerpt, load_function
+from workers.user_function import call_with_deadline, excerpt, load_function
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class UserTask(ColumnTask):
@@ -62,17 +63,22 @@ class UserTask(ColumnTask):
     def _value(self, row: TaskRow) -> float:
         what = f"task {self._config.name}: {self._config.function}"
         try:
-            value = self._function(row)
-        except (Exception, SystemExit) as error:  # the boundary to a user's code
+            value = call_with_deadline(self._function, row, timeout_s=self._config.timeout_s)
+        except TimeoutError as error:
+            raise AsyncFlowError(
+                f"{what} took longer than its timeout_s = {self._config.timeout_s:g} s on response "
+                f"{excerpt(row.response)}; make it faster or raise the limit"
+            ) from error
+        except BaseException as error:  # the boundary to a user's code
             raise AsyncFlowError(
                 f"{what} raised {type(error).__name__}: {error} on response {excerpt(row.response)}"
             ) from error
         try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
             raise AsyncFlowError(f"{what} returned {value!r} instead of a number") from error
-        if not math.isfinite(number) or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
-            wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that is finite"
+        if not abs(number) <= _LARGEST or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
+            wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that float32 holds"
             raise AsyncFlowError(
                 f"{what} returned {number:g} on response {excerpt(row.response)}; "
                 f"{self._config.output} must be a number {wanted}"

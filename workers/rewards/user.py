@@ -1,11 +1,10 @@
 """A user's reward: any Python callable, named `module:function`. Torch-free until the user's own module is imported."""
 
 import math
-import threading
 
 from asyncflow.errors import AsyncFlowError
 from workers.rewards.base import RewardFunction, Score
-from workers.user_function import check_function, excerpt, load_function
+from workers.user_function import call_with_deadline, check_function, excerpt, load_function
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")
@@ -28,29 +27,20 @@ class UserReward:
         Raises:
             AsyncFlowError: the function raised, hung, or returned something else than a finite number or a Score.
         """
-        outcome: list[object] = []
-
-        def call() -> None:
-            try:
-                outcome.append(self._function(prompt, response, answer))
-            except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
-                outcome.append(error)
-
-        thread = threading.Thread(target=call, name=f"reward {self._name}", daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if not outcome:
+        try:
+            value = call_with_deadline(self._function, prompt, response, answer, timeout_s=self._timeout_s)
+        except TimeoutError as error:
             raise AsyncFlowError(
                 f"reward.function: {self._name} took longer than reward.timeout_s = {self._timeout_s:g} s "
                 f"on response {excerpt(response)}; make it faster or raise the limit"
-            )
-        return self._as_score(outcome[0], response)
+            ) from error
+        except BaseException as error:  # the boundary to a user's code
+            raise AsyncFlowError(
+                f"reward.function: {self._name} raised {type(error).__name__}: {error} on response {excerpt(response)}"
+            ) from error
+        return self._as_score(value, response)
 
     def _as_score(self, value: object, response: str) -> Score:
-        if isinstance(value, BaseException):
-            raise AsyncFlowError(
-                f"reward.function: {self._name} raised {type(value).__name__}: {value} on response {excerpt(response)}"
-            ) from value
         if isinstance(value, Score):
             score = value
         else:

@@ -29,6 +29,13 @@ def large(row):
     return 1.5
 def nothing(row):
     return float("nan")
+def huge(row):
+    return 1e39
+def endless(row):
+    return 10**400
+def hangs(row):
+    import threading
+    threading.Event().wait()
 def two(row, weight):
     return 1
 """
@@ -87,6 +94,7 @@ def test_what_is_no_input_is_empty(module: str) -> None:
         ("fails", "raised ValueError: no idea on response 'c'"),
         ("leaves", "raised SystemExit"),
         ("text", "returned 'much' instead of a number"),
+        ("endless", "returned 1000"),
         ("large", "returned 1.5 on response 'c'; loss_masks must be a number between 0 and 1"),
     ],
 )
@@ -97,8 +105,18 @@ def test_errors_name_task_and_function(module: str, function: str, message: str)
 
 def test_only_masks_are_bounded(module: str) -> None:
     assert make(module, "large", output="toxicity").compute(make_batch(), 1)["toxicity"].values.tolist() == [1.5, 1.5]
-    with pytest.raises(AsyncFlowError, match="toxicity must be a number that is finite"):
+    with pytest.raises(AsyncFlowError, match="toxicity must be a number that float32 holds"):
         make(module, "nothing", output="toxicity").compute(make_batch(), 1)
+
+
+def test_column_holds_what_the_function_returned(module: str) -> None:
+    with pytest.raises(AsyncFlowError, match=r"returned 1e\+39 .* toxicity must be a number that float32 holds"):
+        make(module, "huge", output="toxicity").compute(make_batch(), 1)
+
+
+def test_function_that_hangs_is_an_error_after_its_deadline(module: str) -> None:
+    with pytest.raises(AsyncFlowError, match=r"task safety: .*:hangs took longer than its timeout_s = 0.05 s on respo"):
+        make(module, "hangs", timeout_s=0.05).compute(make_batch(), 1)
 
 
 def test_function_must_take_a_row(module: str) -> None:

@@ -93,7 +93,10 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ([*EVALUATE, "--set", "evaluate.engine=sim"], "cannot be with a role whose engine is sim"),
         ([*EVALUATE, "--set", "evaluate.max_response_tokens=64"], "evaluate.max_response_tokens: 64 leave no room"),
         (["--set", "evaluate.n_samples_per_prompt=4"], "4 greedy answers to one prompt are all the same; set n_sam"),
-        (["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]], "evaluate:3 are more than the 2 versions"),
+        (
+            ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
+            "evaluate:3 are more than have something to evaluate",
+        ),
         (["--set", "rollout.temperature=0"], "rollout.temperature: 0 cannot be used"),
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
         (["--set", "steps=soon"], "steps: 'soon' cannot be used"),
@@ -286,7 +289,7 @@ def test_resume_with_another_model_is_refused(write_config: WriteConfig, tmp_pat
 def test_resume_that_would_train_prompts_twice_is_refused(
     write_config: WriteConfig, tmp_path: Path, change: str
 ) -> None:
-    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    stopped = make_run(tmp_path / "stopped", write_config(schedule={"max_staleness": 2}), 1)
     Path("other.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     message = refuse(tmp_path, "--resume", stopped, "--set", change)
     assert message.startswith(f"{change.partition('=')[0]}: ")

@@ -93,6 +93,18 @@ def test_of_a_resumed_run_the_last_start_counts(tmp_path: Path) -> None:
     assert list(timeline.step_ends) == [1, 2, 3]
 
 
+def test_processes_of_earlier_starts_are_in_no_account(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    published = [(1, 10.0), (2, 12.0), (2, 5000.0), (3, 5004.0)]
+    lines = [json.dumps({"name": "publish weights", "start": end, "end": end, "step": step}) for step, end in published]
+    (tmp_path / "timeline" / "actor-0.jsonl").write_text("\n".join(lines))
+    for name, start, end in (("rollout-0-0", 5000.0, 5002.0), ("rollout-1-0", 10.0, 12.0)):
+        (tmp_path / "timeline" / f"{name}.jsonl").write_text(
+            json.dumps({"name": "generate", "start": start, "end": end})
+        )
+    assert RunTimeline.read(tmp_path).account()["rollout"]["busy"] == 0.5
+
+
 def test_trace_has_every_span_and_the_threads_beside(run_dir: Path) -> None:
     events = json.loads(chrome_trace(RunTimeline.read(run_dir)))["traceEvents"]
     shown = [event for event in events if event["ph"] == "X"]

@@ -1,5 +1,6 @@
 """Several readers of one lease, token budgets, policies, other controllers' tasks, and why a fetch got nothing."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,22 @@ def test_broken_policy_fails_its_own_fetch_and_loses_nothing(make_world: World) 
     world.create(range(2))
     assert isinstance(world.error(request), PeerRefused)
     assert world.task("ref").ready == 2
+
+
+@dataclass(frozen=True)
+class Greedy(Fifo):
+    """Counts parcels where rows are meant."""
+
+    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
+        """Take as many parcels as rows are wanted."""
+        return list(itertools.islice(ready, want.num_rows))
+
+
+def test_policy_that_takes_more_rows_than_were_wanted_is_refused(make_world: World) -> None:
+    world = make_world(TaskSpec("train", frozenset({"x"}), whole_groups=True, policy=Greedy()))
+    world.create(range(4), size=2)
+    assert "chose 4 rows where 2 were wanted" in str(world.error(world.ask("train", 2)))
+    assert world.granted(world.ask("train", 1)).rows == [0, 1], "a group is never split"
 
 
 def test_controller_serves_its_own_tasks_and_waits_for_all(make_world: World) -> None:

@@ -289,6 +289,15 @@ def test_ack_that_failed_is_told_and_tried_again(load: Load) -> None:
     assert client.acked == [[0], [1]]
 
 
+def test_what_is_in_the_weights_is_acked_after_the_loader_was_closed_too(load: Load) -> None:
+    client = CannedClient(lease(0), DONE)
+    loader = load(client, last_partition=1)
+    list(loader)
+    loader.close()
+    loader.ack()
+    assert client.acked == [[0]]
+
+
 def test_stopped_partition_is_where_to_go_on(load: Load) -> None:
     loader = load(CannedClient(lease(0), DONE, STOP))
     list(loader)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq import TaskSpec
+from tq.policies import TokenBalanced
 
 World = Callable[..., Any]
 ORDERED = TaskSpec("score", frozenset({"x"}), in_order=True)
@@ -60,3 +61,16 @@ def test_rounds_are_the_same_whatever_the_order_of_arrival(make_world: World, or
         world.write("generate", leases[number], columns=["y"])
     asked += [world.ask_round("train", 1, rank, num_rows=2) for rank in range(2)]
     assert [world.granted(request).rows for request in asked] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@given(order=st.permutations(range(8)))
+def test_a_policy_that_looks_further_chooses_nothing_in_order(make_world: World, order: list[int]) -> None:
+    policy = TokenBalanced(window=2)
+    world = make_world(TaskSpec("train", frozenset({"x"}), in_order=True, keeps_leases=True, policy=policy))
+    world.open(8)
+    for row in order:
+        world.put([row], tokens=1 + row * 7 % 5)
+    rounds = [
+        [world.granted(world.ask_round("train", k, rank, num_rows=2)).rows for rank in range(2)] for k in range(2)
+    ]
+    assert [sorted(row for share in shares for row in share) for shares in rounds] == [[0, 1, 2, 3], [4, 5, 6, 7]]
