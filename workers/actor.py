@@ -18,7 +18,7 @@ from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
-from workers.gather import gather_json
+from workers.gather import gather
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
@@ -123,7 +123,7 @@ class Actor:
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.save_wanted = self._keeps_rows and self._client.checkpoint_wanted()
-        record.join(gather_json(record.share(), device=self._context.device))
+        record.join(gather(record.share(), device=self._context.device))
         if self._recorder is not None:
             self._recorder.write(record)
 

@@ -1,27 +1,37 @@
-"""Collects small values from all ranks of a gang. No pickle: bytes of JSON over the group's own backend."""
+"""Collects small values from all ranks of a gang. No pickle: msgpack over the group's own backend."""
 
-import json
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.decoding import msgpack_decoder
+
+_DECODER = msgpack_decoder(Any)
+_HEADER_BYTES = 8
+_FIRST_BYTES = 2048
+"""What goes with the first exchange: longer values need a second one."""
 
 
-def gather_json(value: Any, *, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank. Collective over the default group."""
-    world = dist.get_world_size()
-    if world == 1:
+def gather(value: Any, *, device: torch.device) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank. Collective over the default group.
+
+    Args:
+        value: of what JSON has, infinite numbers and NaN too.
+        device: of the group's backend.
+    """
+    if dist.get_world_size() == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(world)]
-    dist.all_gather(sizes, size)
-    longest = max(int(one) for one in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return [json.loads(part[: int(one)].cpu().numpy().tobytes()) for part, one in zip(parts, sizes, strict=True)]
+    data = msgspec.msgpack.encode(value)
+    first = data[: _FIRST_BYTES - _HEADER_BYTES]
+    parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, device)
+    sizes = [int.from_bytes(part[:_HEADER_BYTES], "little") for part in parts]
+    parts = [part[_HEADER_BYTES:] for part in parts]
+    if max(sizes) > len(parts[0]):
+        parts = _exchange(data, max(sizes), device)
+    return [_DECODER.decode(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def sum_over_ranks(value: int, *, device: torch.device) -> int:
@@ -31,3 +41,11 @@ def sum_over_ranks(value: int, *, device: torch.device) -> int:
     total = torch.tensor([value], dtype=torch.int32, device=device)
     dist.all_reduce(total)
     return int(total)
+
+
+def _exchange(data: bytes, size: int, device: torch.device) -> list[bytes]:
+    """Return the bytes of every rank, each padded to `size`."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [part.cpu().numpy().tobytes() for part in parts]

@@ -17,7 +17,7 @@ from tq.client.dataloader import StreamingDataLoader
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.engines.base import TrainEngine
-from workers.gather import gather_json, sum_over_ranks
+from workers.gather import gather, sum_over_ranks
 from workers.ledger import check_staleness, ledger_lines
 from workers.mini_batches import Round, StepRounds
 from workers.objective import algorithm_of
@@ -111,7 +111,9 @@ class StepTrainer:
         for start in range(0, one.round_rows, size):
             positions = range(start, min(start + size, len(one.batch)))
             with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
-                self._train_micro_batch(one.batch.select(positions) if positions else None, record)
+                whole = len(positions) == len(one.batch)
+                batch = one.batch if whole else one.batch.select(positions)
+                self._train_micro_batch(batch if positions else None, record)
 
     def _train_micro_batch(self, batch: PackedBatch | None, record: StepRecord) -> None:
         if batch is None:
@@ -124,7 +126,7 @@ class StepTrainer:
     def _update(self, record: StepRecord) -> None:
         """Scale by what all ranks trained since the last update, and update."""
         with self._context.timeline.span("wait for peers", step=record.step):
-            parts = gather_json(vars(record.next_update), device=self._context.device)
+            parts = gather(vars(record.next_update), device=self._context.device)
         totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
         scale = self._algorithm.scale(totals.counts)
         record.sync_exposed_s += self._before_update()
