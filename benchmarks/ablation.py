@@ -33,7 +33,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_BOUNDS = (("periodic", 0), ("async", 1), ("async", 2), ("async", 4), ("substep", 1), ("substep", 2))
+_FIRES = (
+    ("periodic", 0, "in_order"),
+    ("async", 1, "in_order"),
+    ("async", 4, "in_order"),
+    ("substep", 2, "in_order"),
+    ("async", 2, "first_ready"),
+    ("substep", 4, "first_ready"),
+)
 _FIRE_SAMPLES = 20_000
 _FACTORS = (1, 2, 4, 8, 16)
 _BEGAN = time.monotonic()
@@ -126,9 +133,12 @@ def staleness(given: Given) -> dict[str, float]:
     """Simulate runs in which things die."""
     from ablation_parts.staleness import under_fire
 
-    from tq.config import ScheduleMode
+    from tq.config import Fill, ScheduleMode
 
-    runs = [under_fire(ScheduleMode(mode), bound, samples=_FIRE_SAMPLES, seed=bound) for mode, bound in _BOUNDS]
+    runs = [
+        under_fire(ScheduleMode(mode), bound, fill=Fill(fill), samples=_FIRE_SAMPLES, seed=bound)
+        for mode, bound, fill in _FIRES
+    ]
     kills, resumes = sum(run.kills for run in runs), sum(run.resumes for run in runs)
     wrong = sum(run.missing + run.twice for run in runs)
     _say(f"{kills} kills, {resumes} resumes; samples missing or trained twice: {wrong}")

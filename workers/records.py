@@ -13,7 +13,7 @@ from torch import Tensor
 from tq.batch import PackedBatch
 from workers.algorithms.losses import LossCounts
 from workers.context import WorkerContext
-from workers.dataflow import ON_DEVICE, SERVICES
+from workers.dataflow import OBSERVERS, ON_DEVICE, SERVICES
 from workers.engines.base import StepStats
 from workers.ledger import JsonLines
 from workers.step_totals import StepTotals, UpdateTotals, numbers
@@ -197,7 +197,8 @@ class StepRecorder:
         self._metrics.close()
 
     def _num_devices(self) -> int:
-        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in ON_DEVICE)
+        roles = set(ON_DEVICE) - OBSERVERS
+        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in roles)
 
     def _idle_fractions(self) -> dict[str, float]:
         """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""

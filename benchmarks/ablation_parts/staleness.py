@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tq.config import ScheduleConfig, ScheduleMode
+from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.control.admission import AdmissionState
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
@@ -30,7 +30,7 @@ from tq.messages import (
     PublishVersion,
     RowsCreated,
 )
-from tq.task_spec import TaskSpec
+from tq.task_spec import StepSpec, TaskSpec
 from workers.engines.sim_config import SimConfig
 from workers.engines.sim_model import SimLengths
 from workers.rollout import may_swap
@@ -62,11 +62,13 @@ class Fire:
     twice: int = 0
 
 
-def under_fire(mode: ScheduleMode, max_staleness: int, *, samples: int, seed: int) -> Fire:
+def under_fire(
+    mode: ScheduleMode, max_staleness: int, *, samples: int, seed: int, fill: Fill = Fill.IN_ORDER
+) -> Fire:
     """Simulate a run until so many samples were trained."""
     fire, chance = Fire(), random.Random(seed)
     schedule = ScheduleConfig(
-        mode=mode, max_staleness=max_staleness, rollout_batch_size=_BATCH, n_samples_per_prompt=_GROUP
+        mode=mode, max_staleness=max_staleness, fill=fill, rollout_batch_size=_BATCH, n_samples_per_prompt=_GROUP
     )
     trained: dict[int, list[int]] = {}
     version = 0
@@ -117,15 +119,15 @@ class _Life:
         self._schedule, self._fire, self._trained, self._chance = schedule, fire, trained, chance
         sim = SimConfig(lengths="pareto", sigma=0.8, clip=30, mean_tokens=200)
         self._lengths = SimLengths(sim, samples_per_step=_BATCH * _GROUP, seed=0)
-        bound = schedule.staleness_bound
+        gate, lateness = schedule.gate_staleness, schedule.lateness
+        steps = StepSpec(schedule.step_rows, lateness) if lateness else None
         tasks = [
-            TaskSpec(
-                _ROLLOUT, frozenset({"prompts"}), frozenset({"responses"}), whole_groups=True, max_staleness=bound
-            ),
-            TaskSpec(_TRAIN, frozenset({"responses"}), whole_groups=True, keeps_leases=True),
+            TaskSpec(_ROLLOUT, frozenset({"prompts"}), frozenset({"responses"}), whole_groups=True, max_staleness=gate),
+            TaskSpec(_TRAIN, frozenset({"responses"}), whole_groups=True, keeps_leases=True, steps=steps),
         ]
         self._state = ControlState(tasks, version=version)
-        self._admission = AdmissionState(schedule, version=version, last_step=1 << 30)
+        groups = {row // _GROUP for rows in trained.values() for row in rows}
+        self._admission = AdmissionState(schedule, version=version, last_step=1 << 30, trained=groups)
         self._instances = [_Instance(f"rollout-{k}", version, version) for k in range(_INSTANCES)]
         self._drawn_with: dict[int, int] = {}
         self._round = 0
