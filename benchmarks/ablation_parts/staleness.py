@@ -62,9 +62,7 @@ class Fire:
     twice: int = 0
 
 
-def under_fire(
-    mode: ScheduleMode, max_staleness: int, *, samples: int, seed: int, fill: Fill = Fill.IN_ORDER
-) -> Fire:
+def under_fire(mode: ScheduleMode, max_staleness: int, *, samples: int, seed: int, fill: Fill = Fill.IN_ORDER) -> Fire:
     """Simulate a run until so many samples were trained."""
     fire, chance = Fire(), random.Random(seed)
     schedule = ScheduleConfig(
