@@ -33,8 +33,8 @@ _TIMEOUT_S = 5.0
 _MOST_HELD_UP_S = 3 * _TIMEOUT_S
 """A death may cost the deadline of the readiness, of a group, and of a transfer."""
 _ANSWER_S = 8 * _TIMEOUT_S
-"""A process that says nothing for so long is stuck: Gloo waits five deadlines for a member that died between coming to a
-group and being connected."""
+"""A process that says nothing for so long is stuck: Gloo waits five deadlines for a member that died between coming
+to a group and being connected."""
 _WARM_UP = 4
 _POLL_S = 0.02
 
