@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -68,29 +68,42 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
             raise ConfigError(f"{field}: {source}:{node.lineno}: {attribute} must take {', '.join(arguments)}")
 
 
-def call_with_deadline(function: Callable[..., Any], *arguments: object, timeout_s: float) -> object:
+def call(
+    function: Callable[..., Any], *arguments: object, what: str, limit: str, timeout_s: float, response: str
+) -> object:
     """Call a user's function in a thread of its own, which is left behind when it passes the deadline.
 
+    Args:
+        function: the user's.
+        arguments: of the call.
+        what: begins every message, e.g. `reward.function: my_rewards:score`.
+        limit: name of the setting that holds the deadline.
+        timeout_s: the deadline (s).
+        response: on which it is called.
+
     Raises:
-        TimeoutError: it did.
-        BaseException: what the function raised.
+        AsyncFlowError: it raised, or did not return in time.
     """
     outcome: list[tuple[object, BaseException | None]] = []
 
-    def call() -> None:
+    def run() -> None:
         try:
             outcome.append((function(*arguments), None))
         except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
             outcome.append((None, error))
 
-    thread = threading.Thread(target=call, name="user's function", daemon=True)
+    thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise TimeoutError(f"not within {timeout_s:g} s")
+        raise AsyncFlowError(
+            f"{what} took longer than {limit} = {timeout_s:g} s on response {excerpt(response)}; "
+            f"make it faster or raise the limit"
+        )
     value, error = outcome[0]
     if error is not None:
-        raise error
+        raised = f"{type(error).__name__}: {error}"
+        raise AsyncFlowError(f"{what} raised {raised} on response {excerpt(response)}") from error
     return value
 
 

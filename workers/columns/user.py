@@ -11,7 +11,7 @@ from workers.columns.row import ARGUMENTS, TaskRow
 from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
 from workers.tokenizer import TextDecoder
-from workers.user_function import call_with_deadline, excerpt, load_function
+from workers.user_function import call, excerpt, load_function
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -62,17 +62,10 @@ class UserTask(ColumnTask):
 
     def _value(self, row: TaskRow) -> float:
         what = f"task {self._config.name}: {self._config.function}"
-        try:
-            value = call_with_deadline(self._function, row, timeout_s=self._config.timeout_s)
-        except TimeoutError as error:
-            raise AsyncFlowError(
-                f"{what} took longer than its timeout_s = {self._config.timeout_s:g} s on response "
-                f"{excerpt(row.response)}; make it faster or raise the limit"
-            ) from error
-        except BaseException as error:  # the boundary to a user's code
-            raise AsyncFlowError(
-                f"{what} raised {type(error).__name__}: {error} on response {excerpt(row.response)}"
-            ) from error
+        value = call(
+            self._function, row,
+            what=what, limit="its timeout_s", timeout_s=self._config.timeout_s, response=row.response,
+        )  # fmt: skip
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError) as error:

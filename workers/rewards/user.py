@@ -4,7 +4,7 @@ import math
 
 from asyncflow.errors import AsyncFlowError
 from workers.rewards.base import RewardFunction, Score
-from workers.user_function import call_with_deadline, check_function, excerpt, load_function
+from workers.user_function import call, check_function, excerpt, load_function
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")
@@ -27,17 +27,11 @@ class UserReward:
         Raises:
             AsyncFlowError: the function raised, hung, or returned something else than a finite number or a Score.
         """
-        try:
-            value = call_with_deadline(self._function, prompt, response, answer, timeout_s=self._timeout_s)
-        except TimeoutError as error:
-            raise AsyncFlowError(
-                f"reward.function: {self._name} took longer than reward.timeout_s = {self._timeout_s:g} s "
-                f"on response {excerpt(response)}; make it faster or raise the limit"
-            ) from error
-        except BaseException as error:  # the boundary to a user's code
-            raise AsyncFlowError(
-                f"reward.function: {self._name} raised {type(error).__name__}: {error} on response {excerpt(response)}"
-            ) from error
+        value = call(
+            self._function, prompt, response, answer,
+            what=f"reward.function: {self._name}", limit="reward.timeout_s", timeout_s=self._timeout_s,
+            response=response,
+        )  # fmt: skip
         return self._as_score(value, response)
 
     def _as_score(self, value: object, response: str) -> Score:

@@ -21,6 +21,8 @@ def remember(row):
     return len(row.response) / 4
 def fails(row):
     raise ValueError("no idea")
+def waits(row):
+    raise TimeoutError("no answer")
 def leaves(row):
     raise SystemExit
 def text(row):
@@ -93,6 +95,7 @@ def test_what_is_no_input_is_empty(module: str) -> None:
     [
         ("fails", "raised ValueError: no idea on response 'c'"),
         ("leaves", "raised SystemExit"),
+        ("waits", "raised TimeoutError: no answer on response 'c'"),
         ("text", "returned 'much' instead of a number"),
         ("endless", "returned 1000"),
         ("large", "returned 1.5 on response 'c'; loss_masks must be a number between 0 and 1"),
