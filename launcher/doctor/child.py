@@ -4,6 +4,7 @@ Its own output goes nowhere: libraries print. It may be killed at any time: it l
 remove. Started by `launcher.doctor.runner` alone.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -13,7 +14,7 @@ from types import FrameType
 from asyncflow.lifeline import die_with_parent
 from launcher.doctor.checks import Check
 from launcher.doctor.finding import Finding, reason
-from launcher.doctor.messages import Answer, Found, Resolved, decode_order, encode
+from launcher.doctor.messages import Answer, Found, Order, Resolved, decode_order, encode
 from launcher.doctor.needs import Needs
 from launcher.doctor.resolve import resolve
 
@@ -24,7 +25,12 @@ def main() -> None:
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGTERM, _leave)
-    order = decode_order(sys.stdin.buffer.read())
+    with contextlib.suppress(SystemExit):  # SIGTERM: what was made for a moment is removed
+        _carry_out(decode_order(sys.stdin.buffer.read()), descriptor)
+    os._exit(0)  # at once: an interpreter that ends by itself waits for the threads of what was tried
+
+
+def _carry_out(order: Order, descriptor: int) -> None:
     first = resolve(order)
     _say(descriptor, first)
     if not isinstance(first, Resolved):
@@ -33,7 +39,6 @@ def main() -> None:
     checks: dict[str, Check] = {check.name: check for check in getattr(importlib.import_module(module), name)}
     for wanted in order.checks:
         _say(descriptor, Found(wanted, tuple(run_check(checks[wanted], first.needs))))
-    os._exit(0)  # at once: an interpreter that ends by itself waits for the threads of what was tried
 
 
 def run_check(check: Check, needs: Needs) -> list[Finding]:
@@ -50,7 +55,7 @@ def run_check(check: Check, needs: Needs) -> list[Finding]:
 
 def _leave(number: int, _: FrameType | None) -> None:
     """Unwind, so that what was made for a moment is removed."""
-    sys.exit(128 + number)
+    raise SystemExit(128 + number)
 
 
 def _say(descriptor: int, answer: Answer) -> None:

@@ -49,7 +49,7 @@ def check(needs: Needs) -> list[Finding]:
 
 def gather(run_dir: Path) -> DiskFacts:
     """Look at the place and try it in a directory that is removed again."""
-    place = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    place = nearest(run_dir)
     file_system = file_system_of(place.resolve(), Path("/proc/self/mountinfo").read_text())
     numbers = os.statvfs(place)
     errors, fsync_s = _try(place)
@@ -61,6 +61,15 @@ def gather(run_dir: Path) -> DiskFacts:
         errors,
         fsync_s,
     )
+
+
+def nearest(run_dir: Path) -> Path:
+    """Return the nearest directory to an absolute path that exists and may be looked at."""
+    for path in (run_dir, *run_dir.parents):
+        with contextlib.suppress(PermissionError):
+            if path.is_dir():
+                return path
+    return Path("/")
 
 
 def judge(facts: DiskFacts, needs: Needs) -> list[Finding]:

@@ -55,7 +55,7 @@ def test_without_a_configuration_it_prints_a_line_per_finding(tmp_path: Path) ->
     done = doctor(cwd=tmp_path)
     *lines, last = done.stdout.splitlines()
     heads = [line for line in lines if not line.startswith(" ")]
-    assert heads[0].split() == ["ok", RESOLVE, *"none given: any run, on this machine".split()]
+    assert heads[0].endswith("none given: any run, on this machine")
     assert all(line.split()[0] in ("ok", "warning", "error") for line in heads)
     assert all(line.strip().startswith("-> ") for line in lines if line.startswith(" "))
     assert len(heads) > len(CHECKS)

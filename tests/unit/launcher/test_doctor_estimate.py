@@ -60,7 +60,7 @@ def test_what_was_measured_fits_into_the_estimate(
     for name, measured in zip(("controller-0", "storage-0"), channels, strict=True):
         assert measured <= channels_of(gang(checked.gangs, name), checked.gangs) <= 4 * measured
     assert max(open_files) <= descriptors(checked.gangs) <= 2 * max(open_files)
-    assert all_threads <= threads(checked) <= 3 * all_threads
+    assert all_threads <= threads(checked) <= 2 * all_threads
 
 
 def test_the_launcher_has_most_descriptors_in_a_large_run() -> None:

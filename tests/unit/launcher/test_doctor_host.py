@@ -74,10 +74,12 @@ def test_open_files(facts: LimitFacts, needs: Needs, expected: Level, remedy: st
     [
         (ROOMY, RUN, Level.OK, ""),
         (replace(ROOMY, threads=400), RUN, Level.OK, ""),
-        (replace(ROOMY, threads=399), RUN, Level.ERROR, "ulimit -u"),
+        (replace(ROOMY, threads=399), RUN, Level.WARNING, "ulimit -u"),
+        (replace(ROOMY, threads=249), RUN, Level.ERROR, "ulimit -u"),
+        (replace(ROOMY, threads=90), RUN, Level.ERROR, "ulimit -u"),
         (replace(ROOMY, allowance=Allowance(512, 212)), RUN, Level.OK, ""),
-        (replace(ROOMY, allowance=Allowance(512, 213)), RUN, Level.ERROR, "pids-limit"),
-        (replace(ROOMY, threads_left=299), RUN, Level.ERROR, "threads-max"),
+        (replace(ROOMY, allowance=Allowance(512, 213)), RUN, Level.WARNING, "pids-limit"),
+        (replace(ROOMY, threads_left=9), RUN, Level.ERROR, "threads-max"),
         (replace(ROOMY, threads=101, allowance=Allowance(5, 5)), ANY, Level.OK, ""),
     ],
 )
@@ -194,6 +196,14 @@ def test_a_read_only_mount_is_mounted_again() -> None:
     facts = replace(DISK, file_system=FileSystem("ext4", "/runs", read_only=True), errors={"write": "OSError: no"})
     (finding,) = disk.judge(facts, RUN)
     assert "remount,rw /runs" in finding.remedy
+
+
+def test_a_place_that_may_not_be_looked_into_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert disk.nearest(tmp_path / "runs") == Path("/")
 
 
 def test_trying_a_place_leaves_nothing(tmp_path: Path) -> None:
