@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.json_lines import ReadLines, read_json_lines
+from workers.json_reader import Fields, ReadLines, TypedLines, read_json_lines, typed_lines
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -69,18 +69,11 @@ class QuarantinedLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger file.
-
-    Attributes:
-        file: its lines as JSON.
-        trained, quarantined: (line number, line).
-        malformed: (line number, what is wrong) of JSON objects that are neither.
-    """
+    """A ledger file; a malformed line is one of neither kind."""
 
     file: ReadLines
-    trained: tuple[tuple[int, TrainedLine], ...]
-    quarantined: tuple[tuple[int, QuarantinedLine], ...]
-    malformed: tuple[tuple[int, str], ...]
+    trained: TypedLines[TrainedLine]
+    quarantined: TypedLines[QuarantinedLine]
 
 
 def read_ledger(run_dir: Path) -> Ledger:
@@ -90,20 +83,13 @@ def read_ledger(run_dir: Path) -> Ledger:
         ConfigError: the file cannot be read.
     """
     file = read_json_lines(run_dir / LEDGER_FILE)
-    trained: list[tuple[int, TrainedLine]] = []
-    quarantined: list[tuple[int, QuarantinedLine]] = []
-    malformed: list[tuple[int, str]] = []
-    for number, fields in file.objects:
-        try:
-            if is_quarantine(fields):
-                quarantined.append((number, msgspec.convert(fields, QuarantinedLine)))
-            else:
-                trained.append((number, msgspec.convert(fields, TrainedLine)))
-        except msgspec.ValidationError as error:
-            malformed.append((number, str(error)))
-    return Ledger(file, tuple(trained), tuple(quarantined), tuple(malformed))
+    return Ledger(
+        file,
+        typed_lines([line for line in file.objects if not is_quarantine(line[1])], TrainedLine),
+        typed_lines([line for line in file.objects if is_quarantine(line[1])], QuarantinedLine),
+    )
 
 
-def is_quarantine(fields: dict[str, object]) -> bool:
+def is_quarantine(fields: Fields) -> bool:
     """Whether a line of the ledger names a group that was not trained."""
     return fields.get("quarantined") is True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
-from workers.json_lines import ReadLines, read_json_lines
+from workers.json_reader import ReadLines, read_json_lines
 from workers.ledger_file import LEDGER_FILE, is_quarantine
 
 

@@ -232,7 +232,7 @@ class SimTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates: the weights follow from it."""
-        return {"sim": {"step": self._step}}
+        return {"sim": {"step": self._step}, "optimizer_updates": self._step.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""
