@@ -1,6 +1,7 @@
 """`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +42,23 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 
         status = ask_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
+
+
+@main.command("verify", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Prove from a run's directory that each group was trained once, whatever crashed. RUN_DIR: default the newest.
+
+    Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
+    """
+    with errors_as_exits():
+        from launcher.resume import newest_run
+        from launcher.verify import verify_run
+
+        report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(report.as_json() if as_json else report.as_text())
+    sys.exit(report.exit_code)
 
 
 @main.command("timeline", cls=OneLineCommand)

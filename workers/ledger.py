@@ -29,15 +29,12 @@ def ledger_lines(
     Returns:
         JSON objects; see `workers.ledger_file.TrainedLine`.
     """
-    rows: dict[int, list[int]] = {}
-    for k, group in enumerate(batch.groups):
-        rows.setdefault(group, []).append(k)
     prompts = _row_bytes(batch["prompts"])
-    hashed = _hashed_bytes(batch, prompts)
+    hashes = token_hashes(batch)
     oldest, newest = (part.tolist() for part in batch["versions"].extremes())
     epochs = batch["epochs"].values
     lines = []
-    for group, positions in rows.items():
+    for group, positions in _positions(batch).items():
         first = min(oldest[k] for k in positions)
         lines.append(
             {
@@ -50,7 +47,7 @@ def ledger_lines(
                 "versions": [first, max(newest[k] for k in positions)],
                 "staleness": step - 1 - first,
                 "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
-                "token_hash": xxhash.xxh3_64_hexdigest(b"".join(hashed[k] for k in positions)),
+                "token_hash": hashes[group],
                 "time_s": round(time_s, 3),
             }
         )
@@ -84,17 +81,30 @@ def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time
     ]
 
 
+def token_hashes(batch: PackedBatch) -> dict[int, str]:
+    """Return group -> what a ledger line says of its tokens; `batch`: columns `prompts`, `responses`, whole groups."""
+    prompts, responses = batch["prompts"], batch["responses"]
+    pairs = torch.stack([prompts.lengths, responses.lengths], dim=1).flatten()
+    # Without the lengths, moving a token across the border of prompt and response would go unseen.
+    lengths = Column(pairs, torch.full_like(responses.lengths, 2))
+    rows = [b"".join(parts) for parts in zip(*map(_row_bytes, (lengths, prompts, responses)), strict=True)]
+    return {
+        group: str(xxhash.xxh3_64_hexdigest(b"".join(rows[k] for k in positions)))
+        for group, positions in _positions(batch).items()
+    }
+
+
 def prompt_hash(tokens_P: Tensor) -> str:
     """Return what a ledger line says of a prompt, from its tokens: int64 [P]."""
     return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
 
 
-def _hashed_bytes(batch: PackedBatch, prompts: list[bytes]) -> list[bytes]:
-    """Return what is hashed of each row: without the lengths, moving a token across the border would go unseen."""
-    responses = batch["responses"]
-    pairs = torch.stack([batch["prompts"].lengths, responses.lengths], dim=1).flatten()
-    lengths = _row_bytes(Column(pairs, torch.full_like(responses.lengths, 2)))
-    return [b"".join(parts) for parts in zip(lengths, prompts, _row_bytes(responses), strict=True)]
+def _positions(batch: PackedBatch) -> dict[int, list[int]]:
+    """Return group -> where its rows are in the batch, in the order of their indices, not of their arrival."""
+    found: dict[int, list[int]] = {}
+    for k in sorted(range(len(batch)), key=lambda k: batch.indices[k]):
+        found.setdefault(batch.groups[k], []).append(k)
+    return found
 
 
 def _row_bytes(column: Column) -> list[bytes]:

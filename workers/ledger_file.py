@@ -22,11 +22,12 @@ class TrainedLine(msgspec.Struct, frozen=True):
         admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
         group: id.
         epoch: passes over the data before the one that it belongs to.
-        indices: its global row indices.
+        indices: its global row indices, ascending.
         versions: steps of the weights that drew its oldest and its newest token.
         staleness: step - 1 - the oldest of them.
         prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
-        token_hash: xxh3-64 (hex) over each row's two lengths (int32), prompt and response (int64).
+        token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
+            (int64).
         time_s: seconds since the command started.
     """
 

@@ -76,6 +76,14 @@ def test_groups_within_the_staleness_bound_are_trained() -> None:
     )
 
 
+def test_rows_are_named_and_hashed_in_the_order_of_their_indices_whatever_came_first() -> None:
+    batch = make_batch(PROMPTS, RESPONSES, VERSIONS)
+    lines, moved = (
+        ledger_lines(one, step=5, admitted_step=5, lineage=0, time_s=0.0) for one in (batch, batch.select([3, 1, 0, 2]))
+    )
+    assert moved == lines
+
+
 def test_prompt_hash_is_that_of_the_group_s_prompt_whatever_was_answered() -> None:
     lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=0, time_s=0.0)
     assert [line["prompt_hash"] for line in lines] == [prompt_hash(torch.tensor(row)) for row in ([5], [6, 7])]
