@@ -29,12 +29,12 @@ def ledger_lines(
     Returns:
         JSON objects; see `workers.ledger_file.TrainedLine`.
     """
-    prompts = _row_bytes(batch["prompts"])
-    hashes = token_hashes(batch)
+    groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
+    hashes = _token_hashes(batch, groups, prompts)
     oldest, newest = (part.tolist() for part in batch["versions"].extremes())
     epochs = batch["epochs"].values
     lines = []
-    for group, positions in _positions(batch).items():
+    for group, positions in groups.items():
         first = min(oldest[k] for k in positions)
         lines.append(
             {
@@ -83,15 +83,7 @@ def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time
 
 def token_hashes(batch: PackedBatch) -> dict[int, str]:
     """Return group -> what a ledger line says of its tokens; `batch`: columns `prompts`, `responses`, whole groups."""
-    prompts, responses = batch["prompts"], batch["responses"]
-    pairs = torch.stack([prompts.lengths, responses.lengths], dim=1).flatten()
-    # Without the lengths, moving a token across the border of prompt and response would go unseen.
-    lengths = Column(pairs, torch.full_like(responses.lengths, 2))
-    rows = [b"".join(parts) for parts in zip(*map(_row_bytes, (lengths, prompts, responses)), strict=True)]
-    return {
-        group: str(xxhash.xxh3_64_hexdigest(b"".join(rows[k] for k in positions)))
-        for group, positions in _positions(batch).items()
-    }
+    return _token_hashes(batch, _positions(batch), _row_bytes(batch["prompts"]))
 
 
 def prompt_hash(tokens_P: Tensor) -> str:
@@ -99,10 +91,22 @@ def prompt_hash(tokens_P: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
 
 
+def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]], prompts: list[bytes]) -> dict[int, str]:
+    """Hash lengths, too: without them, moving a token across the border of prompt and response would go unseen."""
+    responses = batch["responses"]
+    pairs = torch.stack([batch["prompts"].lengths, responses.lengths], dim=1).flatten()
+    lengths = _row_bytes(Column(pairs, torch.full_like(responses.lengths, 2)))
+    rows = list(zip(lengths, prompts, _row_bytes(responses), strict=True))
+    return {
+        group: str(xxhash.xxh3_64_hexdigest(b"".join([part for k in positions for part in rows[k]])))
+        for group, positions in groups.items()
+    }
+
+
 def _positions(batch: PackedBatch) -> dict[int, list[int]]:
     """Return group -> where its rows are in the batch, in the order of their indices, not of their arrival."""
     found: dict[int, list[int]] = {}
-    for k in sorted(range(len(batch)), key=lambda k: batch.indices[k]):
+    for k in sorted(range(len(batch)), key=batch.indices.__getitem__):
         found.setdefault(batch.groups[k], []).append(k)
     return found
 
