@@ -3,30 +3,26 @@
 import re
 from collections import Counter
 
+import msgspec
+
 from launcher.verify_check import Check, named
 from launcher.verify_records import RunRecords
 from launcher.verify_steps import CompleteSteps
-from workers.json_reader import ReadLines
+from workers.json_reader import Lines
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def check_files(records: RunRecords) -> Check:
     """Every line is one that a run writes; a last line that is cut is what a crash leaves."""
-    ledger, metrics, updates = records.ledger.file, records.metrics_file, records.updates_file
-    malformed = [
-        *((ledger, one) for one in records.ledger.trained.malformed),
-        *((ledger, one) for one in records.ledger.quarantined.malformed),
-        *((metrics, one) for one in records.metrics.malformed),
-        *((updates, one) for one in records.updates.malformed),
-    ]
-    files = (ledger, metrics, updates)
-    problems = [f"{file.where(number)}: not a JSON object" for file in files for number in file.broken]
-    problems += [f"{file.where(number)}: {what}" for file, (number, what) in malformed]
-    problems += [f"{file.path}: does not exist" for file in files if not file.path.exists() and _any_step(records)]
+    files: tuple[Lines[msgspec.Struct], ...] = (records.ledger.file, records.metrics, records.updates)
+    problems = [f"{file.where(number)}: {what}" for file in files for number, what in file.wrong]
+    if any(file.lines for file in files):
+        problems += [f"{file.path}: does not exist" for file in files if not file.path.exists()]
     why = "it is being written" if records.live else "a crash does that, and a resume removes it"
     notes = [f"{file.path}: the last line is cut: {why}" for file in files if file.torn]
-    return Check("files", ", ".join(_count(file) for file in files), tuple(problems), tuple(notes))
+    says = ", ".join(f"{file.path.name} {len(file.lines) + len(file.wrong)} lines" for file in files)
+    return Check("files", says, tuple(problems), tuple(notes))
 
 
 def check_once(steps: CompleteSteps) -> Check:
@@ -138,11 +134,3 @@ def _saved(steps: CompleteSteps) -> list[str]:
         return []
     text = f"{len(same)} groups were trained with the answers that a checkpoint's queue held"
     return [f"{text}; generated again: {named(other - same)}" if other - same else text]
-
-
-def _any_step(records: RunRecords) -> bool:
-    return bool(records.ledger.file.objects or records.metrics_file.objects or records.updates_file.objects)
-
-
-def _count(file: ReadLines) -> str:
-    return f"{file.path.name} {len(file.objects)} lines"

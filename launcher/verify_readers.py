@@ -80,7 +80,7 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     except (ConfigError, OSError) as error:
         return Prompts({}, str(error))
     expected = {}
-    groups = {line.group for _, line in ledger.trained.lines}
+    groups = {line.group for _, line in ledger.trained}
     for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
         prompt = dataset.prompt(group)
         expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))

@@ -16,7 +16,7 @@ from launcher.resume import running_launcher
 from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE
 from launcher.yaml_file import read_yaml
 from workers.config import RunConfig
-from workers.json_reader import ReadLines, TypedLines, read_json_lines, typed_lines
+from workers.json_reader import Lines, read_lines
 from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
 
 _LOOKS = 5
@@ -90,9 +90,7 @@ class RunRecords:
     Attributes:
         run_dir, config: of the run.
         live: a launcher runs it now; then lines of steps that were unfinished at the look are left out.
-        ledger: its lines.
-        metrics_file, updates_file: as JSON.
-        metrics, updates: their lines.
+        ledger, metrics, updates: their lines.
         checkpoints: by step.
         prompts: of the groups in the ledger.
     """
@@ -101,10 +99,8 @@ class RunRecords:
     config: RunConfig
     live: bool
     ledger: Ledger
-    metrics_file: ReadLines
-    metrics: TypedLines[StepLine]
-    updates_file: ReadLines
-    updates: TypedLines[UpdateLine]
+    metrics: Lines[StepLine]
+    updates: Lines[UpdateLine]
     checkpoints: tuple[SavedCheckpoint, ...]
     prompts: Prompts
 
@@ -145,24 +141,15 @@ def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
     paths = sorted((run_dir / CHECKPOINTS).glob("step_*"))
     found = [_checkpoint(path, readers) for path in paths]
     checkpoints = [one for one in found if one.path.is_dir()]  # else it was removed meanwhile
-    metrics_file = read_json_lines(run_dir / METRICS_FILE)
+    metrics = read_lines(run_dir / METRICS_FILE, lambda _: StepLine)
     ledger = read_ledger(run_dir)
-    updates_file = read_json_lines(run_dir / UPDATES_FILE)
-    metrics = typed_lines(metrics_file.objects, StepLine)
-    updates = typed_lines(updates_file.objects, UpdateLine)
+    updates = read_lines(run_dir / UPDATES_FILE, lambda _: UpdateLine)
     if live:
         last = max((line.step for _, line in metrics.lines), default=0)
-        trained, quarantined = ledger.trained, ledger.quarantined
-        ledger = Ledger(
-            ledger.file,
-            TypedLines(tuple(one for one in trained.lines if one[1].step <= last), trained.malformed),
-            TypedLines(tuple(one for one in quarantined.lines if one[1].step <= last), quarantined.malformed),
-        )
-        updates = TypedLines(tuple(one for one in updates.lines if one[1].step <= last), updates.malformed)
+        ledger = Ledger(ledger.file.only(lambda line: line.step <= last))
+        updates = updates.only(lambda line: line.step <= last)
     prompts = readers.prompts(config, ledger)
-    return RunRecords(
-        run_dir, config, live, ledger, metrics_file, metrics, updates_file, updates, tuple(checkpoints), prompts
-    )
+    return RunRecords(run_dir, config, live, ledger, metrics, updates, tuple(checkpoints), prompts)
 
 
 def _config(run_dir: Path) -> RunConfig:

@@ -40,12 +40,12 @@ class CompleteSteps:
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
         """Ledger lines of trained groups."""
-        return [one for one in self.records.ledger.trained.lines if one[1].step <= self.last]
+        return [one for one in self.records.ledger.trained if one[1].step <= self.last]
 
     @cached_property
     def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
         """Ledger lines of groups in quarantine."""
-        return [one for one in self.records.ledger.quarantined.lines if one[1].step <= self.last]
+        return [one for one in self.records.ledger.quarantined if one[1].step <= self.last]
 
     @cached_property
     def updates(self) -> list[tuple[int, UpdateLine]]:
@@ -138,7 +138,7 @@ def _out_of_order(steps: CompleteSteps) -> list[str]:
 
 
 def _steps(records: RunRecords) -> set[int]:
-    trained = {line.step for _, line in records.ledger.trained.lines}
+    trained = {line.step for _, line in records.ledger.trained}
     measured = {line.step for _, line in records.metrics.lines}
     return trained | measured | {line.step for _, line in records.updates.lines}
 

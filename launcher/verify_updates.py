@@ -12,14 +12,14 @@ from launcher.verify_steps import CompleteSteps
 def check_metrics(steps: CompleteSteps) -> Check:
     """Every step has one line, in order, that agrees with its ledger lines."""
     schedule = steps.records.config.schedule
-    file = steps.records.metrics_file
+    file = steps.records.metrics
     problems = []
-    counts = Counter(line.step for _, line in steps.records.metrics.lines)
+    counts = Counter(line.step for _, line in file.lines)
     absent = [step for step in steps.by_step if step not in steps.metrics]
     if absent:
         problems.append(f"{file.path}: no line for steps {named(absent)}")
     before = 0
-    for number, line in steps.records.metrics.lines:
+    for number, line in file.lines:
         if line.step > steps.last:
             continue
         if line.step <= before:
@@ -41,7 +41,7 @@ def check_metrics(steps: CompleteSteps) -> Check:
 
 def check_updates(steps: CompleteSteps) -> Check:
     """Every update of every step was made once, and the engine counted no other."""
-    file = steps.records.updates_file
+    file = steps.records.updates
     problems = []
     made = Counter((line.step, line.update) for _, line in steps.updates)
     for (step, update), count in sorted(made.items()):

@@ -1,91 +1,68 @@
 """Reads the files that `workers.json_lines` writes, also while they are written or after a crash. Torch-free."""
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
+from asyncflow.decoding import json_decoder
 from asyncflow.errors import ConfigError
 
-Fields = dict[str, Any]
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct, covariant=True)
 
 
 @dataclass(frozen=True)
-class ReadLines:
-    """What a JSONL file holds.
+class Lines(Generic[T]):
+    """What a file holds.
 
     Attributes:
         path: of the file.
-        objects: (line number, JSON object) of every line that is one; numbers count from 1.
-        broken: numbers of the other lines.
+        lines: (line number, object) of every line that is what it should be; numbers count from 1.
+        wrong: (line number, what is wrong) of the others.
         torn: the last line is cut: its writer died, or is just writing it. It is in neither list.
     """
 
     path: Path
-    objects: tuple[tuple[int, Fields], ...] = ()
-    broken: tuple[int, ...] = ()
+    lines: tuple[tuple[int, T], ...] = ()
+    wrong: tuple[tuple[int, str], ...] = ()
     torn: bool = False
 
     def where(self, number: int) -> str:
         """Return `file:line`, as errors name it."""
         return f"{self.path}:{number}"
 
-
-@dataclass(frozen=True)
-class TypedLines(Generic[T]):
-    """Lines of one kind.
-
-    Attributes:
-        lines: (line number, line).
-        malformed: (line number, what is wrong) of JSON objects that are no such line.
-    """
-
-    lines: tuple[tuple[int, T], ...] = ()
-    malformed: tuple[tuple[int, str], ...] = ()
+    def only(self, keep: Callable[[T], bool]) -> "Lines[T]":
+        """Return the same without lines that are not kept."""
+        return replace(self, lines=tuple(one for one in self.lines if keep(one[1])))
 
 
-def read_json_lines(path: Path) -> ReadLines:
+def read_lines(path: Path, kind_of: Callable[[bytes], type[T]]) -> Lines[T]:
     """Read a file that may still be written; a missing one holds nothing.
+
+    Args:
+        path: of the file.
+        kind_of: line -> what it should be; fields that the kind does not have are passed over.
 
     Raises:
         ConfigError: the file cannot be read.
     """
+    lines: list[tuple[int, T]] = []
+    wrong: list[tuple[int, str]] = []
+    torn = False
     try:
-        content = path.read_bytes() if path.exists() else b""
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    lines.append((number, json_decoder(kind_of(line)).decode(line)))
+                except msgspec.ValidationError as error:
+                    wrong.append((number, str(error)))
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    torn = not line.endswith(b"\n")
+                    wrong += [] if torn else [(number, f"not JSON ({error})")]
+    except FileNotFoundError:
+        return Lines(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
-    *lines, rest = content.split(b"\n")
-    objects, broken = [], []
-    for number, line in enumerate(lines, start=1):
-        value = _object(line)
-        if value is None:
-            broken.append(number)
-        else:
-            objects.append((number, value))
-    last = _object(rest)
-    if last is not None:
-        objects.append((len(lines) + 1, last))
-    return ReadLines(path, tuple(objects), tuple(broken), torn=bool(rest) and last is None)
-
-
-def typed_lines(objects: Iterable[tuple[int, Fields]], kind: type[T]) -> TypedLines[T]:
-    """Return lines as objects of a struct; fields that it does not have are passed over."""
-    lines, malformed = [], []
-    for number, fields in objects:
-        try:
-            lines.append((number, msgspec.convert(fields, kind)))
-        except msgspec.ValidationError as error:
-            malformed.append((number, str(error)))
-    return TypedLines(tuple(lines), tuple(malformed))
-
-
-def _object(line: bytes) -> Fields | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    return Lines(path, tuple(lines), tuple(wrong), torn)

@@ -5,11 +5,12 @@
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from workers.json_reader import Fields, ReadLines, TypedLines, read_json_lines, typed_lines
+from workers.json_reader import Lines, read_lines
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -68,13 +69,29 @@ class QuarantinedLine(msgspec.Struct, frozen=True):
     time_s: float
 
 
+class LedgerKey(msgspec.Struct, frozen=True):
+    """What says which groups were trained; all that a resume needs of a line."""
+
+    step: int
+    group: int
+    quarantined: bool = False
+
+
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger file; a malformed line is one of neither kind."""
+    """A ledger file."""
 
-    file: ReadLines
-    trained: TypedLines[TrainedLine]
-    quarantined: TypedLines[QuarantinedLine]
+    file: Lines[TrainedLine | QuarantinedLine]
+
+    @cached_property
+    def trained(self) -> list[tuple[int, TrainedLine]]:
+        """Line numbers and lines of groups that were trained."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
+
+    @cached_property
+    def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
+        """Line numbers and lines of groups in quarantine."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, QuarantinedLine)]
 
 
 def read_ledger(run_dir: Path) -> Ledger:
@@ -83,14 +100,8 @@ def read_ledger(run_dir: Path) -> Ledger:
     Raises:
         ConfigError: the file cannot be read.
     """
-    file = read_json_lines(run_dir / LEDGER_FILE)
-    return Ledger(
-        file,
-        typed_lines([line for line in file.objects if not is_quarantine(line[1])], TrainedLine),
-        typed_lines([line for line in file.objects if is_quarantine(line[1])], QuarantinedLine),
-    )
+    return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
 
 
-def is_quarantine(fields: Fields) -> bool:
-    """Whether a line of the ledger names a group that was not trained."""
-    return fields.get("quarantined") is True
+def _kind_of(line: bytes) -> type[TrainedLine | QuarantinedLine]:
+    return QuarantinedLine if b'"quarantined"' in line else TrainedLine

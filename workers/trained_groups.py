@@ -4,13 +4,12 @@ Mostly those that the steps up to the checkpoint's were admitted with; not where
 `schedule.fill: first_ready`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
-from workers.json_reader import ReadLines, read_json_lines
-from workers.ledger_file import LEDGER_FILE, is_quarantine
+from workers.json_reader import read_lines
+from workers.ledger_file import LEDGER_FILE, LedgerKey
 
 
 def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -> frozenset[int]:
@@ -27,7 +26,10 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
     path = run_dir / LEDGER_FILE
     if not schedule.lateness and not path.exists():  # a checkpoint that was copied without its run
         return frozenset(range(completed * schedule.rollout_batch_size))
-    groups = {group for step, group in _trained(read_json_lines(path)) if step <= completed}
+    ledger = read_lines(path, lambda _: LedgerKey)
+    if ledger.wrong:
+        raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
+    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.quarantined}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
@@ -35,17 +37,3 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
             f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
         )
     return frozenset(groups)
-
-
-def _trained(ledger: ReadLines) -> Iterator[tuple[int, int]]:
-    """Yield (step, group) of the trained groups."""
-    refusal = "names no step and group; repair the line"
-    if ledger.broken:
-        raise ConfigError(f"{ledger.where(ledger.broken[0])}: {refusal}")
-    for number, fields in ledger.objects:
-        try:
-            step, group = int(fields["step"]), int(fields["group"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{ledger.where(number)}: {refusal}") from error
-        if not is_quarantine(fields):
-            yield step, group

@@ -88,6 +88,6 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
 
 
 def _read(run: Path) -> Ran:
-    staleness = [line.staleness for _, line in read_ledger(run).trained.lines for _ in line.indices]
+    staleness = [line.staleness for _, line in read_ledger(run).trained for _ in line.indices]
     timeline = RunTimeline.read(run)
     return Ran(list(timeline.step_ends.values()), staleness, timeline)

@@ -92,7 +92,7 @@ def last_step(run_dir: Path) -> int:
 
 def check_ledger(run_dir: Path, *, groups_per_step: int, last: int) -> None:
     """Every admitted group of steps 1..last was trained exactly once, in its step; `asyncflow verify` says so, too."""
-    trained = [(line.step, line.group) for _, line in read_ledger(run_dir).trained.lines]
+    trained = [(line.step, line.group) for _, line in read_ledger(run_dir).trained]
     expected = [(group // groups_per_step + 1, group) for group in range(groups_per_step * last)]
     assert sorted(trained) == expected
     check_verified(run_dir, last=last)

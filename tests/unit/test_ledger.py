@@ -99,13 +99,13 @@ def test_reader_tells_trained_groups_from_those_in_quarantine(tmp_path: Path) ->
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write("{}\n[1]\n" + '{"step": 6, "gro')
     read = read_ledger(tmp_path)
-    assert [(number, line.group, line.indices) for number, line in read.trained.lines] == [
+    assert [(number, line.group, line.indices) for number, line in read.trained] == [
         (2, 9, [40, 41]),
         (3, 11, [42, 43]),
     ]
-    assert read.quarantined.lines == ((1, QuarantinedLine(1, 5, 6, 10, 12, "judge", 3, 2.0)),)
-    assert [number for number, _ in read.trained.malformed] == [4, 5]
-    assert (read.file.broken, read.file.torn) == ((6,), True)
+    assert read.quarantined == [(1, QuarantinedLine(1, 5, 6, 10, 12, "judge", 3, 2.0))]
+    assert [number for number, _ in read.file.wrong] == [4, 5, 6]
+    assert read.file.torn
 
 
 def test_groups_in_quarantine_were_not_trained(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def fake_readers(*, queue: Mapping[int, str] | None = None) -> Readers:
     """Return readers of what `MadeRun` writes."""
 
     def prompts(config: RunConfig, ledger: Ledger) -> Prompts:
-        return Prompts({line.group: prompt_of(line.group) for _, line in ledger.trained.lines})
+        return Prompts({line.group: prompt_of(line.group) for _, line in ledger.trained})
 
     return Readers(
         saved_updates=lambda path: int((path / "updates").read_text()),

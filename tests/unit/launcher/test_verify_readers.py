@@ -98,7 +98,7 @@ def test_prompts_are_those_of_seed_data_and_tokenizer(write_config: WriteConfig,
     rows = read_prompt_rows(Path(config.data.path), config.data)
     dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
     ledger = ledger_of(tmp_path, dataset, [0, 1, 2, 3, 7])
-    written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained.lines}
+    written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained}
     assert prompts_of(config, ledger).expected == written
     assert prompts_of(config.model_copy(update={"seed": 1}), ledger).expected != written
     Path(config.data.path).write_text('{"prompt": "8+1=", "answer": "9"}\n')

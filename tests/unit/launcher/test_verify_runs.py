@@ -63,7 +63,7 @@ def test_last_line_that_a_crash_cut_is_no_damage(tmp_path: Path, name: str) -> N
     assert report.ok
     assert f"{name}.jsonl: the last line is cut: a crash does that" in check(report, "files").notes[0]
     append(run_dir / f"{name}.jsonl", "\n")
-    assert check(report_of(run_dir), "files").problems[0].endswith("not a JSON object")
+    assert "not JSON" in check(report_of(run_dir), "files").problems[0]
 
 
 def test_step_that_a_checkpoint_covers_must_be_there_in_full(tmp_path: Path) -> None:
