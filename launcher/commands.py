@@ -79,6 +79,23 @@ def doctor_command(
     sys.exit(FAILED if failed else 0)
 
 
+@main.command("verify", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Prove from a run's directory that each group was trained once, whatever crashed. RUN_DIR: default the newest.
+
+    Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
+    """
+    with errors_as_exits():
+        from launcher.resume import newest_run
+        from launcher.verify import verify_run
+
+        report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(report.as_json() if as_json else report.as_text())
+    sys.exit(report.exit_code)
+
+
 @main.command("timeline", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
 @click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the charts (pixels).")
