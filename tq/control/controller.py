@@ -42,6 +42,7 @@ from tq.control.lead_questions import LeadQuestions
 from tq.control.memory import Memory
 from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
+from tq.control.saved_rows import SavedRows
 from tq.control.sessions import Sessions
 from tq.control.state import ControlState
 from tq.control.task_rates import TaskRates
@@ -103,6 +104,7 @@ class ControllerService:
         version: int = 0,
         last_step: int = 0,
         trained: Collection[int] = (),
+        saved: SavedRows | None = None,
     ) -> None:
         """Start serving.
 
@@ -116,6 +118,7 @@ class ControllerService:
             version: step of the weights at the start.
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
+            saved: finished samples that admission, on the lead, may put instead of prompts.
         """
         self.failure: Exception | None = None
         self.failed = threading.Event()
@@ -178,6 +181,7 @@ class ControllerService:
                 num_units=config.num_storage_units,
                 save=self._memory.remember_admission,
                 failed=self._fail,
+                saved=saved,
             )
         with credentials.borrowed_store() as store:
             self._directory.publish(store)
