@@ -156,8 +156,8 @@ class Actor:
             return
         self._begin_save()
         self._checkpointer.wait()
-        error = self._checkpointer.failure
-        if error is not None:
+        if self._checkpointer.saved_step != self._completed:
+            error = self._checkpointer.failure
             raise CheckpointError(f"{error}; steps {saved + 1} to {self._completed} are lost; make room and resume")
 
     def _contents(self, step: int, recorder: StepRecorder) -> Contents:

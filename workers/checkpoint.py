@@ -175,8 +175,8 @@ class Checkpointer:
         deadline = time.monotonic() + self._config.timeout_s
         while thread.is_alive():
             self._waits()
-            thread.join(_LOOK_S)
-            if time.monotonic() > deadline:
+            thread.join(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            if thread.is_alive() and time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} is not written after {self._config.timeout_s:g} s "
                     f"(checkpoint.timeout_s); look whether the file system answers"
@@ -190,11 +190,11 @@ class Checkpointer:
         try:
             with self._timeline.span("write checkpoint", step=step):
                 self._writer.write(step, copied, num_bytes=self._copy.num_bytes, rng=rng, rest=rest)
-        except Exception as error:
-            if not isinstance(error, CheckpointError):
-                logger.exception("saving step %d", step)
-                error = CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}")
+        except CheckpointError as error:
             self._failed(error)
+        except Exception as error:  # the boundary of a thread
+            logger.exception("saving step %d", step)
+            self._failed(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
         else:
             if self.failure is not None:
                 self._warn("")

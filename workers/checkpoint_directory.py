@@ -87,9 +87,9 @@ class CheckpointDirectory:
         self._root.mkdir(exist_ok=True)
         target = beside(self.path(step))
         shutil.rmtree(target, ignore_errors=True)
-        free = self.free_bytes()
-        if free < num_bytes + _RESERVE_BYTES:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {num_bytes / 1e6:.0f} MB are needed")
+        needed = num_bytes + _RESERVE_BYTES
+        if self.free_bytes() < needed:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.0f} MB are needed")
         target.mkdir()
 
     def complete(self, step: int) -> None:

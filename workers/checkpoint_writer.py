@@ -22,6 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from asyncflow.errors import AsyncFlowError, CheckpointError
 from workers.checkpoint_directory import CheckpointDirectory, beside
@@ -138,7 +141,7 @@ class CheckpointWriter:
 
     def _write_shards(self, target: Path, copied: Callable[[], dict[str, Any]]) -> None:
         # What is copied lies on the host already: no copies ahead, from streams that training uses.
-        writer = dcp.FileSystemWriter(target, per_thread_copy_ahead=0)
+        writer = _ShardFiles(target, per_thread_copy_ahead=0)
         dcp.save(copied(), storage_writer=writer, process_group=self._group)
 
     def _write_own(self, work: Path, rng: dict[str, Tensor]) -> dict[str, tuple[int, str]]:
@@ -187,30 +190,45 @@ class CheckpointWriter:
         """
         try:
             mine = [part(), ""]
-        except Exception as error:
-            logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=error)
+        except (Exception, dcp.CheckpointException) as error:  # whatever it is, others wait; the second is no Exception
+            expected = isinstance(error, OSError)
+            logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=None if expected else error)
             mine = [None, self._reason(error)]
         try:
             parts = gather(mine, device=_CPU, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(f"checkpoint {target}: the actor's ranks lost each other ({_line(error)})") from error
-        failed = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(parts) if reason]
+        failed = [reason for _, reason in parts if reason]
         if failed:
             raise CheckpointError(f"checkpoint {target}: cannot be written ({failed[0]})")
         return [value for value, _ in parts]
 
-    def _reason(self, error: Exception) -> str:
+    def _reason(self, error: BaseException) -> str:
         """Return one line; PyTorch's own has every rank's whole traceback, and does not say that a disk is full."""
+        rank = self._rank
+        if isinstance(error, dcp.CheckpointException):
+            rank, (error, _) = next(iter(error.failures.items()))
         try:
             free = f"; {self._directory.free_bytes() / 1e6:.0f} MB are free there"
         except OSError:
             free = ""
-        return f"{_line(error)}{free}"
+        return f"rank {rank}: {_line(error)}{free}"
+
+
+class _ShardFiles(dcp.FileSystemWriter):
+    """Says which error of the system it was: torch's own serialisation fails over what it left half written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards; called by torch."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _line(error: BaseException) -> str:
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

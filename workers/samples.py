@@ -12,7 +12,6 @@ from pathlib import Path
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 
-
 logger = logging.getLogger(__name__)
 
 
