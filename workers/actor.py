@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import get_default_backend_for_device
 
-from asyncflow.errors import CheckpointError, WeightSyncError
+from asyncflow.errors import LastSaveFailed, WeightSyncError
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from weightsync.version import Version
@@ -148,7 +148,7 @@ class Actor:
         """Save what was completed, and see that it is saved.
 
         Raises:
-            CheckpointError: it is not.
+            LastSaveFailed: it is not.
         """
         self._checkpointer.wait()
         saved = self._checkpointer.saved_step
@@ -158,7 +158,7 @@ class Actor:
         self._checkpointer.wait()
         if self._checkpointer.saved_step != self._completed:
             error = self._checkpointer.failure
-            raise CheckpointError(f"{error}; steps {saved + 1} to {self._completed} are lost; make room and resume")
+            raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; make room and resume")
 
     def _contents(self, step: int, recorder: StepRecorder) -> Contents:
         """Return what rank 0 adds to a checkpoint."""
