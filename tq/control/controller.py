@@ -42,6 +42,7 @@ from tq.control.lead_questions import LeadQuestions
 from tq.control.memory import Memory
 from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
+from tq.control.saved_rows import SavedRows
 from tq.control.sessions import Sessions
 from tq.control.state import ControlState
 from tq.control.task_rates import TaskRates
@@ -104,6 +105,7 @@ class ControllerService:
         last_step: int = 0,
         trained: Collection[int] = (),
         lineage: int = 0,
+        saved: SavedRows | None = None,
     ) -> None:
         """Start serving.
 
@@ -120,6 +122,7 @@ class ControllerService:
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
             lineage: of the queue: nothing of an earlier one counts.
+            saved: finished samples that admission, on the lead, may put instead of prompts.
         """
         self.failure: Exception | None = None
         self.failed = threading.Event()
@@ -186,6 +189,7 @@ class ControllerService:
                 num_units=config.num_storage_units,
                 save=self._memory.remember_admission,
                 failed=self._fail,
+                saved=saved,
             )
         with credentials.borrowed_store() as store:
             self._directory.publish(store)
