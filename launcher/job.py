@@ -47,7 +47,7 @@ from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
@@ -308,14 +308,13 @@ class _Run:
         self._progress.update(self._statuses)
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers complain about since the last look."""
+        """Return what trainers and controllers complain about since the last look."""
         new = []
-        for gang in self._specs.values():
-            if gang.role in TRAINERS and (text := self._store.warning(gang.name, 0)) != self._warnings.get(
-                gang.name, ""
-            ):
-                self._warnings[gang.name] = text
-                new.append(text or f"{gang.name}: over")
+        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
+            text = self._store.warning(name, 0)
+            if text != self._warnings.get(name, ""):
+                self._warnings[name] = text
+                new.append(text or f"{name}: that is over")
         return new
 
     def _missing(self) -> list[str]:
