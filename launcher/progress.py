@@ -185,10 +185,10 @@ def final_lines(
     if evaluation is not None:
         lines.append(f"held-out accuracy: {accuracy_text(evaluation)} at step {evaluation['step']}")
     progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
-    if code != DONE and resumable:
+    if code == RESUMABLE or (code == FAILED and resumable):
         lines.append(f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}")
     if code == RESUMABLE and not resumable:
-        lines.append("there is no checkpoint yet: start it again instead of resuming it")
+        lines.append("there is no checkpoint yet: resumed, it starts again from step 1")
     if code == FAILED:
         lines += [f"logs: {run_dir / 'logs'}", f"failed ({progress}): {message}"]
     elif code == RESUMABLE:
