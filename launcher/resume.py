@@ -107,10 +107,7 @@ def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     Raises:
         ConfigError: `latest` without any run, or a path that the system cannot look at.
     """
-    if target == LATEST:
-        path = run_dir if run_dir is not None else newest_run()
-    else:
-        path = user_path(target, "--resume")
+    path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
     is_other = run_dir is not None and run_dir != path
     return path if (path / CONFIG_FILE).is_file() and not is_other and not has_checkpoint(path) else None
 
