@@ -19,6 +19,7 @@ from launcher.resume import (
     check_not_running,
     check_resume,
     find_checkpoint,
+    lineage_after_kill,
     rewind_run,
     rewind_to_start,
     unsaved_run,
@@ -93,7 +94,8 @@ class Accepted:
             lineage = self.checkpoint.lineage + 1
         elif self.started_over:
             print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
-            lineage = rewind_to_start(self.run_dir)
+            rewind_to_start(self.run_dir)
+            lineage = lineage_after_kill(self.run_dir)
         else:
             return 0
         rewrite_run_dir(self.run_dir, self.checked.config)

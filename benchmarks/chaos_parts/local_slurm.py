@@ -79,8 +79,9 @@ class LocalSlurm:
         """Wait until the job was put back into the queue for the `number`-th time; start it without Slurm's delay."""
         wait_until(lambda: int(self.facts(job)["Restarts"]) >= number, f"restart {number} of job {job}", every_s=0.2)
         self.wait_for(job, "PENDING", "RUNNING")
-        # Slurm lets a job that was requeued wait two minutes.
-        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # Slurm lets a job that was requeued wait two minutes, until no node holds its revoked credential any more; the
+        # credential of a start in the same second as the revocation would count as revoked.
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2")
         self.wait_for(job, "RUNNING", "COMPLETED")
 
     def preempt(self, job: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]  # in this order: `weightsync` is the package, not the benchmark
+sys.path.append(str(Path(__file__).parents[2]))  # first, because `weightsync` is the package, not the benchmark
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from chaos_parts.local_slurm import LocalSlurm, local_slurm, missing_programs
 

@@ -8,7 +8,7 @@ from chaos_parts.local_slurm import LocalSlurm, kill, wait_until
 from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
 
 SEVERAL_NODES = False
-"""Whether a launcher finds the others of its job by Slurm's variables; until it does, no test has more than one node."""
+"""Whether launchers find each other by Slurm's variables; until they do, no test has more than one node."""
 GROUPS = 8
 SMALL = (
     "--time", "20", "--cpus-per-task", "1", "--set", f"schedule.rollout_batch_size={GROUPS}",

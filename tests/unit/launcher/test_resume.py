@@ -12,6 +12,7 @@ from asyncflow.job import Job
 from launcher.resume import (
     cut_lines,
     find_checkpoint,
+    lineage_after_kill,
     rewind_run,
     rewind_to_start,
     running_launcher,
@@ -105,12 +106,12 @@ def test_rewind_to_the_start_leaves_no_step_and_takes_the_next_lineage_after_a_k
     write_steps(run / "metrics.jsonl", 1, 2)
     write_steps(run / "ledger.jsonl", 1, 1, 2, 2)
     write_steps(run / "evaluation.jsonl", 0, 2)
-    make_job(run, os.getpid(), time.time())
-    assert rewind_to_start(run) == 1
+    rewind_to_start(run)
     assert steps_in(run / "metrics.jsonl") == steps_in(run / "ledger.jsonl") == []
     assert steps_in(run / "evaluation.jsonl") == [0]
-    (run / "job.json").unlink()
-    assert rewind_to_start(run) == 0
+    assert lineage_after_kill(run) == 0
+    make_job(run, os.getpid(), time.time())
+    assert lineage_after_kill(run) == 1
 
 
 def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
