@@ -60,8 +60,8 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 
-# Quick, because everything is near: a dead node is seen in 20 s, a job that ignores SIGTERM is killed after 5 s.
-SlurmdTimeout=20
+# Quick, because everything is near: a dead node is seen in 10 s, a job that ignores SIGTERM is killed after 5 s.
+SlurmdTimeout=10
 KillWait=5
 ReturnToService=2
 SlurmdParameters=config_overrides

@@ -81,11 +81,10 @@ def sbatch_command(
             setup=setup,
         ).accept()
         script = script_text(job)
-        is_new = make_run_dir(job.run_dir)
         if submit:
             number = submit_script(script, job.run_dir)
             click.echo(f"submitted job {number}; its log: {job.run_dir / f'slurm-{number}.out'}")
-        else:
-            click.echo(script, nl=False)
-            if is_new:
-                click.echo(f"made {job.run_dir}, where Slurm will write its log", err=True)
+            return
+        click.echo(script, nl=False)
+        if make_run_dir(job.run_dir):
+            click.echo(f"made {job.run_dir}, where Slurm will write its log", err=True)

@@ -1,5 +1,6 @@
 """Hands a batch script to Slurm. Called by `asyncflow sbatch --submit`."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,19 +26,19 @@ def make_run_dir(run_dir: Path) -> bool:
 
 
 def submit(script: str, run_dir: Path) -> str:
-    """Write the script into the run directory and submit it; return the job's id.
+    """Write the script into the run directory, which is made, and submit it; return the job's id.
 
     Raises:
         ConfigError: there is no sbatch here, or it refused; its own words.
     """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "--submit: there is no sbatch on this machine; leave --submit out, and submit the script where one is"
+        )
+    make_run_dir(run_dir)
     file = run_dir / SCRIPT_FILE
     file.write_text(script)
-    try:
-        answer = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "--submit: there is no sbatch on this machine; print the script and submit it on one that has"
-        ) from error
+    answer = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         said = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
         raise ConfigError(f"--submit: sbatch refused {file}: {said}; correct the options, or edit and submit the file")

@@ -5,7 +5,7 @@ import re
 from asyncflow.errors import ConfigError
 
 UNLIMITED = ("infinite", "unlimited")
-_FORM = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+_FORM = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 
 
 def time_limit_s(text: str) -> float:

@@ -15,8 +15,10 @@ SMALL = (
     "--set", "checkpoint.interval=0",
 )  # fmt: skip
 EXACT = LedgerFaults(skipped=0, twice=0)
+SAVED_OFTEN = ("--set", "checkpoint.interval=4", "--set", "checkpoint.export_hf=false")
 ENDLESS = ("--steps", "100000")
-MANY = ("--steps", "150")
+LAST = 80
+MANY = ("--steps", str(LAST))
 """More than are finished before a signal arrives, few enough to wait for."""
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,7 +42,8 @@ def test_finished_run_ends_the_job_with_0(slurm: LocalSlurm, tmp_path: Path) -> 
 
 
 def test_failed_run_ends_the_job_with_its_code(slurm: LocalSlurm, tmp_path: Path) -> None:
-    job = slurm.submit("--run-dir", "run", *ENDLESS, *SMALL, cwd=tmp_path)
+    fragile = ("--set", "launcher.max_restarts=0", "--set", "launcher.max_global_restarts=0")
+    job = slurm.submit("--run-dir", "run", *ENDLESS, *SMALL, *fragile, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 1)
     workers = [one for one in slurm.processes(job) if holds(one, tmp_path / "run/timeline/actor-0.jsonl")]
     kill(workers[0])
@@ -67,8 +70,8 @@ def test_signal_ahead_of_the_limit_saves_and_the_job_goes_on_by_itself(slurm: Lo
     facts = slurm.wait_for(job, "COMPLETED")
     assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "1")
     lineages = [line["lineage"] for line in lines(run_dir / "metrics.jsonl")]
-    assert lineages == [0] * stopped_at + [1] * (150 - stopped_at)
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+    assert lineages == [0] * stopped_at + [1] * (LAST - stopped_at)
+    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
 
 
 def test_signal_while_the_launcher_starts_costs_nothing(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_job_that_is_preempted_by_a_better_one_goes_on_after_it(slurm: LocalSlur
     slurm.call("srun", "--partition=main", "--nodes=3", "--exclusive", "true")
     slurm.wait_for_restart(job, 1)
     slurm.wait_for(job, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
 
 
 def test_two_jobs_on_one_node_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -126,14 +129,14 @@ def test_two_jobs_on_one_node_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> 
 
 def test_job_whose_node_dies_goes_on_elsewhere(slurm: LocalSlurm, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    job = slurm.submit("--run-dir", "run", *MANY, *SMALL, "--set", "checkpoint.interval=2", cwd=tmp_path)
+    job = slurm.submit("--run-dir", "run", *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
     wait_for_step(run_dir, 5)
     node = slurm.facts(job)["NodeList"]
     slurm.kill_node(node)
     slurm.wait_for_restart(job, 1)
     facts = slurm.wait_for(job, "COMPLETED")
     assert facts["NodeList"] != node
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
     slurm.revive_node(node)
 
 
@@ -159,33 +162,29 @@ if SEVERAL_NODES:
         slurm.wait_for_restart(job, 1)
         assert said(run_dir, job).count("Exited with exit code 75") == 2
         slurm.wait_for(job, "COMPLETED")
-        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
 
     def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
         """A launcher that is killed ends the job resumably, on whichever node it was; nobody waits for ever."""
         run_dir = tmp_path / "run"
-        job = slurm.submit(
-            "--run-dir", "run", *TWO_NODES, *MANY, *SMALL, "--set", "checkpoint.interval=2", cwd=tmp_path
-        )
+        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
         for restart, node in ((1, "0"), (2, "1")):
             wait_for_step(run_dir, last_step(run_dir) + 3)
             launchers = [one for one in slurm.processes(job) if one.environ().get("SLURM_NODEID") == node]
             kill(min(launchers, key=lambda one: one.create_time()))
             slurm.wait_for_restart(job, restart)
         slurm.wait_for(job, "COMPLETED")
-        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
 
     def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
         run_dir = tmp_path / "run"
-        job = slurm.submit(
-            "--run-dir", "run", *TWO_NODES, *MANY, *SMALL, "--set", "checkpoint.interval=2", cwd=tmp_path
-        )
+        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
         wait_for_step(run_dir, 5)
         node = slurm.facts(job)["BatchHost"]
         slurm.kill_node(node)
         slurm.wait_for_restart(job, 1)
         slurm.wait_for(job, "COMPLETED")
-        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=150) == EXACT
+        assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
         slurm.revive_node(node)
 
     def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
