@@ -105,6 +105,10 @@ class LocalSlurm:
         self.call("slurmd", "-f", self.environment["SLURM_CONF"], "-N", name)
         wait_until(lambda: "idle" in self.call("sinfo", "-h", "-n", name, "-o", "%t"), f"{name} idle", every_s=0.2)
 
+    def has_srun(self, job: int) -> bool:
+        """Return whether the job's script has come as far as its step."""
+        return any(_name(process) == "srun" for process in self.processes(job))
+
     def processes(self, job: int) -> list[psutil.Process]:
         """Return every process of the job, whoever its parent is now."""
         return [process for process in psutil.process_iter() if _job_of(process) == (str(job), self._conf)]
@@ -116,8 +120,15 @@ class LocalSlurm:
     def _step_managers(self, node: str) -> list[psutil.Process]:
         """Return the slurmstepds of a node: those that write into its log."""
         log = str(self._directory / "log" / f"slurmd-{node}.log")
-        managers = [process for process in psutil.process_iter() if process.name() == "slurmstepd"]
+        managers = [process for process in psutil.process_iter() if _name(process) == "slurmstepd"]
         return [process for process in managers if log in _open_files(process)]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _open_files(process: psutil.Process) -> list[str]:

@@ -29,7 +29,7 @@ OPTIONS = (
     "--set", "checkpoint.export_hf=false",
 )  # fmt: skip
 MOST_STEPS = 6
-"""A cycle trains 0 to so many steps before the signal; 0: it comes while the launcher starts."""
+"""A cycle trains 0 to so many steps before the signal. 0: it comes with the launch, or while workers start."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def preempt_cycles(number: int, *, seed: int = 0) -> dict[str, Any]:
         job = slurm.submit(*OPTIONS, cwd=cwd)
         cycles = []
         for count in range(1, number + 1):
-            cycles.append(_cycle(slurm, job, run_dir, steps=draw.randint(0, MOST_STEPS), count=count))
+            steps, early = draw.randint(0, MOST_STEPS), draw.random() < 0.5
+            cycles.append(_cycle(slurm, job, run_dir, steps=steps, early=early, count=count))
             print(f"cycle {count}: {cycles[-1]}", file=sys.stderr, flush=True)
         slurm.cancel(job)
         slurm.wait_for(job, "CANCELLED")
@@ -84,11 +85,13 @@ def preempt_cycles(number: int, *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _cycle(slurm: LocalSlurm, job: int, run_dir: Path, *, steps: int, count: int) -> Cycle:
+def _cycle(slurm: LocalSlurm, job: int, run_dir: Path, *, steps: int, early: bool, count: int) -> Cycle:
     """Wait for so many steps of this start, send the signal, and see the job queued and started again."""
     slurm.wait_for(job, "RUNNING")
-    wait_until(lambda: bool(slurm.processes(job)), "the batch script")
+    wait_until(lambda: slurm.has_srun(job), "the step")
     first = last_step(run_dir)
+    if steps or not early:
+        wait_until((run_dir / "job.json").is_file, "the workers' start")
     wait_until(lambda: last_step(run_dir) >= first + steps, f"step {first + steps}")
     signalled = time.monotonic()
     slurm.preempt(job)

@@ -58,7 +58,12 @@ class BatchRequest:
         config = accepted.checked.config
         stop_s = _longest_stop_s(config.launcher)
         self._check_times(stop_s)
-        _check_path(accepted.run_dir)
+        for what, text in (
+            ("name", config.name),
+            ("--run-dir", accepted.run_dir),
+            ("the working directory", Path.cwd()),
+        ):
+            _check_quotable(what, str(text))
         return BatchJob(
             name=config.name,
             nodes=self.nodes,
@@ -131,7 +136,6 @@ def _check_argument(argument: str) -> None:
         )
 
 
-def _check_path(run_dir: Path) -> None:
-    for path in (run_dir, Path.cwd()):
-        if not str(path).isprintable() or any(char in str(path) for char in '"\\'):
-            raise ConfigError(f"--run-dir: {str(path)!r} cannot stand in an #SBATCH line; choose another directory")
+def _check_quotable(what: str, text: str) -> None:
+    if not text.isprintable() or any(char in text for char in '"\\'):
+        raise ConfigError(f"{what}: {text!r} cannot stand in an #SBATCH line; choose another, without quotes and \\")

@@ -6,20 +6,20 @@ if ((restarts > 0)) && [[ -e $run_dir/config.yaml ]]; then
     launch+=(--resume latest)
 fi
 
-# Slurm signals this shell: USR1 ahead of the time limit, TERM when it ends the job itself. srun hands USR1 on to the
-# launchers, which save the last completed step and exit with 75.
-step=
-stopping=
-stop() {
-    stopping=yes
-    if [[ -n $step ]]; then kill -USR1 "$step" 2> /dev/null; fi
-}
-trap stop USR1 TERM
-
 # In the background, because bash runs traps only between commands. When the first launcher has gone, the others have
 # `gather_s` seconds to follow: long enough to save, and nobody waits for ever.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait="$gather_s" "${srun_options[@]}" "${launch[@]}" "$@" &
 step=$!
+launched_at=$SECONDS
+
+# Slurm signals this shell: USR1 ahead of the time limit, TERM when it ends the job itself. srun hands USR1 on to the
+# launchers, which save the last completed step and exit with 75. It loses signals in its first moments.
+stop() {
+    stopping=yes
+    while ((SECONDS < launched_at + 3)); do sleep 1; done
+    kill -USR1 "$step" 2> /dev/null
+}
+trap stop USR1 TERM
 if [[ -n $stopping ]]; then stop; fi
 
 # A signal ends `wait` early: wait until the step is gone, and only then ask for its exit code, the highest of all nodes.
@@ -27,9 +27,9 @@ while kill -0 "$step" 2> /dev/null; do wait "$step"; done
 wait "$step"
 code=$?
 
-# 0: done; 1: the run failed; 2: the command is wrong. Nothing that another start would mend.
-# 75: stopped, resumable. Above 128: a launcher was killed, maybe by a signal that came before it could take one.
-if ((code != 75 && code <= 128)); then exit "$code"; fi
+# 75: stopped, resumable. Above 128: a launcher was killed, maybe by a signal that came before it could take one. 1 ahead
+# of the limit: the stop failed, or the step had not begun. All others, done (0), failed (1), wrong command (2), are final.
+if ! ((code == 75 || code > 128)) && ! [[ $code == 1 && -n $stopping ]]; then exit "$code"; fi
 
 for _ in 1 2 3 4 5 6; do
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RELAUNCH = Path(__file__).with_name("relaunch.sh")
+EARLY_TRAP = """\
+# A signal that comes early would end bash; it is kept until there is something to stop.
+stopping=
+trap 'stopping=yes' USR1 TERM
+"""
+"""The first lines after Slurm's options; `relaunch.sh` needs them."""
 _PLAIN = re.compile(r"[\w./:@%+=,-]+", re.ASCII)
 
 
@@ -105,6 +111,7 @@ def _restarts(job: BatchJob) -> str:
 
 def _setup(job: BatchJob) -> str:
     lines = [
+        EARLY_TRAP,
         "# Every channel between two processes takes file descriptors: as many as the site allows.",
         'ulimit -n "$(ulimit -Hn)"',
     ]

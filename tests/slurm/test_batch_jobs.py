@@ -34,11 +34,12 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 def test_finished_run_ends_the_job_with_0(slurm: LocalSlurm, tmp_path: Path) -> None:
-    job = slurm.submit("--run-dir", "run", "--steps", "4", *SMALL, cwd=tmp_path)
+    run_dir = tmp_path / "50% of it"
+    job = slurm.submit("--run-dir", run_dir.name, "--steps", "4", *SMALL, cwd=tmp_path)
     facts = slurm.wait_for(job, "COMPLETED")
     assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "0")
-    assert "done (step 4/4" in said(tmp_path / "run", job).splitlines()[-1]
-    assert ledger_faults(tmp_path / "run", groups_per_step=GROUPS, last=4) == EXACT
+    assert "done (step 4/4" in said(run_dir, job).splitlines()[-1]
+    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=4) == EXACT
 
 
 def test_failed_run_ends_the_job_with_its_code(slurm: LocalSlurm, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_devices_are_the_nodes_own(write_config: WriteConfig) -> None:
         (["--time", "60", "--sbatch-arg", "qos=long"], "--sbatch-arg: 'qos=long' is no option of sbatch"),
         (["--time", "60", "--sbatch-arg", "--a\nrm"], "--sbatch-arg: '--a\\nrm' is no option of sbatch"),
         (["--time", "60", "--run-dir", 'a"b'], "--run-dir: "),
+        (["--time", "60", "--run-dir", "r", "--set", 'name=a"b'], "name: 'a\"b' cannot stand in an #SBATCH line"),
         (["--time", "60", "--nodes", "0"], "--nodes: 0 is not in the range x>=1"),
         (["--time", "60", "--setup", "none.sh"], "--setup: "),
         (["--time", "60", "--roles", "rollout"], "--roles"),

@@ -1,6 +1,7 @@
 """The part that all batch scripts share, run by bash with fakes of Slurm's commands in its PATH."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.script import RELAUNCH
+from launcher.slurm.script import EARLY_TRAP, RELAUNCH
 
-SETTINGS = """
-run_dir={run_dir}
+SLEEP = shutil.which("sleep")
+SETTINGS = f"""
+{EARLY_TRAP}run_dir={{run_dir}}
 max_requeues=3
 gather_s=70
 srun_options=(--cpu-bind=none)
@@ -62,7 +64,10 @@ class Job:
         self._program(
             "scontrol", f'#!/bin/bash\necho "scontrol $*" >> {self.notes}\nexit {int(not self.requeue_works)}\n'
         )
-        self._program("sleep", f'#!/bin/bash\necho "sleep $*" >> {self.notes}\n')
+        # A minute's sleeps are left out; the second for which srun may be deaf is slept.
+        self._program(
+            "sleep", f'#!/bin/bash\nif [[ $1 == 1 ]]; then exec {SLEEP} 1; fi\necho "sleep $*" >> {self.notes}\n'
+        )
         script = self.directory / "script.sbatch"
         script.write_text(SETTINGS.format(run_dir=self.run_dir) + RELAUNCH.read_text())
 
@@ -134,6 +139,24 @@ def test_run_that_ended_by_itself_while_a_signal_came_keeps_its_code(tmp_path: P
     assert process.communicate(timeout=30) == ("", "")
     assert process.returncode == 0
     assert job.noted()[1:] == ["srun got USR1"]
+
+
+def test_signal_before_the_launch_stops_what_is_launched_then(tmp_path: Path) -> None:
+    """While the site's lines run, e.g. `module load`."""
+    job = Job(tmp_path, code=75, waits=True)
+    script = tmp_path / "script.sbatch"
+    script.write_text(script.read_text().replace("run_dir=", "kill -USR1 $$\nrun_dir=", 1))
+    assert job.run()[0] == 0
+    assert job.noted()[1:] == ["srun got USR1", "scontrol requeue 17"]
+
+
+def test_step_that_was_stopped_before_it_began_is_queued_again(tmp_path: Path) -> None:
+    """Then srun says "Cancelled pending job step" and ends with 1, as a failed run does."""
+    job = Job(tmp_path, code=1, waits=True)
+    process = job.start()
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=30)[1] == ""
+    assert job.noted()[1:] == ["srun got USR1", "scontrol requeue 17"]
 
 
 @pytest.mark.parametrize("code", [75, 137, 138])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from launcher.slurm.script import RELAUNCH, BatchJob, script_text
+from launcher.slurm.script import EARLY_TRAP, RELAUNCH, BatchJob, script_text
 
 TEMPLATES = sorted((Path(next(iter(configs.__path__))) / "slurm").glob("*.sbatch"))
 SETTINGS = ("run_dir=", "max_requeues=", "gather_s=", "srun_options=(", "launch=(")
@@ -27,6 +27,7 @@ def test_there_is_one_for_each_vendor() -> None:
 def test_template_ends_as_every_batch_script_and_sets_what_that_part_needs(path: Path) -> None:
     own, shared = path.read_text().split("# --- From here on", 1)
     assert RELAUNCH.read_text() == "# --- From here on" + shared
+    assert own.index(EARLY_TRAP) < own.index("# --- This site")
     for setting in SETTINGS:
         assert sum(line.startswith(setting) for line in own.splitlines()) == 1
 
