@@ -16,6 +16,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from asyncflow.lifeline import STOP_SIGNALS
+
 LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
 LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
 
@@ -55,10 +57,10 @@ def start(log_file: Path) -> int:
     }
     # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
     quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
-    with _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
+    with _stop_signals_blocked(), _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
         resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(["launcher.preloaded"])
-    with _set(variables):
+    with _stop_signals_blocked(), _set(variables):  # again, because `ensure_running` lets two of them in
         forkserver.ensure_running()
     return int(_forkserver._forkserver_pid)
 
@@ -93,6 +95,20 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Have the processes that are started inside begin with these signals blocked; in this one they only wait.
+
+    A scheduler sends them to every process at once. The fork server ignores them as soon as it can; the tracker keeps
+    those blocked that `multiprocessing` does not think of (USR1, HUP).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,16 @@ from launcher.dry_run import describe
 from launcher.paths import user_path
 from launcher.preflight import Preflight, check_run
 from launcher.recipes import find_recipe
-from launcher.resume import Checkpoint, check_resume, find_checkpoint, rewind_run
+from launcher.resume import (
+    Checkpoint,
+    check_not_running,
+    check_resume,
+    find_checkpoint,
+    lineage_after_kill,
+    rewind_run,
+    rewind_to_start,
+    unsaved_run,
+)
 from launcher.rundir import (
     CONFIG_FILE,
     check_new_run_dir,
@@ -24,6 +33,7 @@ from launcher.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
+from workers.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,9 @@ class Accepted:
         source: the configuration file.
         run_dir: absolute.
         checked: what the configuration resolves to.
-        checkpoint: to continue from, or None for a new run.
+        checkpoint: to continue from, or None for a run that begins with step 1.
         default_run_dir: whether the user left the directory to us.
+        started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
     """
 
     source: Path
@@ -43,10 +54,13 @@ class Accepted:
     checked: Preflight
     checkpoint: Checkpoint | None
     default_run_dir: bool = False
+    started_over: bool = False
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
-        resume_from = str(self.checkpoint.path) if self.checkpoint else ""
+        resume_from = "step 0: it saved nothing yet" if self.started_over else ""
+        if self.checkpoint is not None:
+            resume_from = str(self.checkpoint.path)
         return describe(self.checked, source=self.source, run_dir=self.run_dir, resume_from=resume_from)
 
     def start(self, started_at: float) -> int:
@@ -58,20 +72,34 @@ class Accepted:
         from launcher.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        if checkpoint is None:
+        if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
-            if checkpoint is not None:
-                rewind_run(checkpoint)
-                rewrite_run_dir(run_dir, config)
+            lineage = self._cut_back()
             return run_job(
                 config,
                 self.checked.gangs,
                 run_dir,
                 resume_from=str(checkpoint.path) if checkpoint else "",
-                lineage=checkpoint.lineage + 1 if checkpoint else 0,
+                lineage=lineage,
                 started_at=started_at,
             )
+
+    def _cut_back(self) -> int:
+        """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
+        from launcher.progress import print_line
+
+        if self.checkpoint is not None:
+            rewind_run(self.checkpoint)
+            lineage = self.checkpoint.lineage + 1
+        elif self.started_over:
+            print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
+            rewind_to_start(self.run_dir)
+            lineage = lineage_after_kill(self.run_dir)
+        else:
+            return 0
+        rewrite_run_dir(self.run_dir, self.checked.config)
+        return lineage
 
 
 @dataclass(frozen=True)
@@ -109,13 +137,27 @@ class Request:
         return Accepted(source, run_dir, check_run(config), None, default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
+        unsaved = unsaved_run(target, self._given_run_dir())
+        if unsaved is not None:
+            return self._accept_started_over(unsaved)
         checkpoint = find_checkpoint(target, self._given_run_dir())
-        own = checkpoint.run_dir / CONFIG_FILE
-        if self.config is None and not own.is_file():
-            raise ConfigError(f"--resume: {checkpoint.run_dir} has no {CONFIG_FILE}; give CONFIG")
-        source = find_recipe(self.config) if self.config is not None else own
-        config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
+        source, config = self._load_resumed(checkpoint.run_dir)
         checked = check_run(config)
         check_resume(checkpoint, config)
         check_writable(checkpoint.run_dir)
         return Accepted(source, checkpoint.run_dir, checked, checkpoint)
+
+    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        source, config = self._load_resumed(run_dir)
+        checked = check_run(config)
+        check_not_running(run_dir)
+        check_writable(run_dir)
+        return Accepted(source, run_dir, checked, None, started_over=True)
+
+    def _load_resumed(self, run_dir: Path) -> tuple[Path, RunConfig]:
+        """Return CONFIG, or the run's own configuration, and what it says."""
+        own = run_dir / CONFIG_FILE
+        if self.config is None and not own.is_file():
+            raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
+        source = find_recipe(self.config) if self.config is not None else own
+        return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
