@@ -14,7 +14,7 @@ from launcher.dry_run import describe
 from launcher.paths import user_path
 from launcher.preflight import Preflight, check_run
 from launcher.recipes import find_recipe
-from launcher.resume import Checkpoint, check_resume, find_checkpoint, rewind_run
+from launcher.resume import Checkpoint, check_resume, find_checkpoint, next_lineage, rewind_run
 from launcher.rundir import (
     CONFIG_FILE,
     check_new_run_dir,
@@ -61,7 +61,9 @@ class Accepted:
         if checkpoint is None:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
+            lineage = 0
             if checkpoint is not None:
+                lineage = next_lineage(checkpoint)
                 rewind_run(checkpoint)
                 rewrite_run_dir(run_dir, config)
             return run_job(
@@ -69,7 +71,7 @@ class Accepted:
                 self.checked.gangs,
                 run_dir,
                 resume_from=str(checkpoint.path) if checkpoint else "",
-                lineage=checkpoint.lineage + 1 if checkpoint else 0,
+                lineage=lineage,
                 started_at=started_at,
             )
 

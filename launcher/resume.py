@@ -6,6 +6,7 @@ goes on in its own directory with the next lineage. Restoring state is the worke
     find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
 """
 
+import contextlib
 import filecmp
 import json
 import os
@@ -164,6 +165,20 @@ def running_launcher(run_dir: Path) -> int | None:
         return None
     process_start = _process_start(pid)
     return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def next_lineage(checkpoint: Checkpoint) -> int:
+    """Return the lineage of a run that goes on from a checkpoint: newer than any that was, also if nothing of the last
+    one was saved. Call it before the run is cut back.
+
+    A launcher that was killed leaves its lineage in `job.json`; one that ended itself, in the metrics.
+    """
+    left = [checkpoint.lineage]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left.append(int(json.loads((checkpoint.run_dir / JOB_FILE).read_text())["lineage"]))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        left.append(int(json.loads((checkpoint.run_dir / METRICS_FILE).read_bytes().splitlines()[-1])["lineage"]))
+    return max(left) + 1
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:
