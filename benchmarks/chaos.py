@@ -15,6 +15,9 @@ from typing import Any
 
 PARTS = {
     "kills": ("part_kills", "run"),
+    "rollout": ("part_rollout", "run"),
+    "actor": ("part_actor", "run"),
+    "determinism": ("part_determinism", "run"),
 }
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ LAUNCHER, FORK_SERVER, TRACKER = "launcher", "fork server", "resource tracker"
 STARTING = "a starting worker"
 _POLL_S = 0.02
 _TAIL_BYTES = 1 << 14
+_STAMP = len("2026-01-31 12:00:00,000")
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,21 @@ class LaunchedRun:
             raise RuntimeError(f"the command did not end within {deadline_s:g} s: {self.last_words()}") from error
 
     def log_size(self) -> int:
-        """Return the size of the launcher's log, for `logged`."""
+        """Return the size of the launcher's log, for `logged_at`."""
         path = self.run_dir / "logs" / "launcher.log"
         return path.stat().st_size if path.exists() else 0
 
-    def logged(self, since: int) -> list[str]:
-        """Return the complete lines of the launcher's log after its first `since` bytes."""
+    def logged_at(self, text: str, since: int) -> float | None:
+        """Return when the launcher first logged a line with `text`, after its log's first `since` bytes.
+
+        Returns:
+            Unix time (s), to a millisecond; None: it has not.
+        """
         with (self.run_dir / "logs" / "launcher.log").open("rb") as file:
             file.seek(since)
-            return file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
+            lines = file.read().decode(errors="replace").splitlines()
+        stamp = next((line[:_STAMP] for line in lines if text in line), None)
+        return None if stamp is None else datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
     def last_words(self) -> str:
         """Return the end of what it printed."""
