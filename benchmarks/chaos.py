@@ -18,6 +18,7 @@ PARTS = {
     "rollout": ("part_rollout", "run"),
     "actor": ("part_actor", "run"),
     "determinism": ("part_determinism", "run"),
+    "elastic": ("part_elastic", "run"),
 }
 
 

@@ -43,32 +43,35 @@ class Member:
 class LaunchedRun:
     """One run directory and the command that works on it; a context manager that leaves no process behind."""
 
-    def __init__(self, run_dir: Path, *arguments: str) -> None:
+    def __init__(self, run_dir: Path) -> None:
         """Args:
         run_dir: where; its parent exists.
-        arguments: of the first start, but for `--run-dir`.
         """
         self.run_dir = run_dir
         self.starts = 0
-        self._arguments = arguments
         self._output = run_dir.with_name(f"{run_dir.name}.out")
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
 
     def __enter__(self) -> "LaunchedRun":
-        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def start(self, *more: str) -> None:
-        """Start the command: for a new run, then to go on with it; what is left of an earlier start ends by itself."""
-        first = self.starts == 0
-        own = self._arguments if first else ("--resume", "latest")
+    def resume(self, *arguments: str) -> None:
+        """Start the command to go on with the run; what is left of an earlier start ends by itself."""
+        self.start("--resume", "latest", *arguments)
+
+    def start(self, *arguments: str) -> None:
+        """Start the command.
+
+        Args:
+            arguments: all but `--run-dir`.
+        """
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
-                [COMMAND, *own, "--run-dir", str(self.run_dir), *more],
+                [COMMAND, *arguments, "--run-dir", str(self.run_dir)],
                 cwd=self.run_dir.parent, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self.starts += 1
@@ -175,6 +178,16 @@ class LaunchedRun:
             return self._process.wait(deadline_s)
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"the command did not end within {deadline_s:g} s: {self.last_words()}") from error
+
+    def end_with(self, code: int, *, deadline_s: float) -> None:
+        """Wait for the command to end.
+
+        Raises:
+            RuntimeError: it ended with another exit code, or the time is up.
+        """
+        ended = self.wait_for_end(deadline_s=deadline_s)
+        if ended != code:
+            raise RuntimeError(f"{self.run_dir.name}: the command ended with {ended}, not {code}: {self.last_words()}")
 
     def log_size(self) -> int:
         """Return the size of the launcher's log, for `logged_at`."""

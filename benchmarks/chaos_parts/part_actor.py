@@ -59,9 +59,8 @@ def run(options: Options) -> Result:
         launcher__max_restarts=kills,
     )  # fmt: skip
     recoveries = []
-    with LaunchedRun(
-        options.directory / "actor", "quickstart", "--roles", _ROLES, "--steps", str(steps), *settings
-    ) as launched:
+    with LaunchedRun(options.directory / "actor") as launched:
+        launched.start("quickstart", "--roles", _ROLES, "--steps", str(steps), *settings)
         launched.wait_for_step(1, deadline_s=_DEADLINE_S)
         load_s = _load_s(launched)
         for number in range(kills):

@@ -92,7 +92,7 @@ class _Fire:
             return
         if code in (0, 1, 2):
             raise RuntimeError(f"after {len(self.kills)} kills the command ended with {code}: {self.run.last_words()}")
-        self.run.start()
+        self.run.resume()
 
     def wait_for_end(self) -> None:
         """Wait until the run is over, however often it has to be started for that."""
@@ -129,12 +129,12 @@ def run(options: Options) -> Result:
     """Kill; compare with a run that was left alone."""
     steps = SHORT_STEPS if options.short else max(60, STEPS_PER_KILL * options.kills)
     arguments = ["quickstart", "--roles", ROLES, "--steps", str(steps), *overrides(**_QUIET, **LIMITS)]
-    with LaunchedRun(options.directory / "left-alone", *arguments) as calm:
+    with LaunchedRun(options.directory / "left-alone") as calm:
+        calm.start(*arguments)
         options.say(f"a run of {steps} steps without kills")
-        code = calm.wait_for_end(deadline_s=_END_S)
-        if code:
-            raise RuntimeError(f"the run without kills ended with {code}: {calm.last_words()}")
-    with LaunchedRun(options.directory / "under-fire", *arguments) as run:
+        calm.end_with(0, deadline_s=_END_S)
+    with LaunchedRun(options.directory / "under-fire") as run:
+        run.start(*arguments)
         fire = _Fire(run, KillPlan(options.seed), options)
         for _ in range(options.kills):
             fire.kill_one()

@@ -132,7 +132,8 @@ def run(options: Options) -> Result:
     """Kill one, stop another."""
     arguments = ["quickstart", "--roles", f"rollout:{NUM_ROLLOUTS},actor:1,ref:1", "--steps", str(_STEPS)]
     losses = []
-    with LaunchedRun(options.directory / "rollout", *arguments, *overrides(**_SETTINGS)) as launched:
+    with LaunchedRun(options.directory / "rollout") as launched:
+        launched.start(*arguments, *overrides(**_SETTINGS))
         launched.wait_for_step(3, deadline_s=_DEADLINE_S)
         watched = _Watched(launched)
         for name, number in (("rollout-1", signal.SIGKILL), ("rollout-2", signal.SIGSTOP)):
