@@ -196,8 +196,6 @@ class Supervisor:
         note = Note(f"{self._named(event)} failed: {event.error}; {_remedy(gang, restart)}", failure=True)
         if restart.scope is Scope.ALL or gang.role in TRAINERS:
             return [*dump, note, *self._restore(names)]
-        if not restart.wait_s:
-            return [*dump, note, *self._start_again(gang.name)]
         self._waiting.add(gang.name)
         return [*dump, note, Arm(Timer.RESTART, restart.wait_s, gang.name)]
 
