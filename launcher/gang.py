@@ -39,6 +39,9 @@ MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
 STOPPED_S = 3.0
 """A process that a signal has stopped for so long is ended (s)."""
+_UNKNOWN = 255
+"""What `multiprocessing` takes for the exit code of a process whose fork server is gone."""
+FORK_SERVER_DIED = "the fork server died, and with it every worker; see logs/launcher.log"
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +122,13 @@ class Gang:
             killed=self._killed,
             last_words=functools.partial(self._store.left, spec.name),
         )
-        result = agent.run()
+        try:
+            result = agent.run()
+        except (OSError, EOFError):
+            if not preload.has_died(agent.fork_server):
+                raise
+            logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
+            return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
         failure = agent.failure or Failure(0, 1, "the elastic agent gave up; see logs/launcher.log", time.time())
@@ -155,6 +164,7 @@ class GangAgent(LocalElasticAgent):
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
+        self.fork_server = preload.server_pid()
         self.failure: Failure | None = None
         self._logs = logs
         self._killed = killed
@@ -210,10 +220,8 @@ class GangAgent(LocalElasticAgent):
             return recorded
         if code < 0:
             return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
-        if not preload.is_running():
-            return Failure(
-                rank, code or 1, "the fork server died, and with it every worker; see logs/launcher.log", time.time()
-            )
+        if code == _UNKNOWN and preload.has_died(self.fork_server):
+            return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
             return Failure(rank, code or 1, error, time.time())
         return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -20,6 +21,9 @@ from asyncflow.lifeline import STOP_SIGNALS
 
 LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
 LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
+
+_DYING_S = 1.0
+_LOOK_S = 0.02
 
 _forkserver: Any = forkserver._forkserver  # its process id and its end are not public
 
@@ -62,13 +66,19 @@ def start(log_file: Path) -> int:
     multiprocessing.set_forkserver_preload(["launcher.preloaded"])
     with _stop_signals_blocked(), _set(variables):  # again, because `ensure_running` lets two of them in
         forkserver.ensure_running()
+    _forkserver.ensure_running = _check_running
     return int(_forkserver._forkserver_pid)
+
+
+def server_pid() -> int:
+    """Return the process id of the fork server; 0: there is none."""
+    return _forkserver._forkserver_pid or 0
 
 
 def is_running() -> bool:
     """Return whether the fork server lives; it is not reaped here, `multiprocessing` does that."""
-    pid = _forkserver._forkserver_pid
-    if pid is None:
+    pid = server_pid()
+    if not pid:
         return False
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -84,6 +94,32 @@ def stop() -> None:
     # The server's own way to stop waits for every holder of its pipe; the kernel's way does not.
     os.kill(pid, signal.SIGKILL)
     _forkserver._stop()
+
+
+def has_died(pid: int) -> bool:
+    """Return whether a fork server is gone, or replaced; waits a moment, for its pipes close before it is.
+
+    Args:
+        pid: of the server whose pipe just closed, or that refused.
+    """
+    deadline = time.monotonic() + _DYING_S
+    while pid == server_pid() and is_running():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _check_running() -> None:
+    """Take the place of `ForkServer.ensure_running`, which every start of a worker calls, in whichever thread.
+
+    It would start another server, which would die with that thread; only `start` may do that.
+
+    Raises:
+        ConnectionRefusedError: there is no server to fork a worker.
+    """
+    if not is_running():
+        raise ConnectionRefusedError("the fork server is gone")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from launcher.resume import (
     check_not_running,
     check_resume,
     find_checkpoint,
-    lineage_after_kill,
+    next_lineage,
     rewind_run,
     rewind_to_start,
     unsaved_run,
@@ -89,15 +89,14 @@ class Accepted:
         """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
         from launcher.progress import print_line
 
+        if self.checkpoint is None and not self.started_over:
+            return 0
+        lineage = next_lineage(self.run_dir, self.checkpoint)
         if self.checkpoint is not None:
             rewind_run(self.checkpoint)
-            lineage = self.checkpoint.lineage + 1
-        elif self.started_over:
+        else:
             print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
             rewind_to_start(self.run_dir)
-            lineage = lineage_after_kill(self.run_dir)
-        else:
-            return 0
         rewrite_run_dir(self.run_dir, self.checked.config)
         return lineage
 
