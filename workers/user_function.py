@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def call(
         response: on which it is called.
 
     Raises:
-        AsyncFlowError: it raised, or did not return in time.
+        UserCodeFailed: it raised, or did not return in time.
     """
     outcome: list[tuple[object, BaseException | None]] = []
 
@@ -96,14 +96,14 @@ def call(
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise AsyncFlowError(
+        raise UserCodeFailed(
             f"{what} took longer than {limit} = {timeout_s:g} s on response {excerpt(response)}; "
             f"make it faster or raise the limit"
         )
     value, error = outcome[0]
     if error is not None:
         raised = f"{type(error).__name__}: {error}"
-        raise AsyncFlowError(f"{what} raised {raised} on response {excerpt(response)}") from error
+        raise UserCodeFailed(f"{what} raised {raised} on response {excerpt(response)}") from error
     return value
 
 
