@@ -51,7 +51,7 @@ class RowsExist(PeerRefused):
     """A put names rows that the queue has already; indices are never reused in a run."""
 
 
-class ProducersGone(TransportError):
+class ProducersGone(DeadlineExceeded):
     """A consumer waits for rows, and for too long nobody who could write them has been connected."""
 
 

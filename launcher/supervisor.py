@@ -186,7 +186,7 @@ class Supervisor:
     def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
         """A gang failed that should be at work."""
         never_worked = not self._all_ready and event.code > 0
-        restart = self._restarts.failed(gang.name, event.at)
+        restart = self._restarts.failed(gang.name)
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)

@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import get_default_backend_for_device
 
 from asyncflow.errors import WeightSyncError
 from tq.client.dataloader import StreamingDataLoader
@@ -18,6 +17,7 @@ from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
+from workers.gang_peers import meet_peers
 from workers.gather import gather
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
@@ -34,8 +34,7 @@ STOP_GRACE_S = 15.0
 
 def run_actor(context: WorkerContext) -> None:
     """Train until the last step or a stop; save what was completed."""
-    backend = get_default_backend_for_device(context.device)
-    dist.init_process_group(backend, store=context.group_store(), rank=context.rank, world_size=context.gang.num_ranks)
+    meet_peers(context)
     actor = Actor(context)
     actor.train()
     actor.close()

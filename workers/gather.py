@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
+from workers.gang_peers import waiting_for_peers
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
@@ -21,6 +22,9 @@ def gather(value: Any, *, device: torch.device) -> list[Any]:
     Args:
         value: of what JSON has, infinite numbers and NaN too.
         device: of the group's backend.
+
+    Raises:
+        DeadlineExceeded: a rank does not come, or left.
     """
     if dist.get_world_size() == 1:
         return [value]
@@ -39,13 +43,15 @@ def sum_over_ranks(value: int, *, device: torch.device) -> int:
     if dist.get_world_size() == 1:
         return value
     total = torch.tensor([value], dtype=torch.int32, device=device)
-    dist.all_reduce(total)
-    return int(total)
+    with waiting_for_peers("in a sum of all ranks' counts"):
+        dist.all_reduce(total)
+        return int(total)
 
 
 def _exchange(data: bytes, size: int, device: torch.device) -> list[bytes]:
     """Return the bytes of every rank, each padded to `size`."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return [part.cpu().numpy().tobytes() for part in parts]
+    with waiting_for_peers("in an exchange of all ranks' figures"):
+        dist.all_gather(parts, mine)
+        return [part.cpu().numpy().tobytes() for part in parts]

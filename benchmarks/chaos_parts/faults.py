@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
+
 from chaos_parts import faults_of_processes, faults_of_users_code
 from chaos_parts.fault import Fault, Lab, Outcome, Seen
 
@@ -69,8 +71,8 @@ def inject_faults(
 def _inject(fault: Fault, lab: Lab) -> Seen:
     try:
         return fault.inject(lab)
-    except TimeoutError as error:
-        return Seen(Outcome.WRONG, str(error))
+    except (TimeoutError, DistError) as error:  # the run is not where it should be, or gone
+        return Seen(Outcome.WRONG, f"{type(error).__name__}: {error}")
 
 
 def main() -> int:

@@ -17,7 +17,8 @@ if pathlib.Path("sick").exists():
 def score(prompt, response, answer):
     return 0.5
 """
-_BROADCAST = {"weightsync.path": "broadcast", "weightsync.timeout_s": 10}
+_BROADCAST = {"weightsync.path": "broadcast", "weightsync.timeout_s": 10, "sim.parameters": 8_000_000}
+"""Too much for the buffers of sockets."""
 
 
 def worker_is_told_to_terminate(lab: Lab) -> Seen:
