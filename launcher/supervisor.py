@@ -43,6 +43,7 @@ from launcher.run_events import (
     Restore,
     Restored,
     RestoreFailed,
+    RunDirLost,
     SetPhase,
     StartGang,
     StopRequested,
@@ -125,6 +126,10 @@ class Supervisor:
             case NodeLost():
                 self._lost_node = event.node
                 return self._enter(Phase.EXIT)
+            case RunDirLost():
+                self._finished = True
+                text = f"run directory {event.path} was removed or moved, so nothing can be recorded any more"
+                return [*(KillGang(name) for name in self._running), Finish(FAILED, text)]
             case StopRequested():
                 return self._stop(event.count)
             case Restored():

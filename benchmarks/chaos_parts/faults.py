@@ -19,12 +19,14 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from chaos_parts import faults_of_processes, faults_of_users_code
+from chaos_parts import faults_of_disks, faults_of_hosts, faults_of_processes, faults_of_users_code
 from chaos_parts.fault import Fault, Lab, Outcome, Seen
 
 FAULTS: tuple[Fault, ...] = (
     *faults_of_users_code.FAULTS,
     *faults_of_processes.FAULTS,
+    *faults_of_disks.FAULTS,
+    *faults_of_hosts.FAULTS,
 )
 
 

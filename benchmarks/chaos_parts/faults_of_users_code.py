@@ -16,6 +16,23 @@ def score(prompt, response, answer):
         return {deed}
     return 0.5
 """
+_GLUTTON = """\
+import resource
+
+kept = []
+
+def score(prompt, response, answer):
+    if prompt == {suspect!r}:
+        used = 4096 * int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
+        for size in (2**power for power in range(26, 11, -1)):
+            try:
+                while True:
+                    kept.append(bytearray(size))
+            except MemoryError:
+                pass
+    return 0.5
+"""
 _TASK = """\
 import pathlib, time
 
@@ -73,21 +90,31 @@ def reward_hangs_with_the_interpreters_lock(lab: Lab) -> Seen:
 
 
 def reward_eats_all_memory(lab: Lab) -> Seen:
-    """On one prompt the reward allocates until nothing is left, and keeps it: whatever fails in there starts again."""
-    deed = (
-        "[resource.setrlimit(resource.RLIMIT_AS, (2**32, resource.RLIM_INFINITY)), kept.extend(bytearray(2**k) "
-        "for k in range(30, 11, -1) for _ in range(4))] and 0.5\nkept = []\nif 0:\n    def _():\n        pass"
-    )
-    return _scored(lab, "resource", deed)
+    """On one prompt the reward takes all memory that the process may have, and keeps it: whatever fails starts again."""
+    lab.module("deeds", _GLUTTON.format(suspect=_SUSPECT))
+    with lab.run(steps=_ONE_EPOCH, settings={"reward.function": "deeds:score"}) as run:
+        run.wait_for_step(1)
+        run.hurt()
+        return went_on(run, steps=_ONE_EPOCH)
+
+
+def loss_is_not_finite(lab: Lab) -> Seen:
+    """Rewards so large that the loss overflows: the run ends before the update, and says at which step."""
+    lab.module("deeds", _REWARD.format(imports="math", suspect=_SUSPECT, deed="3e38 * len(response or answer)"))
+    settings = {"reward.function": "deeds:score", "algorithm.scale_advantages_by_std": False}
+    with lab.run(settings=settings) as run:
+        run.wait_for_step(1)
+        run.hurt()
+        return gave_up(run, "actor rank 0", "TrainingDiverged", "the loss is", "go back to")
 
 
 def training_diverges(lab: Lab) -> Seen:
-    """The learning rate is absurd, so that the loss is not finite: the run ends and says at which step."""
+    """The learning rate is absurd, so that probabilities overflow: the run ends and says at which step."""
     settings = {"actor.lr": 1e30, "rollout.engine": "hf", "actor.engine": "fsdp", "checkpoint.interval": 0}
     with lab.run(roles="rollout:1,actor:1", settings=settings) as run:
         run.wait_for_step(1)
         run.hurt()
-        return gave_up(run, "actor rank 0", "TrainingDiverged", "step")
+        return gave_up(run, "rank 0", "TrainingDiverged", "step")
 
 
 def users_task_raises(lab: Lab) -> Seen:
@@ -127,6 +154,7 @@ FAULTS: tuple[Fault, ...] = (
     recovers(reward_hangs),
     recovers(reward_hangs_with_the_interpreters_lock),
     recovers(reward_eats_all_memory),
+    is_named(loss_is_not_finite),
     is_named(training_diverges),
     is_named(users_task_raises),
     is_named(users_task_hangs),
