@@ -4,6 +4,7 @@ Used for rewards and for users' tasks; every message begins with the configurati
 searched last, so that a file there cannot hide an installed module.
 """
 
+import _thread
 import ast
 import importlib
 import importlib.util
@@ -85,17 +86,18 @@ def call(
         UserCodeFailed: it raised, or did not return in time.
     """
     outcome: list[tuple[object, BaseException | None]] = []
+    ended = threading.Event()
 
     def run() -> None:
         try:
             outcome.append((function(*arguments), None))
         except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
             outcome.append((None, error))
+        ended.set()
 
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
+    # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
+    _thread.start_new_thread(run, ())
+    if not ended.wait(timeout_s):
         raise UserCodeFailed(
             f"{what} took longer than {limit} = {timeout_s:g} s on response {excerpt(response)}; "
             f"make it faster or raise the limit"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,15 @@ _SAVED = 12
 """A run of so many steps has checkpoints of steps 5, 10 and 12; the last two are kept."""
 
 
-def _on_small_disk(mount_point: str, size: str) -> list[str]:
-    """Return a command that runs another one with a file system of its own in the run's directory."""
-    script = f'mkdir -p {mount_point} && mount -t tmpfs -o size={size} tmpfs {mount_point} && exec "$0" "$@"'
-    return ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
+_OWN_MOUNTS = ("unshare", "--map-root-user", "--mount")
+"""Runs a command that may mount, which nobody else sees."""
+
+
+def _mount_small_disk(run: FaultyRun, where: Path, size: str) -> Path:
+    """Mount a new file system for a run with `_OWN_MOUNTS`; returns it as seen from here."""
+    enter = ["nsenter", "--target", str(run.launcher), "--user", "--mount", "--preserve-credentials"]
+    subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], check=True)
+    return Path(f"/proc/{run.launcher}/root{where}")
 
 
 def _fill(disk: Path) -> Path:
@@ -32,22 +38,17 @@ def _fill(disk: Path) -> Path:
     return filler
 
 
-def _seen_by(run: FaultyRun, path: Path) -> Path:
-    """Return a path as the run's launcher sees it."""
-    return Path(f"/proc/{run.launcher}/root{path}")
-
-
 def disk_is_full_during_a_save(lab: Lab) -> Seen:
     """No room for checkpoints for a while: the run goes on, the old ones stay, a warning says so; then they come again."""
-    prefix = _on_small_disk("run/checkpoints", "40m")
-    with lab.run(prefix=prefix, steps=60) as run:
-        run.wait_for_step(6)
-        disk = _seen_by(run, lab.run_dir / "checkpoints")
-        run.wait(lambda: (disk / "step_000005").is_dir(), "a checkpoint")
+    with lab.run(prefix=_OWN_MOUNTS, steps=60) as run:
+        run.wait_for_step(1)
+        disk = _mount_small_disk(run, lab.run_dir / "checkpoints", "40m")
+        run.wait(lambda: any(disk.glob("step_*")), "a checkpoint")
+        first = next(disk.glob("step_*"))
         filler = _fill(disk)
         run.hurt()
         run.wait(lambda: "cannot be written" in run.output, "a warning", within_s=40.0)
-        if not (disk / "step_000005").is_dir():
+        if not first.is_dir():
             return Seen(Outcome.WRONG, "the old checkpoint is gone")
         filler.unlink()
         return went_on(run, steps=60)
@@ -55,18 +56,22 @@ def disk_is_full_during_a_save(lab: Lab) -> Seen:
 
 def disk_is_full_for_everything(lab: Lab) -> Seen:
     """No room for ledger, metrics, logs: the run cannot prove what it trains, so it ends and says why."""
-    with lab.run(prefix=_on_small_disk("run", "40m"), steps=10_000) as run:
-        run.wait(lambda: (_seen_by(run, lab.run_dir) / "metrics.jsonl").exists(), "the first step")
-        _fill(_seen_by(run, lab.run_dir))
+    mount = 'mount -t tmpfs -o size=40m tmpfs . && cd "$PWD" && exec "$0" "$@"'
+    with lab.run(prefix=[*_OWN_MOUNTS, "sh", "-c", mount], steps=10_000) as run:
+        disk = Path(f"/proc/{run.launcher}/root{lab.directory}")
+        run.wait(lambda: (disk / "run" / "metrics.jsonl").exists(), "the first step")
+        _fill(disk)
         run.hurt()
         return gave_up(run, "actor rank 0", "No space left on device")
 
 
 def disk_is_full_for_logs(lab: Lab) -> Seen:
-    """No room for logs: what would be in them is lost, and that is all."""
-    with lab.run(prefix=_on_small_disk("run/logs", "1m")) as run:
-        run.wait_for_step(_SOON)
-        _fill(_seen_by(run, lab.run_dir / "logs"))
+    """No room for logs, and a rollout that starts again wants to write one: what would be in it is lost, and that is all."""
+    with lab.run(prefix=_OWN_MOUNTS) as run:
+        run.wait_for_step(1)
+        disk = _mount_small_disk(run, lab.run_dir / "logs", "1m")
+        (disk / "rollout").mkdir()
+        _fill(disk)
         run.hurt(run.pid("rollout-0"))
         return went_on(run)
 

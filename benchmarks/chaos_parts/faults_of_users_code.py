@@ -16,6 +16,12 @@ def score(prompt, response, answer):
         return {deed}
     return 0.5
 """
+_HUGE = """\
+import pathlib, random
+
+def score(prompt, response, answer):
+    return random.choice([3e38, -3e38]) if pathlib.Path("now").exists() else random.random()
+"""
 _GLUTTON = """\
 import resource
 
@@ -100,10 +106,11 @@ def reward_eats_all_memory(lab: Lab) -> Seen:
 
 def loss_is_not_finite(lab: Lab) -> Seen:
     """Rewards so large that the loss overflows: the run ends before the update, and says at which step."""
-    lab.module("deeds", _REWARD.format(imports="math", suspect=_SUSPECT, deed="3e38 * len(response or answer)"))
+    lab.module("deeds", _HUGE)
     settings = {"reward.function": "deeds:score", "algorithm.scale_advantages_by_std": False}
-    with lab.run(settings=settings) as run:
-        run.wait_for_step(1)
+    with lab.run(settings={**settings, "algorithm.loss_normalization": "token"}) as run:
+        run.wait_for_step(2)
+        (lab.directory / "now").touch()
         run.hurt()
         return gave_up(run, "actor rank 0", "TrainingDiverged", "the loss is", "go back to")
 
