@@ -21,7 +21,7 @@ from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
 from launcher.restart_log import RestartLog
-from launcher.restarts import RestartBook
+from launcher.restarts import TRAINERS, RestartBook
 from launcher.restore import restore_run
 from launcher.run_events import (
     FAILED,
@@ -193,6 +193,7 @@ class _Run:
         self._gone: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
+        self._warnings: dict[str, str] = {}
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -261,12 +262,17 @@ class _Run:
                     self._host.dump_stacks()
                 case Restore():
                     return self._restore()
-                case Note(text=text):
-                    self._restarts.failed(text)
-                    self._progress.event(text)
+                case Note():
+                    self._tell(instruction)
                 case Finish():
                     return instruction
         return None
+
+    def _tell(self, note: Note) -> None:
+        self._progress.event(note.text)
+        if note.failure:
+            self._restarts.failed(note.text)
+            self._store.set_restarts(self._restarts.summary())
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)
@@ -299,7 +305,20 @@ class _Run:
             self._progress.step(metrics)
         for evaluation in self._evaluations.read():
             self._progress.evaluation(evaluation)
+        for warning in self._new_warnings():
+            self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
+
+    def _new_warnings(self) -> list[str]:
+        """Return what trainers complain about since the last look."""
+        new = []
+        for gang in self._specs.values():
+            if gang.role in TRAINERS and (text := self._store.warning(gang.name, 0)) != self._warnings.get(
+                gang.name, ""
+            ):
+                self._warnings[gang.name] = text
+                new.append(text or f"{gang.name}: over")
+        return new
 
     def _missing(self) -> list[str]:
         """Return the ranks that are not at work yet."""

@@ -174,9 +174,10 @@ class Restore:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the user."""
+    """Tell the user; `failure`: that something failed."""
 
     text: str
+    failure: bool = False
 
 
 @dataclass(frozen=True)

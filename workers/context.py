@@ -62,7 +62,8 @@ class WorkerContext:
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self.exiting = threading.Event()
         """Services leave too."""
-        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self.job.clock.here())
+        self._clock = self.job.clock.here()
+        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
         if self.config.deterministic:
@@ -91,6 +92,11 @@ class WorkerContext:
         if not self.job.resume_from:
             return 0
         return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the user's command started, also if the wall clock was set meanwhile."""
+        return self._clock.now() - self.job.started_at
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store; each thread that may block in it needs its own."""
@@ -130,6 +136,15 @@ class WorkerContext:
     def progress(self) -> None:
         """Say that this rank gets on with what it does; one that works and does not is taken for stuck."""
         self._progress_at = time.monotonic()
+
+    def warn(self, text: str) -> None:
+        """Tell the user, in one line, of trouble that the run survives; "" says that it is over. Any thread may.
+
+        The launcher shows what is in the store key `warning/GANG/RANK`: JSON with `time` (unix time, s) and `text`.
+        """
+        if text:
+            logger.warning("%s", text)
+        self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""

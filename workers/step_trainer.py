@@ -8,7 +8,6 @@ A stop before a step's last round abandons it, and nothing has changed; after th
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -39,6 +38,7 @@ class StepTrainer:
         *,
         columns: TaskChain,
         before_update: Callable[[], float],
+        after_update: Callable[[int, int, int], None],
     ) -> None:
         """Args:
         context: of this rank.
@@ -46,6 +46,7 @@ class StepTrainer:
         loader: brings this rank's rows.
         columns: the tasks that the actor hosts.
         before_update: waits until nobody reads the weights any more; returns the seconds that it took.
+        after_update: is told of every update at once: its step, its number there, and how many the engine counts.
         """
         schedule = context.config.schedule
         self._context = context
@@ -54,6 +55,7 @@ class StepTrainer:
         self._loader = loader
         self._columns = columns
         self._before_update = before_update
+        self._after_update = after_update
         self._algorithm = algorithm_of(context.config)
         self._step_rows = schedule.step_rows
 
@@ -104,7 +106,7 @@ class StepTrainer:
                 step=record.step,
                 admitted_step=admitted_step,
                 lineage=job.lineage,
-                time_s=time.time() - job.started_at,
+                time_s=self._context.elapsed_s,
             )
             check_staleness(lines, bound=self._config.schedule.staleness_bound)
             record.add_rows(batch, lines, admitted_step=admitted_step)
@@ -141,6 +143,7 @@ class StepTrainer:
         with self._context.timeline.span("optimizer", step=record.step):
             stats = self._engine.step(scale)
         self._check_finite("gradient norm", stats.grad_norm, record)
+        self._after_update(record.step, len(record.updates) + 1, self._engine.optimizer_updates)
         record.add_update(totals, scale=scale, stats=stats)
 
     def _check_finite(self, what: str, value: float, record: StepRecord) -> None:

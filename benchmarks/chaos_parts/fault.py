@@ -1,18 +1,19 @@
 """What a fault is, and what counts as its good end.
 
 A fault is a function of a `Lab`: it starts a run, hurts it, and returns what it saw. Good ends are `recovered` (the run
-reached its last step, every group trained once) and `named` (an exit code that is not 0 within 30 s of the fault, and a
+reached its last step, and `asyncflow verify` finds nothing wrong) and `named` (an exit code that is not 0 within 30 s of the fault, and a
 last line that names who and why). Everything else is not: nobody may hang, and nobody may fail without a name.
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from chaos_parts.faulty_run import Ended, FaultyRun, Setup, lines
+from chaos_parts.faulty_run import Ended, FaultyRun, Setup
+from launcher.verify import verify_run
 
 NAMED_WITHIN_S = 30.0
 """A run that cannot go on says so within so long (s)."""
@@ -108,12 +109,14 @@ def went_on(run: FaultyRun, *, steps: int = 40, says: str = "", within_s: float 
     ended = run.end(within_s=within_s)
     if ended.code is None or ended.left:
         return Seen(Outcome.HUNG, str(ended))
-    problem = _ledger_problem(run.run_dir, run.steps(), steps=steps)
     if ended.code != 0:
         return Seen(Outcome.WRONG, str(ended))
     if says not in ended.output:
         return Seen(Outcome.WRONG, f"it did not say {says!r}: {ended}")
-    return Seen(Outcome.WRONG, problem) if problem else Seen(Outcome.RECOVERED, str(ended))
+    report = verify_run(run.run_dir)
+    if not report.ok or report.last_step != steps:
+        return Seen(Outcome.WRONG, " ".join(report.as_text().split()))
+    return Seen(Outcome.RECOVERED, str(ended))
 
 
 def gave_up(run: FaultyRun, *words: str, code: int = 1) -> Seen:
@@ -130,20 +133,3 @@ def judge_named(ended: Ended, *words: str, code: int = 1) -> Seen:
     if ended.code != code or missing or ended.seconds > NAMED_WITHIN_S:
         return Seen(Outcome.WRONG, f"wanted exit {code} and {', '.join(words)} in the last line: {ended}")
     return Seen(Outcome.NAMED, str(ended))
-
-
-def _ledger_problem(run_dir: Path, metrics: list[int], *, steps: int) -> str:
-    """Return what is wrong with what was trained; "" if every group that is there is there once, and none is missing."""
-    ledger = lines(run_dir / "ledger.jsonl")
-    per_step: Mapping[int, list[int]] = {step: [] for step in range(1, steps + 1)}
-    for line in ledger:
-        per_step.get(line["step"], []).append(line["group"])
-    groups = [line["group"] for line in ledger]
-    rows = [row for line in ledger for row in line["indices"]]
-    if metrics != list(range(1, steps + 1)):
-        return f"metrics have steps {metrics}"
-    if len(set(map(len, per_step.values()))) != 1:
-        return f"steps are of different sizes: { {step: len(held) for step, held in per_step.items()} }"
-    if len(groups) != len(set(groups)) or len(rows) != len(set(rows)):
-        return "a group was trained twice"
-    return ""

@@ -1,9 +1,9 @@
 """Seeded faults: full disks, damaged files, stopped and vanished processes, users' code at its worst.
 
-    python -m chaos_parts.faults [--seed N] [--only NAME ...] [--json FILE] [--keep DIR] [--list]      in the directory benchmarks/
+    cd benchmarks && python -m chaos_parts.faults [--seed N] [--only NAME ...] [--json FILE] [--keep DIR] [--list]
 
-Each fault has a run of its own, and ends in recovery or, within 30 s, in an exit code that is not 0 and a last line that
-names who and why. Keys: `faults faults_recovered faults_named hangs`, and `each` with a line per fault.
+Each fault has a run of its own, and ends in recovery or, within 30 s, in an exit code that is not 0 and a last line
+that names who and why. Keys: `faults faults_recovered faults_named hangs`, and `each` with a line per fault.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def _fill(disk: Path) -> Path:
 
 
 def disk_is_full_during_a_save(lab: Lab) -> Seen:
-    """No room for checkpoints for a while: the run goes on, the old ones stay, a warning says so; then they come again."""
+    """No room for checkpoints for a while: a warning says so, the run goes on, old ones stay, later ones come again."""
     with lab.run(prefix=_OWN_MOUNTS, steps=60) as run:
         run.wait_for_step(1)
         disk = _mount_small_disk(run, lab.run_dir / "checkpoints", "40m")
@@ -66,7 +66,7 @@ def disk_is_full_for_everything(lab: Lab) -> Seen:
 
 
 def disk_is_full_for_logs(lab: Lab) -> Seen:
-    """No room for logs, and a rollout that starts again wants to write one: what would be in it is lost, and that is all."""
+    """No room for logs, and a rollout that starts again wants to write one: it works without."""
     with lab.run(prefix=_OWN_MOUNTS) as run:
         run.wait_for_step(1)
         disk = _mount_small_disk(run, lab.run_dir / "logs", "1m")

@@ -1,7 +1,7 @@
 """What a host may do to a run: clocks that jump, limits that are low, ports that are taken."""
 
+import os
 import resource
-import socket
 
 from chaos_parts.fault import Fault, Lab, Seen, gave_up, is_named, recovers, went_on
 
@@ -26,8 +26,6 @@ time.time = _jumping
 
 
 def _clock_jumps(lab: Lab, seconds: float) -> Seen:
-    import os
-
     lab.module("sitecustomize", _CLOCK)
     here = lab.directory / "clock"
     path = os.pathsep.join(filter(None, [str(lab.directory), os.environ.get("PYTHONPATH", "")]))

@@ -96,7 +96,7 @@ def reward_hangs_with_the_interpreters_lock(lab: Lab) -> Seen:
 
 
 def reward_eats_all_memory(lab: Lab) -> Seen:
-    """On one prompt the reward takes all memory that the process may have, and keeps it: whatever fails starts again."""
+    """On one prompt the reward takes all memory that the process may have, and keeps it; what fails starts again."""
     lab.module("deeds", _GLUTTON.format(suspect=_SUSPECT))
     with lab.run(steps=_ONE_EPOCH, settings={"reward.function": "deeds:score"}) as run:
         run.wait_for_step(1)

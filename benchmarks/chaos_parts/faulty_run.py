@@ -254,7 +254,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _lives(pid: int) -> bool:

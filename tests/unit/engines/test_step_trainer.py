@@ -73,18 +73,31 @@ def make_rounds() -> list[PackedBatch]:
 
 
 def make_trainer(
-    config: RunConfig, engine: TrainEngine, loader: Loader, *, run_dir: Path = Path("nowhere")
+    config: RunConfig,
+    engine: TrainEngine,
+    loader: Loader,
+    *,
+    told: list[tuple[int, int, int]] | None = None,
+    run_dir: Path = Path("nowhere"),
 ) -> StepTrainer:
     context: Any = SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
-        job=SimpleNamespace(lineage=0, started_at=0.0),
+        job=SimpleNamespace(lineage=0), elapsed_s=0.0,
         progress=lambda: None, run_dir=run_dir,
     )  # fmt: skip
     tasks = ["compute_advantages_and_returns"]
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
         tasks.insert(0, "actor_log_probs")
     stub: Any = loader
-    return StepTrainer(context, engine, stub, columns=TaskChain(tasks, context, engine), before_update=lambda: 0.0)
+    heard = [] if told is None else told
+    return StepTrainer(
+        context,
+        engine,
+        stub,
+        columns=TaskChain(tasks, context, engine),
+        before_update=lambda: 0.0,
+        after_update=lambda *update: heard.append(update),
+    )
 
 
 def weights(engine: TrainEngine) -> list[torch.Tensor]:
@@ -119,7 +132,9 @@ def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     by_hand = load_train_engine(config, device=CPU)
     losses = train_by_hand(config, by_hand, [[0, 1], [2, 3], second[:2], second[2:]])
     engine = load_train_engine(config, device=CPU)
-    record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    told: list[tuple[int, int, int]] = []
+    record = make_trainer(config, engine, Loader(make_rounds()), told=told).train(STEP)
+    assert told == [(STEP, number, number) for number in range(1, 5)]
     assert record is not None
     for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
