@@ -14,11 +14,9 @@ from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
-from workers.checkpoint_files import CheckpointMeta
 from workers.checkpoint_writer import Contents, RunFacts
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
-from workers.data import data_hash
 from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
 from workers.gang_peers import meet_peers
@@ -26,6 +24,7 @@ from workers.gather import gather
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
+from workers.run_data import first_data_hash
 from workers.step_trainer import StepTrainer
 from workers.tasks import task_of
 from workers.weight_path import open_sender
@@ -192,11 +191,10 @@ _NOTHING = Contents(make_durable=lambda: None)
 
 def _open_checkpointer(context: WorkerContext) -> Checkpointer:
     config, resume_from = context.config, context.job.resume_from
-    hashed = CheckpointMeta.read(Path(resume_from)).data_hash if resume_from else data_hash(Path(config.data.path))
     facts = RunFacts(
         lineage=context.job.lineage,
         model_fingerprint=model_fingerprint(Path(config.model.path)),
-        data_hash=hashed,
+        data_hash=first_data_hash(context),
         config=context.run_dir / "config.yaml",
     )
     return Checkpointer(

@@ -146,6 +146,10 @@ class WorkerContext:
             logger.warning("%s", text)
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
+    def said_first(self, key: str, value: str) -> str:
+        """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
+        return bytes(self._store.compare_set(f"first/{key}", "", value)).decode()
+
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")

@@ -1,9 +1,11 @@
 """What a fault is, and what counts as its good end.
 
-A fault is a function of a `Lab`: it starts a run, hurts it, and returns what it saw. Good ends are `recovered` (the run
-reached its last step, and `asyncflow verify` finds nothing wrong) and `named` (an exit code that is not 0 within 30 s of
-the fault, and a last line that names who and why). Everything else is not: nobody may hang, and nobody may fail without
-a name.
+A fault is a function of a `Lab`: it starts a run, hurts it, and returns what it saw. Good ends are
+
+    recovered   the run reached its last step, and `asyncflow verify` finds nothing wrong
+    named       an exit code that is not 0 within 30 s of the fault, and a last line that names who and why
+
+Everything else is not: nobody may hang, and nobody may fail without a name.
 """
 
 import random

@@ -1,16 +1,7 @@
-"""Seeded faults: full disks, damaged files, stopped and vanished processes, users' code at its worst.
+"""All faults, one after the other; `benchmarks/faults.py` and the chaos benchmark inject them."""
 
-    cd benchmarks && python -m chaos_parts.faults [--seed N] [--only NAME ...] [--json FILE] [--keep DIR] [--list]
-
-Each fault has a run of its own, and ends in recovery or, within 30 s, in an exit code that is not 0 and a last line
-that names who and why. Keys: `faults faults_recovered faults_named hangs`, and `each` with a line per fault.
-"""
-
-import argparse
-import json
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -75,26 +66,3 @@ def _inject(fault: Fault, lab: Lab) -> Seen:
         return fault.inject(lab)
     except (TimeoutError, DistError) as error:  # the run is not where it should be, or gone
         return Seen(Outcome.WRONG, f"{type(error).__name__}: {error}")
-
-
-def main() -> int:
-    """Inject and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], choices=[fault.name for fault in FAULTS])
-    parser.add_argument("--json", type=Path, help="write the report to this file")
-    parser.add_argument("--keep", type=Path, help="copy runs that did not end as they should into this directory")
-    parser.add_argument("--list", action="store_true", help="say what there is")
-    options = parser.parse_args()
-    if options.list:
-        print("\n".join(f"{fault.name:42} {fault.expected:10} {fault.what}" for fault in FAULTS))
-        return 0
-    report = inject_faults(options.seed, only=options.only, keep=options.keep, say=lambda text: print(text, flush=True))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print({name: value for name, value in report.items() if name != "each"})
-    return 0 if report["faults_recovered"] + report["faults_named"] == report["faults"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
