@@ -101,6 +101,10 @@ class Gang:
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher.log", at=time.time())
         try:
             exited = self._run()
+        except Exception as error:  # the boundary of a thread: e.g. logs/ cannot be written
+            logger.exception("gang %s", self.spec.name)
+            text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher.log"
+            exited = GangExited(self.spec.name, 1, text, at=time.time())
         finally:
             self._exited(exited)
 
@@ -179,6 +183,7 @@ class GangAgent(LocalElasticAgent):
                     os.kill(process.pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        preload.let_go_on()  # one gang's look is enough for all that are to be started
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
         if self._killed.is_set():
             self._kill_all()
@@ -196,7 +201,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[Failure]:
         """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
         now = time.monotonic()
-        stopped = [rank for rank, process in enumerate(self._processes()) if _is_stopped(process.pid)]
+        stopped = [rank for rank, process in enumerate(self._processes()) if preload.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
             Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
@@ -298,24 +303,17 @@ class RankLogs(LogsSpecs):
         path = self._error_file(rank)
         try:
             message = json.loads(path.read_text())["message"]
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (OSError, ValueError):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
-        return Failure(rank, code, error, at, message["final"], message["deadline"])
+        # torchelastic's own record, of a rank that failed before ours could be made, says neither.
+        return Failure(rank, code, error, at, message.get("final", False), message.get("deadline", False))
 
     def _label(self, rank: int) -> int:
         return self._gang.index * self._gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"{self._label(rank)}.error.json"
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Return whether a process is in state T; not while a debugger looks at it, which is t."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _causes_first(failure: Failure) -> tuple[bool, float]:

@@ -38,6 +38,7 @@ from launcher.run_events import (
     Note,
     Phase,
     Restore,
+    RunDirLost,
     SetPhase,
     StartGang,
     StopRequested,
@@ -151,6 +152,7 @@ class _Run:
         own = config.launcher
         self._job = job
         self._run_dir = run_dir
+        self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
@@ -225,7 +227,7 @@ class _Run:
             pass
         self._next_poll = time.monotonic() + POLL_S
         self._show()
-        for event in [*self._due(), *self._left(), *self._stuck()]:
+        for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:
             if (finish := self._take(event)) is not None:
                 return finish
         return None
@@ -358,6 +360,16 @@ class _Run:
             elif None not in words.values():
                 exits.append(GangExited(name, 0, at=time.time()))
         return exits
+
+    def _lost_run_dir(self) -> list[Event]:
+        """Return whether somebody removed or moved the directory, or put another one there."""
+        try:
+            facts = self._run_dir.stat()
+        except FileNotFoundError:
+            return [RunDirLost(str(self._run_dir))]
+        except OSError:  # a file system that stutters
+            return []
+        return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
 
     def _has_vanished(self, gang: str, rank: int) -> bool:
         status = self._statuses.get((gang, rank))

@@ -6,6 +6,7 @@ alone.
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.lifeline import STOP_SIGNALS
+
+logger = logging.getLogger(__name__)
 
 LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
 LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
@@ -83,6 +86,23 @@ def is_running() -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
+        return False
+
+
+def let_go_on() -> None:
+    """Continue the fork server if a signal has stopped it: whoever is to be started would wait for it."""
+    pid = _forkserver._forkserver_pid
+    if pid is not None and is_stopped(pid):
+        logger.warning("the fork server was stopped by a signal; it goes on")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a process is in state T; not while a debugger looks at it, which is t."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
         return False
 
 

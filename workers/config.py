@@ -216,7 +216,7 @@ class LauncherConfig(Settings):
     lock: then it is stuck (s). Dead and stopped ones are noticed within seconds."""
     deadlock_timeout_s: float = Field(300.0, gt=0)
     """Longest time in which every worker waits for another (s)."""
-    max_restarts: int = Field(2, ge=0)
+    max_restarts: int = Field(3, ge=0)
     """How often within `restart_window_s` a gang is started again by itself; then everything goes back to the last
     checkpoint. 0: never by itself."""
     max_global_restarts: int = Field(2, ge=0)

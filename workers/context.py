@@ -62,7 +62,8 @@ class WorkerContext:
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self.exiting = threading.Event()
         """Services leave too."""
-        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self.job.clock.here())
+        self._clock = self.job.clock.here()
+        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
         if self.config.deterministic:
@@ -91,6 +92,11 @@ class WorkerContext:
         if not self.job.resume_from:
             return 0
         return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the user's command started, also if the wall clock was set meanwhile."""
+        return self._clock.now() - self.job.started_at
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store; each thread that may block in it needs its own."""
@@ -141,6 +147,10 @@ class WorkerContext:
         if text:
             logger.warning("%s", text)
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
+
+    def said_first(self, key: str, value: str) -> str:
+        """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
+        return bytes(self._store.compare_set(f"first/{key}", "", value)).decode()
 
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import DeadlineExceeded, PeerRefused, Superseded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -181,14 +181,21 @@ class QueueServices:
         return False
 
     def patiently(self, attempt: Callable[[], T], deadline: Deadline) -> T:
-        """Try until it works or is refused, while services that are gone may come back."""
+        """Try until it works or is refused, while services that are gone may come back.
+
+        Raises:
+            DeadlineExceeded: it did not work in time; says what came in the way last.
+            TransportError: the same, but this client is closed, or its run stops.
+        """
         while True:
             try:
                 return attempt()
             except (PeerRefused, Superseded):
                 raise
-            except TransportError:
-                if self._links.closed or deadline.passed or self._stop.wait(_RETRY_S):
+            except TransportError as error:
+                if deadline.passed:
+                    raise DeadlineExceeded(f"{self.owner} tried for {deadline.timeout_s:g} s: {error}") from error
+                if self._links.closed or self._stop.wait(_RETRY_S):
                     raise
 
     def new_rows(self, number: int) -> range:
