@@ -111,7 +111,9 @@ def run_job(
             )
             job.save(run_dir)
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
-            progress = stack.enter_context(Progress(gangs, last_step=config.steps, started_at=started_at))
+            progress = stack.enter_context(
+                Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
+            )
             run = _Run(config, job, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
             finish = run.until_finished()
         _say_how_it_ended(finish, run_dir, progress=progress, job=job)
@@ -124,7 +126,7 @@ def _say_how_it_ended(finish: Finish, run_dir: Path, *, progress: Progress, job:
         finish.message,
         step=progress.last_finished_step,
         last_step=job.last_step,
-        elapsed_s=time.time() - job.started_at,
+        elapsed_s=job.clock.now() - job.started_at,
         run_dir=run_dir,
         resumable=has_checkpoint(run_dir),
         evaluation=progress.last_evaluation,
