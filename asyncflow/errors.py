@@ -65,3 +65,9 @@ class CheckpointError(AsyncFlowError):
 
 class RoleFailed(AsyncFlowError):
     """A worker died. Names role, rank and the last error."""
+
+
+class LastSaveFailed(CheckpointError):
+    """A run ends, and what it trained since its last checkpoint cannot be saved; nor could it be at another start."""
+
+    final = True

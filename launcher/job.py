@@ -21,7 +21,7 @@ from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
 from launcher.restart_log import RestartLog
-from launcher.restarts import RestartBook
+from launcher.restarts import TRAINERS, RestartBook
 from launcher.restore import restore_run
 from launcher.run_events import (
     FAILED,
@@ -47,7 +47,7 @@ from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
@@ -191,6 +191,7 @@ class _Run:
         self._gone: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
+        self._warnings: dict[str, str] = {}
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -259,12 +260,17 @@ class _Run:
                     self._host.dump_stacks()
                 case Restore():
                     return self._restore()
-                case Note(text=text):
-                    self._restarts.failed(text)
-                    self._progress.event(text)
+                case Note():
+                    self._tell(instruction)
                 case Finish():
                     return instruction
         return None
+
+    def _tell(self, note: Note) -> None:
+        self._progress.event(note.text)
+        if note.failure:
+            self._restarts.failed(note.text)
+            self._store.set_restarts(self._restarts.summary())
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)
@@ -297,7 +303,19 @@ class _Run:
             self._progress.step(metrics)
         for evaluation in self._evaluations.read():
             self._progress.evaluation(evaluation)
+        for warning in self._new_warnings():
+            self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
+
+    def _new_warnings(self) -> list[str]:
+        """Return what trainers and controllers complain about since the last look."""
+        new = []
+        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
+            text = self._store.warning(name, 0)
+            if text != self._warnings.get(name, ""):
+                self._warnings[name] = text
+                new.append(text or f"{name}: that is over")
+        return new
 
     def _missing(self) -> list[str]:
         """Return the ranks that are not at work yet."""

@@ -131,6 +131,15 @@ class WorkerContext:
         """Say that this rank gets on with what it does; one that works and does not is taken for stuck."""
         self._progress_at = time.monotonic()
 
+    def warn(self, text: str) -> None:
+        """Tell the user, in one line, of trouble that the run survives; "" says that it is over. Any thread may.
+
+        The launcher shows what is in the store key `warning/GANG/RANK`: JSON with `time` (unix time, s) and `text`.
+        """
+        if text:
+            logger.warning("%s", text)
+        self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
+
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")

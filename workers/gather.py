@@ -15,22 +15,23 @@ _FIRST_BYTES = 2048
 """What goes with the first exchange: longer values need a second one."""
 
 
-def gather(value: Any, *, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank. Collective over the default group.
+def gather(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank. Collective.
 
     Args:
         value: of what JSON has, infinite numbers and NaN too.
         device: of the group's backend.
+        group: None: the default one.
     """
-    if dist.get_world_size() == 1:
+    if dist.get_world_size(group) == 1:
         return [value]
     data = msgspec.msgpack.encode(value)
     first = data[: _FIRST_BYTES - _HEADER_BYTES]
-    parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, device)
+    parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, device, group)
     sizes = [int.from_bytes(part[:_HEADER_BYTES], "little") for part in parts]
     parts = [part[_HEADER_BYTES:] for part in parts]
     if max(sizes) > len(parts[0]):
-        parts = _exchange(data, max(sizes), device)
+        parts = _exchange(data, max(sizes), device, group)
     return [_DECODER.decode(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -43,9 +44,9 @@ def sum_over_ranks(value: int, *, device: torch.device) -> int:
     return int(total)
 
 
-def _exchange(data: bytes, size: int, device: torch.device) -> list[bytes]:
+def _exchange(data: bytes, size: int, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the bytes of every rank, each padded to `size`."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-    parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
+    parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes() for part in parts]

@@ -32,6 +32,7 @@ from workers.engines.hf_model import decoder_layers, empty_causal_lm, materializ
 from workers.engines.hf_weights import HfWeights, copy_without_weights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
+from workers.engines.saved_tensors import SavedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,12 @@ class FsdpEngine:
         self._temperature = temperature
         self._device = device
         self._num_updates = 0
+        self._resumed = (0, 0)
+        """Steps, and updates, that are in the state which was loaded."""
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._model = empty_causal_lm(model_dir, dtype=torch.float32, attention=PACKED_ATTENTION)
         self._aliases = parameter_aliases(self._model)
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         _shard(self._model, self._mesh, actor)
         materialize(self._model, device)
         self._load_weights(HfWeights(model_dir))
@@ -83,6 +87,11 @@ class FsdpEngine:
             # behind this flag.
             fused=device.type in ("cpu", "cuda"),
         )
+
+    @property
+    def optimizer_updates(self) -> int:
+        """How often `step` was called for these weights."""
+        return self._num_updates
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -132,7 +141,7 @@ class FsdpEngine:
         return local_shards(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and number of steps for torch.distributed.checkpoint."""
+        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
         optimizer: dict[str, Any] = optimizer_state
@@ -140,7 +149,8 @@ class FsdpEngine:
             # get_state_dict made the state by an update without gradients, which AdamW counts as its first.
             for moments in optimizer["state"].values():
                 moments["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "num_steps": torch.tensor(self._num_steps)}
+        counts = {"num_steps": torch.tensor(self._num_steps), "optimizer_updates": torch.tensor(self._num_updates)}
+        return {"model": model, "optimizer": optimizer, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -150,25 +160,20 @@ class FsdpEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self._num_updates = int(state["num_steps"]) * self._actor.num_updates
+        self._num_updates = int(state["optimizer_updates"])
+        self._resumed = (int(state["num_steps"]), self._num_updates)
         self.zero_grad()
 
-    @torch.no_grad()
-    def export_hf(self, target: Path) -> None:
-        """Write a Hugging Face directory from rank 0, in the element type of the initial model's files."""
-        parameters = dict(self._model.named_parameters())
-        if dist.get_rank() != 0:
-            for parameter in parameters.values():
-                _gather(parameter)
-            return
-        source = HfWeights(self._model_dir)
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
         copy_without_weights(self._model_dir, target)
 
         def read(name: str) -> Tensor:
             dtype = source.dtype(source.find(name, self._aliases[name]))
-            return _gather(parameters[name]).to("cpu", dtype).contiguous()
+            return tensors.read(f"model.{name}").to(dtype)
 
-        write_weights(target, {name: tuple(p.shape) for name, p in parameters.items()}, read)
+        write_weights(target, self._shapes, read)
 
     @torch.no_grad()
     def _load_weights(self, weights: HfWeights) -> None:
@@ -180,7 +185,8 @@ class FsdpEngine:
     @property
     def _num_steps(self) -> int:
         """Steps that are complete: warm-up counts these, however many updates they make, or made before a resume."""
-        return self._num_updates // self._actor.num_updates
+        steps, updates = self._resumed
+        return steps + (self._num_updates - updates) // self._actor.num_updates
 
     def _reshard(self) -> None:
         """Give up whole parameters that a forward without a backward leaves at the root: the next forward would compute
@@ -230,7 +236,3 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

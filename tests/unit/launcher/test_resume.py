@@ -13,18 +13,35 @@ from launcher.resume import (
     cut_lines,
     find_checkpoint,
     lineage_after_kill,
+    newest_checkpoint,
     rewind_run,
     rewind_to_start,
     running_launcher,
     unsaved_run,
 )
+from workers.checkpoint_files import CheckpointMeta, describe
+
+SHARD = "dcp/__0_0.distcp"
+EXPORT = "hf/model.safetensors"
 
 
-def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0, fingerprint: str = "f") -> Path:
+def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0) -> Path:
     path = run_dir / "checkpoints" / f"step_{step:06d}"
-    (path / "dcp").mkdir(parents=True)
-    (path / "meta.json").write_text(json.dumps({"step": step, "lineage": lineage, "model_fingerprint": fingerprint}))
+    for name in (SHARD, EXPORT):
+        (path / name).parent.mkdir(parents=True)
+        (path / name).write_bytes(f"{name} of {step}".encode())
+    meta = CheckpointMeta(
+        step=step, lineage=lineage, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0,
+        files=describe(path, [SHARD, EXPORT]),
+    )  # fmt: skip
+    meta.write(path)
     return path
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def make_run(path: Path, *steps: int) -> Path:
@@ -43,13 +60,60 @@ def write_steps(path: Path, *steps: int, torn: str = "") -> None:
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + torn)
 
 
-def test_latest_is_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+def test_latest_is_the_newest_valid_checkpoint_and_the_others_are_told_of(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20)
     (make_checkpoint(run, 30) / "meta.json").unlink()
-    (make_checkpoint(run, 40) / "dcp").rmdir()
+    (make_checkpoint(run, 40) / SHARD).unlink()
     (make_checkpoint(run, 50) / "meta.json").write_text('{"step": 50, "line')
     (make_checkpoint(run, 60) / "meta.json").write_text('{"step": 60}')
+    flip_a_bit(make_checkpoint(run, 70) / SHARD)
+    (make_checkpoint(run, 80) / SHARD).write_bytes(b"dcp/__0_0.dist")
+    make_checkpoint(run, 90).rename(run / "checkpoints" / "step_000091")
+    told: list[str] = []
+    newest = newest_checkpoint(run, tell=told.append)
+    assert newest is not None
+    assert (newest.step, newest.lineage, newest.fingerprint, newest.data_hash) == (20, 0, "f", "d")
+    reasons = [
+        "is of step 90",
+        "has 14 bytes, not 22",
+        "was changed",
+        "missing",
+        "truncated",
+        "missing",
+        "never completed",
+    ]
+    assert len(told) == len(reasons)
+    for line, reason in zip(told, reasons, strict=True):
+        assert line.startswith("checkpoint passed over: ") and reason in line, line
     assert find_checkpoint("latest", run).step == 20
+
+
+def test_damaged_checkpoint_that_is_named_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = make_checkpoint(make_run(tmp_path / "run", 10), 20)
+    flip_a_bit(path / SHARD)
+    with pytest.raises(
+        ConfigError, match=r"^--resume: .*step_000020 is not a valid checkpoint: .* was changed .*; name"
+    ):
+        find_checkpoint(str(path), None)
+
+
+def test_checkpoint_with_a_damaged_export_is_used_with_a_warning(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    flip_a_bit(run / "checkpoints" / "step_000010" / EXPORT)
+    told: list[str] = []
+    newest = newest_checkpoint(run, tell=told.append)
+    assert newest is not None and newest.step == 10
+    assert len(told) == 1 and "without its export" in told[0]
+
+
+def test_run_without_a_valid_checkpoint_has_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    flip_a_bit(run / "checkpoints" / "step_000010" / SHARD)
+    assert newest_checkpoint(run, tell=lambda _: None) is None
+    write_steps(run / "ledger.jsonl", 1, 2, 3)
+    rewind_to_start(run)
+    assert steps_in(run / "ledger.jsonl") == []
+    assert (run / "checkpoints/abandoned/step_000010-damaged/meta.json").is_file()
 
 
 def test_latest_without_run_dir_means_the_run_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +184,14 @@ def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> Non
         find_checkpoint(str(run), other)
 
 
-def test_rewind_cuts_ledger_metrics_and_evaluations_and_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
+def test_rewind_cuts_what_the_steps_wrote_and_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20, 30)
     write_steps(run / "metrics.jsonl", *range(1, 34))
     write_steps(run / "ledger.jsonl", *(step for step in range(1, 34) for _ in range(2)), torn='{"step": 3')
+    write_steps(run / "updates.jsonl", *(step for step in range(1, 35) for _ in range(2)))
     write_steps(run / "evaluation.jsonl", 0, 20, 10, 30)  # of two instances
     rewind_run(find_checkpoint(str(run / "checkpoints/step_000020"), None))
+    assert steps_in(run / "updates.jsonl") == [step for step in range(1, 21) for _ in range(2)]
     assert steps_in(run / "metrics.jsonl") == list(range(1, 21))
     assert steps_in(run / "ledger.jsonl") == [step for step in range(1, 21) for _ in range(2)]
     assert steps_in(run / "evaluation.jsonl") == [0, 20, 10]
