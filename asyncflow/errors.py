@@ -4,13 +4,25 @@
 running job failed (exit code 1) unless somebody handles them.
 """
 
+from typing import ClassVar
+
 
 class AsyncFlowError(Exception):
-    """Base of all errors that AsyncFlow raises on purpose."""
+    """Base of all errors that AsyncFlow raises on purpose.
+
+    Attributes:
+        final: a process that starts again would raise it again, so a run ends with it.
+        deadline: a deadline passed while somebody was waited for, whose stacks are worth seeing.
+    """
+
+    final: ClassVar[bool] = False
+    deadline: ClassVar[bool] = False
 
 
 class ConfigError(AsyncFlowError):
     """The user's input (command line, YAML, data, model directory) cannot be used. Exit code 2."""
+
+    final = True
 
 
 class TransportError(AsyncFlowError):
@@ -43,6 +55,8 @@ class WeightSyncError(AsyncFlowError):
 
 class PlanError(WeightSyncError):
     """Trainer and receivers do not agree on parameters: one exists on one side only, or shapes differ."""
+
+    final = True
 
 
 class CheckpointError(AsyncFlowError):

@@ -5,45 +5,49 @@ thread owns everything here: gang threads and signal handlers only put events in
 """
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
-from asyncflow.lifeline import STOP_SIGNALS
 from launcher import preload
+from launcher.launcher_log import keep_torch_off_the_terminal, logging_to
 from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.progress import Progress, Status, final_lines, print_line
-from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
-from launcher.supervisor import (
+from launcher.rank_watch import RankWatch
+from launcher.restart_log import RestartLog
+from launcher.restarts import RestartBook
+from launcher.restore import restore_run
+from launcher.run_events import (
     FAILED,
     AllReady,
     Arm,
     DeadlinePassed,
+    DumpStacks,
     Event,
     Finish,
     GangExited,
     Instruction,
     KillGang,
     LastStepDone,
+    Note,
     Phase,
+    Restore,
     SetPhase,
+    StartGang,
     StopRequested,
-    Supervisor,
     Timer,
 )
+from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
+from launcher.stop_signals import stop_signals
+from launcher.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.dataflow import SERVICES
+from workers.dataflow import OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
@@ -51,8 +55,6 @@ if TYPE_CHECKING:
 ENTRYPOINT = "workers.main:run_worker"
 POLL_S = 0.5
 JOIN_TIMEOUT_S = 5.0
-SAME_PRESS_S = 0.5
-"""Wrappers such as `timeout` deliver one Ctrl-C twice; a second one counts only after so long (s)."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,10 @@ def run_job(
         The exit code: 0 done, 1 failed, 75 stopped and resumable.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    with _stop_signals(events):
+    with stop_signals(lambda count: events.put(StopRequested(count))):  # SimpleQueue.put may be interrupted by itself
         with contextlib.ExitStack() as stack:
             log_file = run_dir / "logs" / "launcher.log"
-            stack.enter_context(_logging_to(log_file))
+            stack.enter_context(logging_to(log_file))
             # The fork server imports torch on one core while this process does so on the other.
             os.environ.update(preload.environment(threads=config.launcher.threads_per_worker))
             preload.start(log_file)
@@ -92,7 +94,7 @@ def run_job(
             stack.enter_context(preload.hidden_main())
             from launcher.job_store import JobStore  # imports torch
 
-            _keep_torch_off_the_terminal()
+            keep_torch_off_the_terminal()
             store = JobStore()
             job = Job(
                 store_host=store.host,
@@ -144,13 +146,21 @@ class _Run:
         progress: Progress,
         entrypoint: str,
     ) -> None:
-        from launcher.gang import Gang  # imports torch
+        from launcher.local_gangs import LocalGangs  # imports torch
 
-        external = set(config.launcher.external_gangs)
-        new_gang = functools.partial(Gang, entrypoint=entrypoint, run_dir=run_dir, store=store, events=events)
-        self._gangs: dict[str, Gang] = {gang.name: new_gang(gang) for gang in job.gangs if gang.name not in external}
-        self._external = {gang.name: gang for gang in job.gangs if gang.name in external}
+        own = config.launcher
+        self._job = job
+        self._run_dir = run_dir
+        self._specs = {gang.name: gang for gang in job.gangs}
+        self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
+        self._host = LocalGangs(
+            entrypoint=entrypoint,
+            run_dir=run_dir,
+            store=store,
+            log_file=run_dir / "logs" / "launcher.log",
+            exited=events.put,
+        )
         self._store = store
         self._events = events
         self._progress = progress
@@ -158,11 +168,26 @@ class _Run:
         self._evaluations = EvaluationTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
             job.gangs,
-            start_timeout_s=config.launcher.start_timeout_s,
+            restarts=RestartBook(
+                max_restarts=own.max_restarts,
+                max_global_restarts=own.max_global_restarts,
+                window_s=own.restart_window_s,
+            ),
+            start_timeout_s=own.start_timeout_s,
             evaluate_timeout_s=config.evaluate.timeout_s,
-            stop_timeout_s=config.launcher.stop_timeout_s,
+            stop_timeout_s=own.stop_timeout_s,
+            reference_follows=bool(config.algorithm.ref_update_interval),
+            external=self._external,
         )
-        self._deadlines: dict[Timer, float] = {}
+        self._watch = RankWatch(
+            start_timeout_s=own.start_timeout_s,
+            operation_timeout_s=own.operation_timeout_s,
+            silence_timeout_s=own.silence_timeout_s,
+            deadlock_timeout_s=own.deadlock_timeout_s,
+        )
+        self._restarts = RestartLog(lineage=job.lineage)
+        self._phase = Phase.RUN
+        self._deadlines: dict[tuple[Timer, str], float] = {}
         self._gone: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
@@ -186,9 +211,9 @@ class _Run:
             self._end()
 
     def _start(self) -> None:
-        order = sorted(self._gangs.values(), key=lambda gang: gang.spec.role not in SERVICES)
-        for gang in order:
-            gang.start()
+        for gang in sorted(self._specs.values(), key=lambda gang: gang.role not in SERVICES):
+            if gang.name not in self._external:
+                self._host.start(gang, 0)
 
     def _once(self) -> Finish | None:
         """Handle one event, or poll when there is none."""
@@ -199,7 +224,7 @@ class _Run:
             pass
         self._next_poll = time.monotonic() + POLL_S
         self._show()
-        for event in [*self._due(), *self._left()]:
+        for event in [*self._due(), *self._left(), *self._stuck()]:
             if (finish := self._take(event)) is not None:
                 return finish
         return None
@@ -210,6 +235,7 @@ class _Run:
             self._show()  # whether there is something to save may be news of the last half second
         if isinstance(event, GangExited):
             self._gone.add(event.gang)
+            self._watch.forget(event.gang)
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
         finish = self._apply(self._supervisor.handle(event))
@@ -223,16 +249,37 @@ class _Run:
             match instruction:
                 case SetPhase(phase=phase):
                     self._set_phase(phase)
-                case Arm(timer=timer, seconds=seconds):
-                    self._deadlines[timer] = time.monotonic() + seconds
+                case Arm(timer=timer, seconds=seconds, gang=gang):
+                    self._deadlines[timer, gang] = time.monotonic() + seconds
+                case StartGang(gang=name, attempt=attempt):
+                    self._start_again(name, attempt)
                 case KillGang(gang=name):
-                    if name in self._gangs:
-                        self._gangs[name].kill()
+                    self._host.kill(name)
+                case DumpStacks():
+                    self._host.dump_stacks()
+                case Restore():
+                    return self._restore()
+                case Note(text=text):
+                    self._restarts.failed(text)
+                    self._progress.event(text)
                 case Finish():
                     return instruction
         return None
 
+    def _start_again(self, name: str, attempt: int) -> None:
+        self._gone.discard(name)
+        self._restarts.started_again(name)
+        self._store.set_restarts(self._restarts.summary())
+        self._host.start(self._specs[name], attempt)
+
+    def _restore(self) -> Finish | None:
+        """Always the last instruction of its list."""
+        self._job, outcome = restore_run(self._run_dir, self._job)
+        self._restarts.restored(self._job.lineage)
+        return self._take(outcome)
+
     def _set_phase(self, phase: Phase) -> None:
+        self._phase = phase
         self._store.set_phase(phase)
         if phase is Phase.EVALUATE:
             self._progress.note("trained and saved; held-out prompts are still answered (Ctrl-C leaves that out)")
@@ -262,10 +309,20 @@ class _Run:
 
     def _due(self) -> list[Event]:
         """Return the deadlines that passed."""
-        due = [timer for timer, at in self._deadlines.items() if at <= time.monotonic()]
-        for timer in due:
-            del self._deadlines[timer]
-        return [DeadlinePassed(timer, ", ".join(self._missing()) if timer is Timer.START else "") for timer in due]
+        due = [key for key, at in self._deadlines.items() if at <= time.monotonic()]
+        for key in due:
+            del self._deadlines[key]
+        missing = ", ".join(self._missing())
+        return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
+
+    def _stuck(self) -> list[Event]:
+        """Return the ranks that do not get on; who starts, for the first time or again, has its own deadline."""
+        if self._phase is not Phase.RUN or not self._all_ready:
+            return []
+        away = self._gone | self._supervisor.pending
+        passive = SERVICES | OBSERVERS
+        workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
+        return list(self._watch.look(self._statuses, workers=workers, now=time.monotonic()))
 
     def _left(self) -> list[Event]:
         """Return the exits of external gangs: all ranks said so, or one is gone without a word."""
@@ -290,75 +347,4 @@ class _Run:
 
     def _end(self) -> None:
         """Kill what is left of the gangs and wait for their threads."""
-        for gang in self._gangs.values():
-            gang.kill()
-        preload.stop()
-        deadline = time.monotonic() + JOIN_TIMEOUT_S
-        for name, gang in self._gangs.items():
-            if not gang.join(max(0.0, deadline - time.monotonic())):
-                logger.error("the thread of gang %s did not end", name)
-
-
-@contextlib.contextmanager
-def _stop_signals(events: "SimpleQueue[Event]") -> Iterator[None]:
-    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGHUP into `StopRequested`; only a repeated Ctrl-C counts beyond the first.
-
-    SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    count = 0
-    last_at = 0.0
-
-    def request(number: int, _: FrameType | None) -> None:
-        nonlocal count, last_at
-        now = time.monotonic()
-        if count == 0 or (number == signal.SIGINT and now - last_at > SAME_PRESS_S):
-            count += 1
-            last_at = now
-            events.put(StopRequested(count))  # SimpleQueue.put may be interrupted by itself
-
-    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in STOP_SIGNALS if not (under_nohup and number is signal.SIGHUP)]
-    before = {number: signal.signal(number, request) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Send the launcher's log, Python warnings and errors of its threads to one file; the terminal stays the user's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    root = logging.getLogger()
-    level, hook = root.level, threading.excepthook
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-
-    def log_thread_error(args: threading.ExceptHookArgs) -> None:
-        name = args.thread.name if args.thread is not None else "?"
-        error = args.exc_value
-        logger.error("thread %s died", name, exc_info=error if error is not None else True)
-
-    threading.excepthook = log_thread_error
-    try:
-        yield
-    finally:
-        threading.excepthook = hook
-        root.setLevel(level)
-        root.removeHandler(handler)
-        handler.close()
-
-
-def _keep_torch_off_the_terminal() -> None:
-    """Have torch's loggers, which write to stderr themselves, write to the launcher's log."""
-    for name in ("torch", "torch.distributed"):
-        logging.getLogger(name).handlers.clear()
-        logging.getLogger(name).propagate = True
-    # It warns of every agent outside the main thread, where it cannot take over the signals: as it should be.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+        self._host.close(JOIN_TIMEOUT_S)

@@ -5,6 +5,7 @@
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
+    restarts           JSON of `launcher.restart_log.RestartLog`                 launcher -> `asyncflow status`
     gang/NAME/nodeK/attemptN/...   the elastic agent's own keys
     launcher/...       between launchers of several nodes, see `launcher.node_head`
 
@@ -13,15 +14,18 @@ stalls all others on the same client.
 """
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from asyncflow.job import GangSpec
 from asyncflow.network import LOOPBACK
 from asyncflow.store_server import connect_store, serve_store
-from launcher.progress import Status
-from launcher.supervisor import Phase
+from launcher.progress import STARTING, Status
+from launcher.run_events import Phase
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -68,6 +72,18 @@ class JobStore(JobStoreClient):
     def is_done(self) -> bool:
         """Return whether the last step is trained and saved."""
         return bool(self._store.check(["done"]))
+
+    def forget(self, gang: GangSpec) -> None:
+        """A gang starts again: what its ranks said before they ended counts no more."""
+        for rank in range(gang.num_ranks):
+            self._store.delete_key(f"left/{gang.name}/{rank}")
+            status = {"state": STARTING, "time": time.time(), "waiting_s": 0.0}
+            # The key stays, because `multi_get` waits for absent ones.
+            self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
+
+    def set_restarts(self, summary: Mapping[str, Any]) -> None:
+        """Publish what failed so far, for `asyncflow status`."""
+        self._store.set("restarts", json.dumps(summary))
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""

@@ -34,21 +34,21 @@ class LineTail:
 
 
 class MetricsTail:
-    """The steps in `metrics.jsonl`: each step of this lineage once and in order."""
+    """The steps in `metrics.jsonl`: each step of this lineage, and of later ones, once and in order."""
 
     def __init__(self, path: Path, *, lineage: int) -> None:
         self._lines = LineTail(path)
-        self._lineage = lineage
-        self._last_step = 0
+        self._newest = (lineage, 0)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the steps that were finished since the last call."""
         return [step for step in self._lines.read() if self._is_news(step)]
 
     def _is_news(self, step: Mapping[str, Any]) -> bool:
-        if step.get("lineage", self._lineage) < self._lineage or step["step"] <= self._last_step:
+        version = (step.get("lineage", self._newest[0]), step["step"])
+        if version <= self._newest:
             return False
-        self._last_step = step["step"]
+        self._newest = version
         return True
 
 
@@ -58,11 +58,11 @@ class EvaluationTail:
     def __init__(self, path: Path, *, lineage: int) -> None:
         self._lines = LineTail(path)
         self._lineage = lineage
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
 
     def read(self) -> list[dict[str, Any]]:
         """Return the evaluations that ended since the last call."""
         lines = [line for line in self._lines.read() if line["lineage"] >= self._lineage]
-        news = [line for line in lines if line["step"] not in self._seen]
-        self._seen.update(line["step"] for line in news)
+        news = [line for line in lines if (line["lineage"], line["step"]) not in self._seen]
+        self._seen.update((line["lineage"], line["step"]) for line in news)
         return news

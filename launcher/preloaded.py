@@ -44,7 +44,7 @@ OWN_PACKAGES = ("asyncflow", "tq", "weightsync", "workers")
 def prepare() -> None:
     """Detach from the terminal, die with the launcher, import."""
     os.setpgid(0, 0)
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit it, until they are ready for more
         signal.signal(number, signal.SIG_IGN)
     log = os.open(os.environ.pop(LOG_VARIABLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

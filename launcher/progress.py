@@ -23,10 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.job import GangSpec
-from launcher.supervisor import DONE, FAILED, RESUMABLE
+from launcher.run_events import DONE, FAILED, RESUMABLE
 
 STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""
+PASSIVE = frozenset({"idle", "serving"})
+"""States, beside `waiting for ...`, of a rank that has nothing to do until somebody asks it."""
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "evaluate"})
@@ -51,6 +53,7 @@ class Status:
         version: step of the weights it holds; negative when it holds none.
         time: when it said so (unix time, s).
         pid: its process id.
+        idle_s: time since it last got on with something (s).
     """
 
     state: str
@@ -59,6 +62,7 @@ class Status:
     version: int = -1
     time: float = 0.0
     pid: int = 0
+    idle_s: float = 0.0
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Status":
@@ -69,6 +73,11 @@ class Status:
     def at_work(self) -> bool:
         """Whether the rank is done with starting."""
         return self.state != STARTING
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is somebody else's turn."""
+        return self.state.startswith("wait") or self.state in PASSIVE
 
 
 Statuses = Mapping[tuple[str, int], Status]
@@ -256,6 +265,10 @@ class Progress:
         self._note = text
         if self._live is None:
             self._say(text)
+
+    def event(self, text: str) -> None:
+        """Something happened that belongs into the record, e.g. a process that starts again."""
+        self._say(text)
 
     def update(self, statuses: Statuses) -> None:
         """Show what the ranks say; about twice a second."""

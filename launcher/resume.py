@@ -180,6 +180,16 @@ def rewind_run(checkpoint: Checkpoint) -> None:
         cut_lines(checkpoint.run_dir / name, checkpoint.step)
 
 
+def rewind_to_start(run_dir: Path) -> None:
+    """Cut a run without a checkpoint back to its beginning.
+
+    Raises:
+        ConfigError: a line other than the last is not JSON.
+    """
+    for name in _CUT_FILES:
+        cut_lines(run_dir / name, 0)
+
+
 def cut_lines(path: Path, last_step: int) -> None:
     """Keep the lines of a JSONL file whose `step` is at most `last_step`; replace the file atomically.
 
@@ -237,13 +247,19 @@ def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resu
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
 
 
-def _newest_in(run_dir: Path) -> Checkpoint:
+def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a run; None: there is none."""
     found = [checkpoint for path, _ in _step_dirs(run_dir / CHECKPOINTS) if (checkpoint := _read(path)) is not None]
-    if not found:
+    return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def _newest_in(run_dir: Path) -> Checkpoint:
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
         raise ConfigError(
             f"--resume: {run_dir} holds no complete checkpoint, so there is nothing to resume; name another run"
         )
-    return max(found, key=lambda checkpoint: checkpoint.step)
+    return newest
 
 
 def _step_dirs(root: Path) -> Iterator[tuple[Path, int]]:

@@ -7,13 +7,21 @@ the launcher itself never imports.
 import contextlib
 import faulthandler
 import importlib
+import json
 import os
+import signal
 import sys
+import time
 import traceback
+from pathlib import Path
 
+from asyncflow.errors import AsyncFlowError
 from asyncflow.lifeline import die_with_parent
 
 LOG_VARIABLE = "ASYNCFLOW_LOG"
+ATTEMPT_VARIABLE = "ASYNCFLOW_ATTEMPT"
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has a worker write the stacks of all its threads into its log; in C, so it works whatever the process hangs in."""
 
 _fork_server_pid: int | None = None
 _sys_path: list[str] = []
@@ -38,6 +46,7 @@ def enter(entrypoint: str, *args: str) -> None:
         sys.path[:] = _sys_path  # multiprocessing put the launcher's there, which may hold the working directory
     _redirect(os.environ[LOG_VARIABLE])
     faulthandler.enable()  # a crash in C++ leaves every thread's stack in the log
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     module, _, function = entrypoint.partition(":")
     try:
         getattr(importlib.import_module(module), function)(*args)
@@ -62,6 +71,14 @@ def _redirect(path: str) -> None:
 
 
 def _record(error: Exception) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
+    """Write torchelastic's error file, with what a supervisor needs to know besides."""
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
+        "final": isinstance(error, AsyncFlowError) and error.final,
+        "deadline": isinstance(error, AsyncFlowError) and error.deadline,
+    }
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps({"message": message}))
+    beside.replace(path)

@@ -149,16 +149,16 @@ class WeightReceiver:
         """Forget the version that was loaded, if it is still the newest, so that its memory can be used again."""
         self._shelf.drop()
 
-    def wait_for(self, step: int, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
-        """Wait until a version of `step` or later is at hand; False when `stop` was set first.
+    def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
+        """Wait until a version of `step` or later is at hand, or of a later lineage; False when `stop` was set first.
 
         Raises:
             WeightSyncError: not within `timeout_s`; says why.
             PlanError: trainer and engine do not agree on a tensor.
         """
         return self._wait(
-            lambda: (newest := self.newest) is not None and newest.step >= step,
-            f"weights of step {step}",
+            lambda: (newest := self.newest) is not None and newest >= (lineage, step),
+            f"weights of {Version(lineage, step)}",
             timeout_s=timeout_s,
             stop=stop,
         )

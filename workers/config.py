@@ -204,6 +204,21 @@ class LauncherConfig(Settings):
     """Deadline for all workers to load and meet (s)."""
     stop_timeout_s: float = Field(30.0, gt=0)
     """After a stop request, how long workers may take to save and leave before they are killed (s)."""
+    operation_timeout_s: float = Field(1800.0, gt=0)
+    """Longest time without progress of a worker that works (an answer, a micro-batch, an update, a save): then it is
+    stuck, and started again (s)."""
+    silence_timeout_s: float = Field(120.0, gt=0)
+    """Longest time in which a worker's process says nothing although it runs, e.g. in native code that holds Python's
+    lock: then it is stuck (s). Dead and stopped ones are noticed within seconds."""
+    deadlock_timeout_s: float = Field(300.0, gt=0)
+    """Longest time in which every worker waits for another (s)."""
+    max_restarts: int = Field(2, ge=0)
+    """How often within `restart_window_s` a gang is started again by itself; then everything goes back to the last
+    checkpoint. 0: never by itself."""
+    max_global_restarts: int = Field(2, ge=0)
+    """How often within `restart_window_s` everything starts again; then the run fails."""
+    restart_window_s: float = Field(600.0, gt=0)
+    """Failures longer ago do not count (s)."""
 
 
 class RunConfig(Settings):

@@ -57,7 +57,7 @@ class WorkerContext:
         self.job = Job.load(run_dir)
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.attempt = int(os.environ.get("ASYNCFLOW_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
         choose_interfaces(self.job.store_host)
@@ -71,6 +71,7 @@ class WorkerContext:
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()
+        self._progress_at = time.monotonic()
         self._store = self.new_store()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -120,6 +121,7 @@ class WorkerContext:
             detail: more, e.g. `64 answers`.
             step, version: as before when None.
         """
+        self.progress()
         old = self._status
         self._status = _Status(
             state,
@@ -127,6 +129,10 @@ class WorkerContext:
             old.step if step is None else step,
             old.version if version is None else version,
         )
+
+    def progress(self) -> None:
+        """Say that this rank gets on with what it does; one that works and does not is taken for stuck."""
+        self._progress_at = time.monotonic()
 
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""
@@ -163,6 +169,7 @@ class WorkerContext:
             "time": time.time(),
             "pid": os.getpid(),
             "waiting_s": self.timeline.waiting_s,
+            "idle_s": time.monotonic() - self._progress_at,
         }
         store.set(f"status/{self.gang.name}/{self.rank}", json.dumps(status))
         self.timeline.flush()

@@ -139,6 +139,8 @@ class Evaluator:
 
     def _wants(self, version: Version) -> bool:
         """Return whether a version is this instance's; the receiver's thread asks for one after the other."""
+        if version.lineage < self._context.job.lineage:
+            return False
         if version.step in self._own:
             return True
         self._last_passed = version.step

@@ -51,6 +51,12 @@ class HeldWeights:
         """Whether there is something newer to load."""
         return self._receiver.newest not in (None, self.version)
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether the trainer went back to an earlier checkpoint, so that what these weights compute is for nothing."""
+        newest = self._receiver.newest
+        return newest is not None and self.version is not None and newest.lineage > self.version.lineage
+
     def load_newest(self, *, patience_s: float = 0.0) -> bool:
         """Load what is at hand, if it is this engine's turn; returns whether it was."""
 
@@ -65,23 +71,25 @@ class HeldWeights:
         self._loaded(version)
         return True
 
-    def wait_for(self, step: int) -> None:
-        """Load weights of `step` or later; returns without them only when the run stops.
+    def wait_for(self, needed: Version) -> None:
+        """Load weights of `needed` or later; returns without them only when the run stops.
 
         Raises:
             WeightSyncError: they do not come.
         """
         context, timeout_s = self._context, self._timeout_s
         deadline = time.monotonic() + timeout_s
-        while (self.version is None or self.version.step < step) and not context.stopping.is_set():
+        while (self.version is None or self.version < needed) and not context.stopping.is_set():
             context.report("waiting for weights")
-            with context.timeline.span("wait for weights", step=step):
-                if not self._receiver.wait_for(step, timeout_s=timeout_s, stop=context.stopping):
+            with context.timeline.span("wait for weights", step=needed.step):
+                if not self._receiver.wait_for(
+                    needed.step, lineage=needed.lineage, timeout_s=timeout_s, stop=context.stopping
+                ):
                     return
                 loaded = self.load_newest(patience_s=_TURN_PATIENCE_S)
             if not loaded and time.monotonic() > deadline:
                 raise WeightSyncError(
-                    f"weights of step {step} are at hand, but no turn to load them came within {timeout_s:g} s: an "
+                    f"weights of {needed} are at hand, but no turn to load them came within {timeout_s:g} s: an "
                     f"instance that swaps does not end"
                 )
 

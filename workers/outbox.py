@@ -88,6 +88,8 @@ class Outbox:
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
+        self._epoch = 0
+        self._dropped_epochs = 0
         self._num_added = 0
         self._num_put = 0
         self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
@@ -107,12 +109,18 @@ class Outbox:
         """
         self.check()
         self._num_added += 1
+        epoch = self._epoch
         if self._scorer is None:
-            self._done.put(_Finished(lease, generation, None))
+            self._done.put(_Finished(lease, generation, None, epoch))
             return
         k = lease.position[generation.index]
         future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.answers[k])
-        future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score)))
+        future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score, epoch)))
+
+    def abandon(self) -> None:
+        """Drop what was added and is not put: its leases are void."""
+        self._epoch += 1
+        self._done.put(None)
 
     def check(self) -> None:
         """Raise what went wrong with an earlier answer, if anything did; see `close`."""
@@ -144,14 +152,25 @@ class Outbox:
                 one = self._done.get()
                 if self._dropped.is_set():
                     return
+                self._drop_abandoned()
                 if one is not None:
                     self._gather(one)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
             self._failure = error
             self._failed()
 
+    def _drop_abandoned(self) -> None:
+        if self._dropped_epochs < self._epoch:
+            self._dropped_epochs = self._epoch
+            self._num_put += sum(map(len, self._finished.values()))
+            self._finished.clear()
+            self._left.clear()
+
     def _gather(self, one: "_Finished") -> None:
         """Put the answers of a lease once there are enough, or all that are left."""
+        if one.epoch < self._dropped_epochs:
+            self._num_put += 1
+            return
         lease = one.lease
         together = self._finished.setdefault(lease, [])
         together.append(one)
@@ -186,6 +205,7 @@ class _Finished:
     lease: RolloutLease
     generation: Generation
     score: "Future[ScoredAnswer] | None"
+    epoch: int
 
 
 def _answer_columns(generations: Sequence[Generation]) -> dict[str, Column]:

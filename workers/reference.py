@@ -101,7 +101,8 @@ class Reference:
 
     def _refresh(self, receiver: WeightReceiver, needed: int) -> None:
         with self._context.timeline.span("wait for weights", step=needed):
-            if not receiver.wait_for(needed, timeout_s=self._timeout_s, stop=self._context.stopping):
+            lineage, stop = self._context.job.lineage, self._context.stopping
+            if not receiver.wait_for(needed, lineage=lineage, timeout_s=self._timeout_s, stop=stop):
                 return
         with self._context.timeline.span("load weights", step=needed):
             loaded = None
@@ -129,6 +130,8 @@ class Reference:
 
     def _wants(self, version: Version) -> bool:
         """Return whether a version is the first at or after a refresh; the receiver asks for one after the other."""
+        if version.lineage < self._context.job.lineage:
+            return False
         newest = self._receiver.newest if self._receiver is not None else None
         last = self._step if newest is None else newest.step
         return version.step // self._interval > last // self._interval

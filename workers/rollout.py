@@ -94,12 +94,13 @@ class Rollout:
         self._running: dict[int, RolloutLease] = {}
         self._tickets = itertools.count()
         self._step = 0
+        self._lineage = 0
         self._busy = ExitStack()
         self._noted: tuple[int, int] | None = None
 
     def generate_until_stopped(self) -> None:
         """Fill, step, put, swap."""
-        self._weights.wait_for(self._context.start_step)
+        self._weights.wait_for(Version(self._context.job.lineage, self._context.start_step))
         while not self._context.stopping.is_set():
             self._wake.clear()
             self._outbox.check()
@@ -128,6 +129,8 @@ class Rollout:
     def _swap_if_due(self) -> None:
         if not self._weights.newer_at_hand:
             return
+        if self._weights.abandoned:
+            self._abandon()
         boundary = any(lease.granted.partition > self._step for lease, _ in self._waiting)
         due = may_swap(
             self._config.schedule.mode,
@@ -140,7 +143,22 @@ class Rollout:
             retry.daemon = True
             retry.start()
 
+    def _abandon(self) -> None:
+        """The trainer went back to a checkpoint: what runs, waits or is not put is of a queue that is no more."""
+        dropped = self._feeder.take()
+        number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
+        logger.warning("the trainer went back to a checkpoint: %d answers are abandoned", number)
+        self._engine.abort()
+        self._running.clear()
+        self._waiting.clear()
+        self._outbox.abandon()
+        self._step = 0
+        self._note_idle()
+
     def _loaded(self, version: Version) -> None:
+        if self._running and version.lineage > self._lineage:
+            self._abandon()
+        self._lineage = version.lineage
         self._engine.version = version.step
         self._context.report("generating" if self._running else "idle", version=version.step)
         if self._running:
@@ -158,9 +176,12 @@ class Rollout:
             self._running |= {request.ticket: lease for lease, request in taken}
             self._note_busy(max(lease.granted.partition for lease, _ in taken))
             self._engine.submit([request for _, request in taken])
-        self._feeder.want(self._engine.free_slots - len(self._waiting), version=self._weights.step)
+        version = self._weights.version
+        assert version is not None, "nobody asks for prompts before there are weights"
+        self._feeder.want(self._engine.free_slots - len(self._waiting), version=version)
 
     def _generate(self) -> None:
+        self._context.progress()
         for generation in self._engine.step(self._wake):
             self._outbox.add(self._running.pop(generation.ticket), generation)
 

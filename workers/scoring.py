@@ -9,6 +9,9 @@ Called by `workers.main`. What is computed is in `workers.columns`.
 import logging
 
 from asyncflow.errors import Superseded
+from tq.batch import PackedBatch
+from tq.client.lease_reader import read_lease
+from tq.client.patience import Patience
 from tq.client.queue_client import QueueClient
 from tq.messages import Granted, NoRowsReason
 from workers.columns.chain import TaskChain
@@ -24,13 +27,18 @@ def run_scoring(context: WorkerContext) -> None:
     task = task_of(context.gang.role, context.config, context.job)
     chain = TaskChain((*task.fused, task.name), context)
     client = context.queue_client()
+    patience = Patience(producers_timeout_s=0.0)
     while not context.stopping.is_set():
         context.report("waiting for rows")
         with context.timeline.span(f"wait for rows of {task.name}"):
-            answer = client.fetch(task.name, num_rows=chain.num_rows, version=chain.version)
+            answer = client.fetch(
+                task.name, num_rows=chain.num_rows, version=chain.version, lineage=context.job.lineage
+            )
         if isinstance(answer, Granted):
             context.report(task.name, f"{len(answer.rows)} answers", step=answer.partition)
-            _serve(answer, task, chain, client, context)
+            batch = read_lease(client, answer, task.inputs, patience=patience, closing=context.stopping)
+            if batch is not None:
+                _serve(answer, batch, task, chain, client=client, context=context)
         elif answer.reason is NoRowsReason.NEWER_VERSION:
             context.report("waiting for weights")
             chain.take_weights(answer.newest_version)
@@ -40,8 +48,16 @@ def run_scoring(context: WorkerContext) -> None:
     chain.close()
 
 
-def _serve(granted: Granted, task: PlacedTask, chain: TaskChain, client: QueueClient, context: WorkerContext) -> None:
-    batch = chain.add_columns(client.get(granted, task.inputs), step=granted.partition)
+def _serve(
+    granted: Granted,
+    batch: PackedBatch,
+    task: PlacedTask,
+    chain: TaskChain,
+    *,
+    client: QueueClient,
+    context: WorkerContext,
+) -> None:
+    batch = chain.add_columns(batch, step=granted.partition)
     with context.timeline.span("put", step=granted.partition, rows=len(batch)):
         try:
             client.put(task.name, granted, granted.rows, {name: batch[name] for name in task.outputs})

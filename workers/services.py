@@ -44,7 +44,13 @@ def run_storage(context: WorkerContext) -> None:
     """Serve one storage unit until the run is over."""
     serve_only()
     config = context.config.tq
-    unit = StorageUnit(context.credentials(), context.gang.name, config, controllers=config.controllers)
+    unit = StorageUnit(
+        context.credentials(),
+        context.gang.name,
+        config,
+        controllers=config.controllers,
+        lineage=context.job.lineage,
+    )
     context.report("serving")
     context.exiting.wait()
     unit.close()
@@ -73,6 +79,7 @@ def run_controller(context: WorkerContext) -> None:
         version=context.start_step,
         trained=_trained(context),
         last_step=context.job.last_step,
+        lineage=context.job.lineage,
     )
     context.report("serving")
     while not context.stopping.wait(0.2):

@@ -59,7 +59,6 @@ class StepTrainer:
         """Train the step that the loader is at; None: a stop came before its rows were all there."""
         record = StepRecord(step)
         rounds = StepRounds(self._config.actor, step_rows=self._step_rows)
-        self._context.report("waiting for rows", step=step)
         for arrived in self._arriving(record):
             if rounds.add(arrived):
                 self._train_round(arrived, record)
@@ -82,6 +81,7 @@ class StepTrainer:
             yield self._prepared(batch, record)
 
     def _next(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
+        self._context.report("waiting for rows", step=step)
         with self._context.timeline.span("wait for rows", step=step):
             batch, _ = next(rounds, (None, ()))
         return batch
@@ -110,6 +110,7 @@ class StepTrainer:
         size = self._config.actor.micro_batch_size
         for start in range(0, one.round_rows, size):
             positions = range(start, min(start + size, len(one.batch)))
+            self._context.progress()
             with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
                 whole = len(positions) == len(one.batch)
                 batch = one.batch if whole else one.batch.select(positions)

@@ -6,6 +6,7 @@ Each entrypoint gets the run directory and the name of its gang, like `workers.m
 import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,6 +61,31 @@ def exit_without_finishing(run_dir: str, gang: str) -> None:
     obey_phase(run_dir, gang)
 
 
+def die_again_and_again(run_dir: str, gang: str) -> None:
+    """`rollout-0` is killed as soon as all are at work, whenever it starts."""
+    if gang == "rollout-0":
+        store = _store(run_dir)
+        _report(store, gang, "generating")
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(store.check([f"status/{name}/0"]) for name in ("actor", "rollout-1", "controller", "storage-0")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(1.0)  # the launcher looks twice a second
+        os.kill(os.getpid(), signal.SIGKILL)
+    obey_phase(run_dir, gang)
+
+
+def hang_once(run_dir: str, gang: str) -> None:
+    """`rollout-0` works on something that does not end, the first time."""
+    if gang == "rollout-0" and os.environ["ASYNCFLOW_ATTEMPT"] == "0":
+        store = _store(run_dir)
+        began = time.monotonic()
+        while time.monotonic() < began + DEADLINE_S:
+            _report(store, gang, "generating", idle_s=time.monotonic() - began)
+            time.sleep(0.1)
+    obey_phase(run_dir, gang)
+
+
 def never_leave(run_dir: str, gang: str) -> None:
     """Say that work began and ignore everything."""
     _report(_store(run_dir), gang, "stuck")
@@ -89,7 +115,7 @@ def train_to_the_end(run_dir: str, gang: str) -> None:
 def obey_phase(run_dir: str, gang: str) -> None:
     """Say that work began; work gangs leave in `stop`, services in `exit`."""
     store = _store(run_dir)
-    _report(store, gang, "generating")
+    _report(store, gang, "waiting for the end")
     leave = {b"exit"} if gang.startswith(SERVICES) else {b"stop", b"exit"}
     deadline = time.monotonic() + DEADLINE_S
     while store.get("phase") not in leave:
@@ -110,7 +136,6 @@ def touch_torch(run_dir: str, gang: str) -> None:
         "main": getattr(sys.modules["__main__"], "__file__", None),
         "sys_path": sys.path,
         "environment": dict(os.environ),
-        "gloo_interface": os.environ["GLOO_SOCKET_IFNAME"],
         "threads": torch.get_num_threads(),
         "rank": os.environ["RANK"],
     }
@@ -129,6 +154,6 @@ def _store(run_dir: str) -> TCPStore:
     )
 
 
-def _report(store: TCPStore, gang: str, state: str) -> None:
-    status = {"state": state, "detail": "", "step": 1, "version": 0, "time": time.time(), "pid": os.getpid()}
+def _report(store: TCPStore, gang: str, state: str, *, idle_s: float = 0.0) -> None:
+    status = {"state": state, "step": 1, "version": 0, "time": time.time(), "pid": os.getpid(), "idle_s": idle_s}
     store.set(f"status/{gang}/{os.environ['RANK']}", json.dumps(status))

@@ -16,11 +16,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
-from launcher.job import SAME_PRESS_S
+from launcher.stop_signals import SAME_PRESS_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 60.0
+NO_RESTARTS = {"max_restarts": 0, "max_global_restarts": 0}
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Launcher:
         """Wait until `count` ranks reported; returns the process id of each "GANG/RANK"."""
         eventually(lambda: (self.run_dir / "job.json").exists(), "job.json", self)
         store = self.store()
-        names = [f"{gang.name}/{rank}" for gang in Job.load(self.run_dir).gangs for rank in range(gang.num_ranks)]
+        names = self.names()
 
         def reported() -> list[str]:
             return [name for name in names if store.check([f"status/{name}"])]
@@ -57,6 +58,29 @@ class Launcher:
         return TCPStore(
             job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
         )
+
+    def read_until(self, text: str) -> str:
+        """Read lines of the output up to one that holds `text`; returns it."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if text in line:
+                return line
+        pytest.fail(f"the output ended without {text!r}")
+
+    def wait_for_others(self, pids: dict[str, int]) -> dict[str, int]:
+        """Wait until each "GANG/RANK" reports with another process id; returns all of them."""
+        store = self.store()
+
+        def pid(name: str) -> int:
+            return int(json.loads(store.get(f"status/{name}")).get("pid", 0))
+
+        for name, before in pids.items():
+            eventually(lambda name=name, before=before: pid(name) not in (0, before), name, self)  # type: ignore[misc]
+        return self.wait_for_workers(len(self.names()))
+
+    def names(self) -> list[str]:
+        """Return every "GANG/RANK"."""
+        return [f"{gang.name}/{rank}" for gang in Job.load(self.run_dir).gangs for rank in range(gang.num_ranks)]
 
     def finish(self) -> tuple[int, str]:
         """Wait for the end; returns the exit code and all that was printed."""
@@ -166,15 +190,18 @@ def test_error_that_could_not_be_recorded_is_named(launch: Launch) -> None:
     assert output.splitlines()[-1].endswith("rollout rank 0 failed: OSError: no space left")
 
 
-def test_dead_fork_server_is_named(launch: Launch) -> None:
+def test_all_start_again_after_the_death_of_the_fork_server(launch: Launch) -> None:
     launcher = launch("obey_phase")
-    launcher.wait_for_workers(5)
+    pids = launcher.wait_for_workers(5)
+    launcher.read_until("started 5 workers")
     children = psutil.Process(launcher.process.pid).children()
     (server,) = [child for child in children if "forkserver" in " ".join(child.cmdline())]
     server.kill()
-    code, output = launcher.finish()
-    assert code == 1
-    assert "failed: the fork server died, and with it every worker" in output.splitlines()[-1]
+    again = launcher.wait_for_others(pids)
+    assert not set(again.values()) & set(pids.values())
+    launcher.collect()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
     assert_all_gone(launcher)
 
 
@@ -185,13 +212,67 @@ def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> No
 
 
 def test_killed_worker_is_named_with_its_signal(launch: Launch) -> None:
-    launcher = launch("obey_phase")
+    launcher = launch("obey_phase", **NO_RESTARTS)
     pids = launcher.wait_for_workers(5)
     os.kill(pids["rollout-1/0"], signal.SIGKILL)
     code, output = launcher.finish()
     assert code == 1
     assert output.splitlines()[-1].endswith("rollout rank 1 failed: ended by SIGKILL")
     assert_all_gone(launcher)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_worker_that_is_killed_or_stopped_starts_again_and_nobody_else(launch: Launch, number: signal.Signals) -> None:
+    launcher = launch("obey_phase")
+    pids = launcher.wait_for_workers(5)
+    launcher.read_until("started 5 workers")
+    os.kill(pids["rollout-1/0"], number)
+    line = launcher.read_until("rollout rank 1 failed")
+    assert ("ended by SIGKILL" if number is signal.SIGKILL else "stopped by a signal") in line
+    again = launcher.wait_for_others({"rollout-1/0": pids["rollout-1/0"]})
+    assert {**again, "rollout-1/0": 0} == {**pids, "rollout-1/0": 0}
+    assert json.loads(launcher.store().get("restarts"))["gangs"] == {"rollout-1": 1}
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
+
+
+def test_dead_actor_takes_the_queue_with_it_and_rollouts_stay(launch: Launch) -> None:
+    launcher = launch("obey_phase", actor_ranks=2)
+    (launcher.run_dir / "metrics.jsonl").write_text('{"step": 1, "lineage": 0}\n')
+    pids = launcher.wait_for_workers(6)
+    launcher.read_until("started 6 workers")
+    os.kill(pids["actor/1"], signal.SIGKILL)
+    launcher.read_until("going on from step 0 (lineage 1)")
+    rollouts = {name: pid for name, pid in pids.items() if name.startswith("rollout")}
+    again = launcher.wait_for_others({name: pid for name, pid in pids.items() if name not in rollouts})
+    assert {name: again[name] for name in rollouts} == rollouts
+    assert Job.load(launcher.run_dir).lineage == 1
+    assert (launcher.run_dir / "metrics.jsonl").read_text() == "", "there is no checkpoint, so no step is left"
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
+
+
+def test_worker_that_keeps_dying_ends_the_run(launch: Launch) -> None:
+    launcher = launch("die_again_and_again", max_restarts=1, max_global_restarts=1)
+    code, output = launcher.finish()
+    assert code == 1
+    lines = output.splitlines()
+    assert sum("it starts again" in line for line in lines) == 2
+    assert sum("everything starts again" in line for line in lines) == 1
+    assert lines[-1].endswith("rollout rank 0 failed: ended by SIGKILL")
+
+
+def test_worker_that_does_not_get_on_writes_its_stacks_and_starts_again(launch: Launch) -> None:
+    launcher = launch("hang_once", operation_timeout_s=3.0)
+    pids = launcher.wait_for_workers(5)
+    line = launcher.read_until("rollout rank 0 failed")
+    assert "no progress for" in line
+    assert "with: generating" in line
+    launcher.wait_for_others({"rollout-0/0": pids["rollout-0/0"]})
+    assert "hang_once" in launcher.log("rollout", 0)
+    assert "Current thread" in launcher.log("rollout", 1), "the stacks of all are there"
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
 
 
 def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
@@ -324,6 +405,5 @@ def test_worker_is_set_up_for_work(launch: Launch) -> None:
     assert facts["main"] is None
     assert facts["rank"] == "1"
     assert facts["threads"] == 1
-    assert facts["gloo_interface"] == "lo"
     assert str(launcher.run_dir.parent) not in facts["sys_path"]
     assert "" not in facts["sys_path"]

@@ -407,7 +407,7 @@ def test_a_consumer_that_never_comes_back_is_waited_for_once(tmp_path: Path) -> 
     with tq.start({"score": ["prompt"]}, num_units=1, config=FAST, log_dir=tmp_path) as queue:
         client = queue.client("me")
         store = QueueAddress.load(queue.address).credentials().store
-        ghost = "tq/controller-0/owner/ghost@1"
+        ghost = "tq/0/controller-0/owner/ghost@1"
         store.set(ghost, "1")
         os.kill(queue.pids()["controller-0"], signal.SIGKILL)
         client.put_rows(prompts("a"))

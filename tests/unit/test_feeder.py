@@ -11,6 +11,7 @@ from asyncflow.errors import Superseded, TransportError
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import Granted, NoRows, NoRowsReason
+from weightsync.version import Version
 from workers.feeder import Feeder
 from workers.rollout import may_swap
 
@@ -21,20 +22,23 @@ class Queue:
     """Answers fetches as the test says; stands in for `QueueClient`."""
 
     def __init__(self) -> None:
-        self.asked: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.asked: queue.Queue[tuple[int, Version]] = queue.Queue()
         self.answers: queue.Queue[Any] = queue.Queue()
         self.void: set[int] = set()
         self.given_back: list[Granted] = []
+        self.unreadable: list[TransportError] = []
 
-    def fetch(self, task: str, *, num_rows: int, version: int) -> Any:
+    def fetch(self, task: str, *, num_rows: int, version: int, lineage: int) -> Any:
         assert task == "actor_rollout"
-        self.asked.put((num_rows, version))
+        self.asked.put((num_rows, Version(lineage, version)))
         answer = self.answers.get(timeout=DEADLINE_S)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def get(self, granted: Granted, names: list[str]) -> PackedBatch:
+        if self.unreadable:
+            raise self.unreadable.pop()
         if granted.token in self.void:
             raise Superseded("the lease is void")
         columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
@@ -55,8 +59,8 @@ def granted(*rows: int) -> Granted:
     return Granted("actor_rollout", 7, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
 
 
-def no_rows(reason: NoRowsReason, newest_version: int = 0) -> NoRows:
-    return NoRows(reason, newest_version)
+def no_rows(reason: NoRowsReason, newest_version: int = 0, lineage: int = 0) -> NoRows:
+    return NoRows(reason, newest_version, lineage=lineage)
 
 
 def start() -> tuple[Queue, Feeder, threading.Event]:
@@ -71,45 +75,68 @@ def wait_for(wake: threading.Event) -> None:
 
 def test_it_asks_for_the_free_places_and_counts_what_came() -> None:
     client, feeder, wake = start()
-    feeder.want(3, version=2)
-    assert client.asked.get(timeout=DEADLINE_S) == (3, 2)
+    feeder.want(3, version=Version(0, 2))
+    assert client.asked.get(timeout=DEADLINE_S) == (3, Version(0, 2))
     client.answers.put(granted(5, 6))
     wait_for(wake)
     assert client.asked.empty(), "what room is left is for the instance to say"
-    feeder.want(3, version=2)  # two of them are for what was not taken yet
-    assert client.asked.get(timeout=DEADLINE_S) == (1, 2)
+    feeder.want(3, version=Version(0, 2))  # two of them are for what was not taken yet
+    assert client.asked.get(timeout=DEADLINE_S) == (1, Version(0, 2))
     (lease,) = feeder.take()
     assert lease.batch.indices == (5, 6)
     client.answers.put(granted(7))
     wait_for(wake)
     assert len(feeder.take()) == 1
-    feeder.want(0, version=2)
+    feeder.want(0, version=Version(0, 2))
     feeder.close()
     assert client.asked.empty()
 
 
 def test_newer_weights_are_asked_for_and_then_prompts_again() -> None:
     client, feeder, wake = start()
-    feeder.want(1, version=2)
+    feeder.want(1, version=Version(0, 2))
     client.asked.get(timeout=DEADLINE_S)
     client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4))
     wait_for(wake)
-    assert feeder.needed_version() == 4
-    feeder.want(1, version=3)
-    assert feeder.needed_version() == 4
-    feeder.want(1, version=4)
+    assert feeder.needed_version() == Version(0, 4)
+    feeder.want(1, version=Version(0, 3))
+    assert feeder.needed_version() == Version(0, 4)
+    feeder.want(1, version=Version(0, 4))
     assert feeder.needed_version() is None
-    assert client.asked.get(timeout=DEADLINE_S) == (1, 4)
+    assert client.asked.get(timeout=DEADLINE_S) == (1, Version(0, 4))
     client.answers.put(no_rows(NoRowsReason.STOP))
     wait_for(wake)
     assert feeder.stopped
 
 
+def test_weights_of_an_earlier_lineage_are_no_good_however_new() -> None:
+    client, feeder, wake = start()
+    feeder.want(1, version=Version(0, 9))
+    client.answers.put(no_rows(NoRowsReason.NEWER_VERSION, 4, lineage=1))
+    wait_for(wake)
+    assert feeder.needed_version() == Version(1, 4)
+    client.answers.put(no_rows(NoRowsReason.STOP))
+    feeder.want(1, version=Version(1, 4))
+    wait_for(wake)
+    assert [client.asked.get(timeout=DEADLINE_S)[1] for _ in range(2)] == [Version(0, 9), Version(1, 4)]
+
+
+def test_lease_whose_unit_is_gone_is_given_back_and_asked_for_again() -> None:
+    client, feeder, wake = start()
+    feeder.want(2, version=Version(0, 0))
+    client.unreadable.append(TransportError("storage-0: the peer is gone"))
+    client.answers.put(granted(5))
+    client.answers.put(granted(6))
+    wait_for(wake)
+    assert [lease.rows for lease in client.given_back] == [[5]]
+    assert [lease.batch.indices for lease in feeder.take()] == [(6,)]
+
+
 def test_lease_that_is_void_before_it_was_read_is_passed_over() -> None:
     client, feeder, wake = start()
-    feeder.want(2, version=0)
+    feeder.want(2, version=Version(0, 0))
     client.answers.put(granted_void(client, 5))
-    assert [client.asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(2, 0)] * 2
+    assert [client.asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(2, Version(0, 0))] * 2
     assert [lease.rows for lease in client.given_back] == [[5]]
     client.answers.put(granted(5))
     wait_for(wake)
@@ -118,11 +145,11 @@ def test_lease_that_is_void_before_it_was_read_is_passed_over() -> None:
 
 def test_what_goes_wrong_is_raised() -> None:
     client, feeder, wake = start()
-    feeder.want(1, version=0)
+    feeder.want(1, version=Version(0, 0))
     client.answers.put(TransportError("the controller is gone"))
     wait_for(wake)
     with pytest.raises(TransportError, match="the controller is gone"):
-        feeder.want(1, version=0)
+        feeder.want(1, version=Version(0, 0))
 
 
 @pytest.mark.parametrize(

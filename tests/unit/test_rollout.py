@@ -32,12 +32,12 @@ class Feed:
     def __init__(self) -> None:
         self.leases: deque[RolloutLease] = deque()
         self.stopped = False
-        self.wanted: list[tuple[int, int]] = []
+        self.wanted: list[tuple[int, Version]] = []
 
     def take(self) -> list[RolloutLease]:
         return [self.leases.popleft() for _ in range(len(self.leases))]
 
-    def want(self, num_rows: int, *, version: int) -> None:
+    def want(self, num_rows: int, *, version: Version) -> None:
         self.wanted.append((num_rows, version))
 
     def needed_version(self) -> None:
@@ -72,6 +72,9 @@ class Put(list[tuple[RolloutLease, Any]]):
 
     def check(self) -> None: ...
 
+    def abandon(self) -> None:
+        self.clear()
+
 
 def lease(step: int, *rows: int) -> RolloutLease:
     granted = Granted("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
@@ -90,7 +93,11 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
         schedule=SimpleNamespace(mode=mode), weightsync=SimpleNamespace(timeout_s=timeout_s), seed=0
     )
     made._context = SimpleNamespace(
-        timeline=NoTimeline(), stopping=threading.Event(), report=lambda *_, **__: None, config=made._config
+        timeline=NoTimeline(),
+        stopping=threading.Event(),
+        report=lambda *_, **__: None,
+        progress=lambda: None,
+        config=made._config,
     )
     lengths = SimLengths(sim, samples_per_step=8, seed=0)
     made._engine = SimGenerateEngine(sim, lengths, num_slots=4, max_response_tokens=9)
@@ -98,7 +105,7 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made._receiver, made._feeder, made._outbox = Weights(), Feed(), Put()
     made._weights = HeldWeights(made._context, made._receiver, made._engine.load_weights, loaded=made._loaded)
     made._waiting, made._running = deque(), {}
-    made._tickets, made._step, made._noted = itertools.count(), 0, None
+    made._tickets, made._step, made._noted, made._lineage = itertools.count(), 0, None, 0
     made._busy = rollout.ExitStack()
     return made
 
@@ -164,7 +171,7 @@ def test_stop_ends_the_wait_for_a_turn() -> None:
     loop = make()
     loop._receiver.refusals = 10**9
     loop._context.stopping.set()
-    loop._weights.wait_for(0)
+    loop._weights.wait_for(Version(0, 0))
     assert loop._weights.version is None
 
 
@@ -172,7 +179,7 @@ def test_turn_that_never_comes_is_an_error() -> None:
     loop = make(timeout_s=0.0)
     loop._receiver.refusals = 10**9
     with pytest.raises(WeightSyncError, match="no turn to load them came within 0 s"):
-        loop._weights.wait_for(0)
+        loop._weights.wait_for(Version(0, 0))
 
 
 def test_no_more_is_wanted_than_there_is_room_for() -> None:
@@ -183,6 +190,7 @@ def test_no_more_is_wanted_than_there_is_room_for() -> None:
         num_slots=4,
         max_response_tokens=9,
     )
+    loop._weights.load_newest()
     loop._feeder.leases.append(lease(1, 0, 1, 2))
     loop._take_leases()
     loop._fill()
@@ -191,3 +199,33 @@ def test_no_more_is_wanted_than_there_is_room_for() -> None:
     loop._take_leases()
     loop._fill()
     assert loop._feeder.wanted[-1][0] == -1, "one waits"
+
+
+def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> None:
+    loop = make()
+    loop._receiver.newest = Version(0, 9)
+    turn(loop)
+    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._running[99] = lease(10, 7)
+    loop._waiting.append((lease(10, 8), rollout.GenerateRequest(8, torch.tensor([1]), 0, 98)))
+    loop._feeder.leases.append(lease(10, 6))
+    loop._receiver.newest = Version(1, 4)
+    loop._swap_if_due()
+    assert loop._weights.version == Version(1, 4)
+    assert not loop._running
+    assert not loop._waiting
+    assert loop._engine.num_running == 0
+    loop._feeder.leases.append(lease(5, 7))
+    turn(loop)
+    assert versions(loop._outbox) == {7: [4] * 4}
+
+
+def test_answers_that_a_later_lineage_overtook_while_it_was_loaded_are_abandoned() -> None:
+    loop = make(ScheduleMode.SUBSTEP)
+    turn(loop)
+    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._running[99] = lease(1, 7)
+    loop._receiver.newest = Version(1, 0)
+    loop._weights.load_newest()
+    assert loop._engine.num_running == 0
+    assert not loop._running

@@ -69,6 +69,7 @@ class AsyncQueueClient:
         token_budget: int = 0,
         replica: str = "",
         sequence: int = 0,
+        lineage: int = 0,
     ) -> Granted | NoRows:
         """See `QueueClient.fetch`."""
         call = partial(
@@ -80,6 +81,7 @@ class AsyncQueueClient:
             token_budget=token_budget,
             replica=replica,
             sequence=sequence,
+            lineage=lineage,
         )
         self._refuse_when_closed()
         future = self._fetches.submit(call)

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, Superseded
 from tq.batch import Column, PackedBatch
+from tq.client.lease_reader import read_lease
 from tq.client.patience import Patience
 from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
@@ -167,7 +168,7 @@ class LeaseStream(Iterable[Lease]):
         while not self._closing.is_set():
             answer = self._ask()
             if isinstance(answer, Granted):
-                batch = self._read(answer)
+                batch = read_lease(self._client, answer, self._columns, patience=self._patience, closing=self._closing)
                 if batch is not None:
                     yield Lease(self._client, self._task, answer, batch)
             elif answer.reason is NoRowsReason.DEADLINE:
@@ -188,20 +189,6 @@ class LeaseStream(Iterable[Lease]):
             )
         finally:
             self._asking = False
-
-    def _read(self, granted: Granted) -> PackedBatch | None:
-        """Read a lease's rows; None when their unit is gone: they come again once somebody has put them again."""
-        try:
-            batch = self._client.get(granted, self._columns)
-        except PeerRefused:
-            raise
-        except TransportError as error:
-            self._patience.unreadable(error)
-            self._client.give_back(self._task, granted)
-            self._closing.wait(_RETRY_S)
-            return None
-        self._patience.served()
-        return batch
 
 
 def stream(

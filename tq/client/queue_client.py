@@ -195,6 +195,7 @@ class QueueClient:
         token_budget: int = 0,
         replica: str = "",
         sequence: int = 0,
+        lineage: int = 0,
     ) -> Granted | NoRows:
         """Lease ready rows; waits until there are some, the deadline passes, or the queue stops.
 
@@ -203,7 +204,7 @@ class QueueClient:
             num_rows: at most, but at least one parcel.
             version: newest weights that this consumer holds (version-gated tasks).
             timeout_s: default `request_timeout_s`.
-            token_budget, replica, sequence: see `FetchRows`.
+            token_budget, replica, sequence, lineage: see `FetchRows`.
 
         Raises:
             ConfigError: no such task, or a number that cannot be.
@@ -220,6 +221,7 @@ class QueueClient:
             check_number("token_budget", token_budget),
             replica,
             check_number("sequence", sequence),
+            check_number("lineage", lineage),
         )
         return self._fetch(message, timeout_s)
 
@@ -278,8 +280,9 @@ class QueueClient:
         if common_length(columns) != len(rows):
             raise ConfigError(f"{task}: columns of {common_length(columns)} rows, but {len(rows)} rows are named")
         self._services.beats.writes(columns)
+        deadline = self._services.deadline()
         try:
-            self._put_outputs(task, granted, rows, columns)
+            self._services.patiently(partial(self._put_outputs, task, granted, rows, columns, deadline), deadline)
         except Superseded:
             self._held.settled(task, granted.token, rows)  # else a restarted controller would keep them for this client
             raise
@@ -389,10 +392,16 @@ class QueueClient:
             raise ConfigError(f"a put of {payload.num_bytes} bytes, but max_message_bytes is {most}: put fewer rows")
         return headers, payload
 
-    def _put_outputs(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def _put_outputs(
+        self,
+        task: str,
+        granted: Granted,
+        rows: Sequence[int],
+        columns: Mapping[str, Column],
+        deadline: Deadline,
+    ) -> None:
         unit_of = dict(zip(granted.rows, granted.units, strict=True))
         by_unit = _by_unit([unit_of[row] for row in rows])
-        deadline = self._services.deadline()
         sent = []
         for unit, positions in by_unit.items():
             whole = len(by_unit) == 1

@@ -49,6 +49,7 @@ from tq.control.task_state import TaskSpec
 from tq.control.unit_graces import UnitGraces
 from tq.control.unit_orders import UnitOrders
 from tq.directory import Directory
+from tq.lease_tokens import first_token
 from tq.messages import (
     CONTROLLER_REQUESTS,
     AckLost,
@@ -80,9 +81,6 @@ from tq.timers import Timers
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 8
-_TOKENS_PER_START = 40
-"""Bits of a token that count leases; those above count starts of the controller."""
-
 
 News = list[tuple[Call, Answer] | Lost | Quarantined]
 """What is told when the lock is released."""
@@ -103,6 +101,7 @@ class ControllerService:
         version: int = 0,
         last_step: int = 0,
         trained: Collection[int] = (),
+        lineage: int = 0,
     ) -> None:
         """Start serving.
 
@@ -116,6 +115,7 @@ class ControllerService:
             version: step of the weights at the start.
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
+            lineage: of the queue: nothing of an earlier one counts.
         """
         self.failure: Exception | None = None
         self.failed = threading.Event()
@@ -123,7 +123,7 @@ class ControllerService:
         self._config = config
         self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
         self._lead = name == self._directory.lead
-        self._durable = DurableMark(credentials, name)
+        self._durable = DurableMark(credentials, name, lineage=lineage)
         starts = self._durable.start()
         self._recovered = starts > 1
         self._memory = Memory(self._durable, version=version)
@@ -138,14 +138,17 @@ class ControllerService:
         self._awaited: set[str] = set()
         """Consumers of an earlier incarnation that have not joined this one, until its recovery gives them up."""
         if self._recovered:
-            recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(self._durable.names("owner")))
+            owners = {owner for owner in self._durable.names("owner") if not owner.startswith(f"{name}@")}  # not itself
+            recovering = Recovering(frozenset(self._durable.names("unit")), frozenset(owners))
             self._awaited.update(recovering.owners)
             logger.warning("start %d: waiting for %s", starts, recovering)
         self._state = ControlState(
             tasks,
             served=self._directory.served_by(name),
             version=self._memory.newest_version,
-            first_token=(starts << _TOKENS_PER_START) + 1,
+            lineage=lineage,
+            published=self._recovered,
+            first_token=first_token(lineage, starts) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,
             byte_limit=config.max_live_bytes if self._lead else 0,
             refill=prompts is not None,

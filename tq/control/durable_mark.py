@@ -1,11 +1,12 @@
 """What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
 
-    tq/NAME/incarnation     how often it was started
-    tq/NAME/mark            newest version, sizes of partitions, admission's mark
-    tq/NAME/lost            rows that went with their unit, and who was done with them
-    tq/NAME/owner/OWNER     a consumer that joined and was not given up
-    tq/NAME/unit/UNIT       a unit that registered
+    tq/LINEAGE/NAME/incarnation     how often it was started
+    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark
+    tq/LINEAGE/NAME/lost            rows that went with their unit, and who was done with them
+    tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
+    tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
+A queue that begins anew (the next lineage) reads nothing of the one before.
 Called by the controller's shell. One owner per service name; thread-safe.
 """
 
@@ -44,9 +45,9 @@ class Mark(msgspec.Struct):
 class DurableMark:
     """Reads and writes the facts of one controller."""
 
-    def __init__(self, credentials: Credentials, service: str) -> None:
+    def __init__(self, credentials: Credentials, service: str, *, lineage: int = 0) -> None:
         self._credentials = credentials
-        self._base = f"tq/{service}"
+        self._base = f"tq/{lineage}/{service}"
 
     def start(self) -> int:
         """Count this start; returns 1 for the first."""

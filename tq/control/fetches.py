@@ -20,14 +20,18 @@ _REPLICA_FETCHES_REMEMBERED = 16
 class Fetches:
     """Parked requests, and the gate that they wait at."""
 
-    def __init__(self, book: RowBook, reasons: WaitReasons, *, version: int) -> None:
+    def __init__(self, book: RowBook, reasons: WaitReasons, *, version: int, lineage: int, published: bool) -> None:
         """Args:
         book: rows and tasks.
         reasons: words for those who wait too long.
         version: newest weights.
+        lineage: of these; consumers with weights of an earlier one get none of a version-gated task's rows.
+        published: there are weights of this lineage; else those consumers wait for them.
         """
         self.parked = ParkedFetches()
         self.newest_version = version
+        self._lineage = lineage
+        self._published = published or lineage == 0
         self.closed = False
         """Everybody is parked: the controller is recovering."""
         self.stopped = False
@@ -94,6 +98,7 @@ class Fetches:
     def publish(self, version: int) -> None:
         """Newer weights exist: consumers that are held back by their old ones hear of it."""
         self.newest_version = max(self.newest_version, version)
+        self._published = True
         self._tell_steps()
         for name, task in self._book.tasks.items():
             if task.spec.max_staleness is None or self.closed:
@@ -171,6 +176,8 @@ class Fetches:
             return self._nothing(NoRowsReason.STOP)
         task = self._task(fetch)
         newest = self.newest_partition(fetch)
+        if newest is not None and fetch.lineage < self._lineage:
+            return self._nothing(NoRowsReason.NEWER_VERSION) if self._published else None
         taken = task.take(Want(fetch.num_rows, fetch.token_budget), newest_allowed=newest)
         if taken is None:
             outdated = newest is not None and task.has_ready and self.newest_version > fetch.version
@@ -229,7 +236,7 @@ class Fetches:
         return Granted(task, token, partition, list(rows), groups, units, tokens)
 
     def _nothing(self, reason: NoRowsReason) -> NoRows:
-        return NoRows(reason, self.newest_version)
+        return NoRows(reason, self.newest_version, lineage=self._lineage)
 
     def _tell_steps(self) -> None:
         for task in self._book.tasks.values():

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
+from tq import lease_tokens
 from tq.control.arrivals import Arrivals
 from tq.control.events import (
     Answer,
@@ -79,6 +80,8 @@ class ControlState:
         *,
         served: Collection[str] | None = None,
         version: int = 0,
+        lineage: int = 0,
+        published: bool = True,
         first_token: int = 1,
         row_limit: int = 0,
         byte_limit: int = 0,
@@ -89,6 +92,8 @@ class ControlState:
         tasks: every task that must be done with a row before it is finished.
         served: names of the tasks whose rows are handed out here; None: all.
         version: newest weights at the start.
+        lineage: of the queue and of these weights: how often the queue began anew.
+        published: consumers can get such weights already.
         first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
         row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
         refill: admission replaces groups in quarantine; else their partition gets smaller.
@@ -96,7 +101,8 @@ class ControlState:
         """
         self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
         self._reasons = WaitReasons(self._book)
-        self._fetches = Fetches(self._book, self._reasons, version=version)
+        self._fetches = Fetches(self._book, self._reasons, version=version, lineage=lineage, published=published)
+        self._oldest_token = lease_tokens.first_token(lineage)
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)
@@ -327,7 +333,8 @@ class ControlState:
             self._book.give_back(task, event.token, event.rows)
 
     def _join(self, event: Join, request: int) -> None:
-        void: list[int] = []
+        void = [held.token for held in event.holds if held.token < self._oldest_token]
+        event.holds = [held for held in event.holds if held.token >= self._oldest_token]
         if self._recovery is not None and self._recovery.collecting:
             self._recovery.joined(event.owner, event.holds)
         else:

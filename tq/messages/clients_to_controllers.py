@@ -73,6 +73,7 @@ class FetchRows(Message):
         token_budget: at most so many tokens (but at least one parcel); 0: no budget.
         replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
             their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
+        lineage: of the weights; older ones than the queue's are outdated, whatever their version.
     """
 
     task: str
@@ -83,6 +84,7 @@ class FetchRows(Message):
     token_budget: int = 0
     replica: str = ""
     sequence: int = 0
+    lineage: int = 0
 
 
 class FetchRound(Message):

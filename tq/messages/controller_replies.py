@@ -91,12 +91,14 @@ class NoRows(Message):
         newest_version: newest that was published.
         waiting_for: for a deadline, what is missing, in words for a person.
         producers_alive: for a deadline, whether somebody who writes what is missing is connected.
+        lineage: of the newest version.
     """
 
     reason: NoRowsReason
     newest_version: int
     waiting_for: str = ""
     producers_alive: bool = True
+    lineage: int = 0
 
 
 class LostRows(Message):

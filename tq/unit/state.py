@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from tq.lease_tokens import first_token
 from tq.unit.block import Block, Part
 from tq.unit.block_books import BlockBooks
 from tq.unit.records import KNOWN_ELSEWHERE, Commit, Cut, CutRow, Partition, Repeated, Row
@@ -22,10 +23,12 @@ _PARTITIONS_REMEMBERED = 64
 class UnitState:
     """What a unit holds."""
 
-    def __init__(self, *, retain: bool = False) -> None:
+    def __init__(self, *, retain: bool = False, lineage: int = 0) -> None:
         """Args:
         retain: keep rows that every task is done with until `commit_partitions`.
+        lineage: of the queue; tokens of earlier ones are void.
         """
+        self._oldest_token = first_token(lineage)
         self.books = BlockBooks()
         self.retained_rows = 0
         self._retain = retain
@@ -282,7 +285,8 @@ class UnitState:
         if row is None:
             raise Superseded(f"row {number} is not here any more, so the lease {token} of {task} is void")
         floor, alive = self._floors.get(task, (0, frozenset()))
-        if commit is not None or token < row.fences.get(task, 0) or (token < floor and token not in alive):
+        fence = max(self._oldest_token, row.fences.get(task, 0))
+        if commit is not None or token < fence or (token < floor and token not in alive):
             raise Superseded(f"row {number}: the lease {token} of {task} was given to somebody else")
         return None
 

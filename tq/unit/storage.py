@@ -79,6 +79,7 @@ class StorageUnit:
         *,
         controllers: Sequence[str],
         backend: Backend | None = None,
+        lineage: int = 0,
     ) -> None:
         """Accept clients, and look for the controllers; does not wait for them.
 
@@ -88,6 +89,7 @@ class StorageUnit:
             config: of the queue.
             controllers: service names of all controllers.
             backend: where values are kept; None: what `config.backend` says. Closed with the unit.
+            lineage: of the queue.
 
         Raises:
             ConfigError: the backend's client library is missing.
@@ -100,7 +102,7 @@ class StorageUnit:
         self._incarnation = secrets.token_hex(8)
         self._blocks = _block_store(credentials, name, self._incarnation, config, backend)
         self._lock = lock = threading.Lock()
-        self._state = state = UnitState(retain=config.retain_until_checkpoint)
+        self._state = state = UnitState(retain=config.retain_until_checkpoint, lineage=lineage)
         self._traffic = UnitTraffic()
         self._timers = Timers(name)
         keep_bytes = config.spill_after_bytes

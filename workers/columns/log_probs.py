@@ -85,7 +85,7 @@ class FollowerLogProbs(ColumnTask):
 
     def take_weights(self, step: int) -> None:
         """Wait for weights of `step` or later and compute with them from now on."""
-        self._weights.wait_for(step)
+        self._weights.wait_for(Version(self._context.job.lineage, step))
 
     def close(self) -> None:
         """Leave the weight agent."""

@@ -73,6 +73,7 @@ def make_trainer(config: RunConfig, engine: TrainEngine, loader: Loader) -> Step
     context: Any = SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
         job=SimpleNamespace(lineage=0, started_at=0.0),
+        progress=lambda: None,
     )  # fmt: skip
     tasks = ["compute_advantages_and_returns"]
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":

@@ -1,9 +1,10 @@
-"""The supervisor's answers to everything that can happen to a run."""
+"""The supervisor's answers to what can happen where nothing starts again; see `test_supervisor_restarts`."""
 
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.supervisor import (
+from launcher.restarts import RestartBook
+from launcher.run_events import (
     AllReady,
     Arm,
     DeadlinePassed,
@@ -15,9 +16,9 @@ from launcher.supervisor import (
     Phase,
     SetPhase,
     StopRequested,
-    Supervisor,
     Timer,
 )
+from launcher.supervisor import Supervisor
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
 EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]
@@ -33,7 +34,8 @@ def new_run(*more: str) -> Supervisor:
         return GangSpec(name, role, int(index or 0), num_ranks, ("cpu",) * num_ranks)
 
     gangs = [gang(name, 4 if name == "actor" else 1) for name in (*NAMES, *more)]
-    return Supervisor(gangs, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
+    never = RestartBook(max_restarts=0, max_global_restarts=0, window_s=600.0)
+    return Supervisor(gangs, restarts=never, start_timeout_s=300.0, evaluate_timeout_s=600.0, stop_timeout_s=30.0)
 
 
 def started_run(*more: str) -> Supervisor:
@@ -169,11 +171,12 @@ def test_first_of_several_exceptions_is_named() -> None:
     )
 
 
-def test_failure_outranks_a_requested_stop() -> None:
+def test_failure_of_who_is_leaving_is_told_and_the_run_stays_resumable() -> None:
     supervisor = started_run()
     supervisor.handle(StopRequested(1))
     supervisor.handle(GangExited("rollout-0", 1, "ValueError: no", 0, 10.0))
-    assert supervisor.handle(StopRequested(2))[-1] == Finish(1, "rollout rank 0 failed: ValueError: no")
+    told = Finish(75, "rollout rank 0 failed while it left: ValueError: no")
+    assert supervisor.handle(StopRequested(2))[-1] == told
 
 
 def test_workers_that_never_start_are_killed_and_named() -> None:

@@ -1,0 +1,182 @@
+"""What can happen to a run, and what can be done about it: the words between `launcher.supervisor` and its shell.
+
+Events go in, instructions come out. Plain data; nobody here decides anything.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DONE, FAILED, RESUMABLE = 0, 1, 75
+"""Exit codes of the command; 75 is EX_TEMPFAIL of sysexits.h."""
+
+
+class Phase(StrEnum):
+    """Value of the store key `phase`, which every worker watches."""
+
+    RUN = "run"
+    EVALUATE = "evaluate"
+    STOP = "stop"
+    EXIT = "exit"
+
+
+class Timer(StrEnum):
+    """Deadlines that the supervisor asks for."""
+
+    START = "start"
+    EVALUATE = "evaluate"
+    STOP = "stop"
+    EXIT = "exit"
+    RESTART = "restart"
+    KILL = "kill"
+
+
+@dataclass(frozen=True)
+class GangExited:
+    """All processes of a gang are gone.
+
+    Attributes:
+        gang: its name.
+        code: 0, the exit code of the rank that failed first, or minus the signal that ended it.
+        error: the last error in one line, "" for code 0.
+        rank: the rank that failed first.
+        at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
+        final: another start would fail in the same way.
+        deadline: the error is a deadline that passed, so somebody else may be stuck.
+    """
+
+    gang: str
+    code: int
+    error: str = ""
+    rank: int = 0
+    at: float = 0.0
+    final: bool = False
+    deadline: bool = False
+
+
+@dataclass(frozen=True)
+class RankStuck:
+    """A rank lives, and does not get on: `why` says with what and for how long."""
+
+    gang: str
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """The launcher of another node is gone or silent, and what ran there with it."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class AllReady:
+    """Every rank of every gang reported that it is at work."""
+
+
+@dataclass(frozen=True)
+class LastStepDone:
+    """The last step is trained and saved."""
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The user (Ctrl-C) or the scheduler asked to stop; `count` is how often so far."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The run's files are those of `step` again; `lineage` is the new one."""
+
+    step: int
+    lineage: int
+
+
+@dataclass(frozen=True)
+class RestoreFailed:
+    """There is nothing to go back to; `error` says why in one line."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """A timer that was armed ran out; `detail` names who was waited for."""
+
+    timer: Timer
+    detail: str = ""
+    gang: str = ""
+
+
+Event = (
+    GangExited
+    | RankStuck
+    | NodeLost
+    | AllReady
+    | LastStepDone
+    | StopRequested
+    | Restored
+    | RestoreFailed
+    | DeadlinePassed
+)
+
+
+@dataclass(frozen=True)
+class SetPhase:
+    """Tell every worker the phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Send `DeadlinePassed(timer, gang=gang)` after `seconds`; armed again, a timer runs anew."""
+
+    timer: Timer
+    seconds: float
+    gang: str = ""
+
+
+@dataclass(frozen=True)
+class StartGang:
+    """Start all ranks of a gang again; `attempt` counts its starts from 0."""
+
+    gang: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class KillGang:
+    """SIGKILL every process of a gang."""
+
+    gang: str
+
+
+@dataclass(frozen=True)
+class DumpStacks:
+    """Have every process write the stacks of its threads into its log."""
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Take the run's files back to the newest valid checkpoint, as the next lineage; answer with an event."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the command with `code`; `message` says why in one line."""
+
+    code: int
+    message: str
+
+
+Instruction = SetPhase | Arm | StartGang | KillGang | DumpStacks | Restore | Note | Finish
