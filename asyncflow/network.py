@@ -1,9 +1,10 @@
 """This host's addresses and network interfaces, and which of them lead to another host. Linux, IPv4, without torch.
 
-Sockets of a run on one node stay on loopback. On several nodes a process uses the interface that leads to the job store,
-unless the user named another one.
+Sockets of a run on one node stay on loopback. On several nodes a process uses the interface that leads to the job
+store, unless the user named another one.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -116,10 +117,8 @@ def _candidates(hints: Iterable[str]) -> Iterable[str]:
             yield resolve(hint)
         except OSError:
             continue
-    try:
+    with contextlib.suppress(OSError):
         yield address_towards(_ANYWHERE)
-    except OSError:
-        pass
     yield from _interface_addresses()
 
 

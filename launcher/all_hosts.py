@@ -1,7 +1,7 @@
 """Gangs over all nodes of a run: one `GangHost` made of one per node.
 
-`launcher.job` talks to it as if there were one host; a gang that several nodes share starts on each and ends as a whole.
-Ends of parts come from any thread.
+`launcher.job` talks to it as if there were one host; a gang that several nodes share starts on each and ends as a
+whole. Ends of parts come from any thread.
 """
 
 import threading
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.job import GangSpec
 from launcher.gang_host import GangHost
 from launcher.gang_parts import GangParts, KillPart
-from launcher.supervisor import GangExited
+from launcher.run_events import GangExited
 
 
 class AllHosts:
@@ -32,7 +32,7 @@ class AllHosts:
     def start(self, gang: GangSpec, attempt: int) -> None:
         """Start a gang's ranks on all its nodes."""
         with self._lock:
-            self._parts[gang.name] = GangParts(gang, attempt)
+            self._parts[gang.name] = GangParts(gang)
         for node in gang.parts:
             self._hosts[node].start(gang, attempt)
 
@@ -43,6 +43,11 @@ class AllHosts:
             orders = [] if parts is None else parts.kill()
         for order in orders:
             self._hosts[order.node].kill(gang)
+
+    def dump_stacks(self) -> None:
+        """Have every process of the run write the stacks of its threads into its log."""
+        for host in self._hosts.values():
+            host.dump_stacks()
 
     def close(self, timeout_s: float) -> None:
         """Kill what is left on every host."""

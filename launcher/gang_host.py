@@ -14,5 +14,8 @@ class GangHost(Protocol):
     def kill(self, gang: str) -> None:
         """SIGKILL its ranks here, also those that are only about to start; idempotent, and nothing for one unknown."""
 
+    def dump_stacks(self) -> None:
+        """Have every process here write the stacks of its threads into its log."""
+
     def close(self, timeout_s: float) -> None:
         """Kill what is left and wait until it is gone."""

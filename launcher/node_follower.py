@@ -1,14 +1,12 @@
 """The launcher of another node than 0, once it has joined: does what node 0 orders, tells what happens here.
 
-It decides nothing. Whatever ends it (an order, a lost node 0, a signal that node 0 cannot be told of), no process that it
-started is left.
+It decides nothing. Whatever ends it (an order, or node 0 that is lost), no process that it started is left.
 """
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -16,14 +14,27 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
 from launcher.gang_host import GangHost
-from launcher.node_messages import FinishRun, FromNode, KillPart, Left, PartExited, StartPart, StopAsked
-from launcher.supervisor import FAILED, RESUMABLE, GangExited, StopRequested
+from launcher.node_messages import (
+    DumpStacks,
+    FinishRun,
+    FromNode,
+    KillPart,
+    Left,
+    Order,
+    PartExited,
+    StartPart,
+    StopAsked,
+)
+from launcher.run_events import FAILED, RESUMABLE, GangExited, StopRequested
 
 LOOK_S = 0.25
 """How often it looks whether node 0 is there, and whether it sees the job that an order is about (s)."""
 KILL_TIMEOUT_S = 5.0
 SIGHT_TIMEOUT_S = 60.0
 """How long a shared file system may take to show what node 0 wrote (s)."""
+
+Inbound = Order | GangExited | StopRequested
+"""What such a launcher has to deal with."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +64,7 @@ class NodeFollower:
         node: int,
         link: Link,
         host: GangHost,
-        inbox: "SimpleQueue[object]",
+        inbox: "SimpleQueue[Inbound]",
         *,
         load_job: Callable[[], Job],
         now: Callable[[], float] = time.monotonic,
@@ -88,7 +99,7 @@ class NodeFollower:
             self._host.close(KILL_TIMEOUT_S)
             self._link.send(Left())
 
-    def _take(self, event: object) -> End | None:
+    def _take(self, event: Inbound) -> End | None:
         match event:
             case StartPart():
                 self._unseen[event.gang] = (event, self._now() + SIGHT_TIMEOUT_S)
@@ -98,6 +109,8 @@ class NodeFollower:
                 if unseen is not None:
                     self._never_started(unseen[0], "killed before it started")
                 self._host.kill(gang)
+            case DumpStacks():
+                self._host.dump_stacks()
             case FinishRun(code=code, line=line):
                 return End(code, line)
             case GangExited():
@@ -134,10 +147,10 @@ class NodeFollower:
                 self._never_started(order, f"node {self._node} does not see the job.json that node 0 wrote")
 
     def _never_started(self, order: StartPart, error: str) -> None:
-        exited = GangExited(order.gang, FAILED, error, at=time.time(), attempt=order.attempt)
+        exited = GangExited(order.gang, FAILED, error, at=time.time())
         self._link.send(self._told(exited))
 
     def _told(self, exited: GangExited) -> PartExited:
         """Return the end of a gang's ranks here as node 0 is told of it: in its time."""
         at = exited.at - (time.time() - self._link.clock.now())
-        return PartExited(exited.gang, exited.attempt, exited.code, exited.error, exited.rank, at, exited.final)
+        return PartExited(exited.gang, exited.code, exited.error, exited.rank, at, exited.final, exited.deadline)

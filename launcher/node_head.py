@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
@@ -26,9 +24,11 @@ from torch.distributed import DistError
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job, Node
+from launcher.exits import USAGE
 from launcher.gang_host import GangHost
 from launcher.job_store import JobStoreClient
 from launcher.node_messages import (
+    DumpStacks,
     FinishRun,
     FromNode,
     Hello,
@@ -46,14 +46,13 @@ from launcher.node_messages import (
 from launcher.node_roll import NodeRoll
 from launcher.node_wire import Envelope, Opener, Sealer, read_body, read_envelope
 from launcher.pulse import BEAT_S, Pulse
-from launcher.supervisor import FAILED, GangExited, NodeLost, StopRequested
+from launcher.run_events import FAILED, GangExited, NodeLost, StopRequested
 
 HEAD = "head"
 EVERYBODY = "nodes"
 EVENTS = "launcher/events"
 HEAD_BEAT = "launcher/beat/head"
 IDLE = timedelta(days=30)
-USAGE = 2
 LEAVE_TIMEOUT_S = 10.0
 """How long node 0 waits until the other launchers have ended what they started (s)."""
 _LOOK_S = 0.1
@@ -86,7 +85,7 @@ class _Link:
 
 
 class NodeHead:
-    """The launchers of all other nodes, seen from node 0. A context manager: nobody is left waiting at its end."""
+    """The launchers of all other nodes, seen from node 0."""
 
     def __init__(
         self,
@@ -120,6 +119,7 @@ class NodeHead:
         self._links: dict[str, _Link] = {}
         self._changed = threading.Condition()
         self._finished = False
+        self._lost_node = ""
         self._closing = threading.Event()
         self._orders = store.client()
         self._ordering = threading.Lock()
@@ -130,19 +130,18 @@ class NodeHead:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Let nobody wait for node 0, whose error it was if nobody was told how the run ended, and end the threads."""
         code = USAGE if isinstance(error, ConfigError) else FAILED
         self.finish(code, f"Error: {error}" if error is not None else "node 0 ended without a word")
         self.close()
 
-    def gather(self, timeout_s: float, interrupted: Callable[[], bool]) -> bool:
-        """Wait until the launchers of all nodes are ready; False: `interrupted` came first.
+    def gather(self, timeout_s: float, stopped: Callable[[], bool]) -> str:
+        """Wait until the launchers of all nodes are ready; returns what came first instead, or "".
 
+        Args:
+            timeout_s: for all of them.
+            stopped: the user or the scheduler asked for it.
         Raises:
             ConfigError: one cannot take part.
             RoleFailed: not all came in time.
@@ -152,12 +151,12 @@ class NodeHead:
             while not self._roll.is_complete():
                 if self._roll.obstacle:
                     raise ConfigError(self._roll.obstacle)
-                if interrupted():
-                    return False
+                if self._lost_node or stopped():
+                    return f"{self._lost_node} is gone" if self._lost_node else "stopped"
                 if time.monotonic() > deadline:
                     raise RoleFailed(self._roll.complaint(timeout_s, str(self._run_dir)))
                 self._changed.wait(_LOOK_S)
-            return True
+            return ""
 
     def nodes(self) -> list[Node]:
         """Return all nodes but this one."""
@@ -301,7 +300,8 @@ class NodeHead:
             self._changed.notify_all()
         if not expected:
             logger.error("%s: %s", name, reason)
-            self._report(NodeLost(name, reason))
+            self._lost_node = self._lost_node or name
+            self._report(NodeLost(name))
 
     def _beats_of(self, token: str) -> Opener:
         return Opener(self._secret, f"{token}/beat", HEAD)
@@ -324,13 +324,15 @@ class RemoteNode:
         """Have its launcher kill its ranks of a gang."""
         self._head.order(self._token, KillPart(gang))
 
-    def close(self, timeout_s: float) -> None:  # noqa: ARG002 (`NodeHead.finish` waits for all nodes at once)
+    def dump_stacks(self) -> None:
+        """Have its launcher ask its processes for their stacks."""
+        self._head.order(self._token, DumpStacks())
+
+    def close(self, timeout_s: float) -> None:
         """Have its launcher kill whatever it started."""
         for gang in self._started:
             self.kill(gang)
 
 
 def _exit_of(part: PartExited) -> GangExited:
-    return GangExited(
-        part.gang, part.code, part.error, part.rank, part.at, attempt=part.attempt, final=part.final
-    )
+    return GangExited(part.gang, part.code, part.error, part.rank, part.at, part.final, part.deadline)

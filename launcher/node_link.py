@@ -1,4 +1,4 @@
-"""Another node's way to node 0: joins its job store, then carries orders in and events out, and signs of life both ways.
+"""Another node's way to node 0: joins its job store, then carries orders in, events out, and signs of life both ways.
 
     join      hello, welcome, clock offset, ready
     threads   orders -> inbox | outgoing events | signs of life
@@ -24,6 +24,7 @@ from asyncflow.errors import TransportError
 from asyncflow.job import Job
 from asyncflow.network import address_towards
 from launcher.job_store import JobStoreClient
+from launcher.node_follower import Inbound
 from launcher.node_head import EVENTS, EVERYBODY, HEAD, HEAD_BEAT, IDLE, beat_key, orders_key
 from launcher.node_messages import (
     FinishRun,
@@ -38,15 +39,11 @@ from launcher.node_messages import (
 )
 from launcher.node_wire import Opener, Sealer, read_body, read_envelope
 from launcher.pulse import BEAT_S, Pulse
-from launcher.supervisor import GangExited, StopRequested
 
 ANSWER_TIMEOUT_S = 5.0
 """Of node 0 to a hello or a ping (s)."""
 _PROBE_TIMEOUT_S = 2.0
 _NUM_PINGS = 16
-
-Inbound = Order | GangExited | StopRequested
-"""What the launcher of another node has to deal with."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +90,8 @@ class HeadLink:
             job: where the store is, and the secret.
             token: names this try.
         """
+        self.job = job
         self.store = JobStoreClient(job.store_host, job.store_port)
-        self.secret = job.secret
         self.clock = job.clock
         self._token = token
         secret = bytes.fromhex(job.secret)
@@ -137,7 +134,7 @@ class HeadLink:
         answer = self._next(client)
         if not isinstance(answer, Welcome):
             return answer if isinstance(answer, (Refuse, FinishRun)) else Refuse(f"no welcome, but {answer}", True)
-        trips = []
+        trips: list[RoundTrip] = []
         while len(trips) < _NUM_PINGS:
             self._push(client, Ping(time.monotonic()))
             answer = self._next(client)

@@ -11,7 +11,7 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
     """Return all host names, in Slurm's order.
 
     Args:
-        text: e.g. of SLURM_JOB_NODELIST: names with numbers, ranges and leading zeros in brackets, several brackets too.
+        text: e.g. of SLURM_JOB_NODELIST: names with numbers, ranges and leading zeros in brackets, also several.
     Raises:
         ConfigError: it is no such list, or one of more than 65,536 names.
     """

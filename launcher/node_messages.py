@@ -1,14 +1,14 @@
 """All that the launchers of a run's nodes say to each other: orders of node 0, and what the others tell it.
 
-    node K                               node 0
-      |-- Hello ---------------------------->|   who I am; or why I cannot take part
-      |<------------------ Welcome | Refuse -|
-      |-- Ping --------------------- Pong ---|   several times: the offset of the clocks
-      |-- Ready ---------------------------->|
-      |<-------------- StartPart | KillPart -|
-      |-- PartExited | StopAsked ----------->|
-      |<------------------------- FinishRun -|
-      |-- Left ----------------------------->|   all its processes are gone
+node K                               node 0
+  |-- Hello ---------------------------->|   who I am; or why I cannot take part
+  |<------------------ Welcome | Refuse -|
+  |-- Ping --------------------- Pong ---|   several times: the offset of the clocks
+  |-- Ready ---------------------------->|
+  |<- StartPart | KillPart | DumpStacks -|
+  |-- PartExited | StopAsked ----------->|
+  |<------------------------- FinishRun -|
+  |-- Left ----------------------------->|   all its processes are gone
 """
 
 import msgspec
@@ -59,15 +59,15 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class PartExited(msgspec.Struct, tag=True):
-    """All ranks of a gang on this node are gone; as `launcher.supervisor.GangExited`, in node 0's time."""
+    """All ranks of a gang on this node are gone; as `launcher.run_events.GangExited`, in node 0's time."""
 
     gang: str
-    attempt: int
     code: int
     error: str
     rank: int
     at: float
     final: bool
+    deadline: bool
 
 
 class StopAsked(msgspec.Struct, tag=True):
@@ -113,6 +113,10 @@ class KillPart(msgspec.Struct, tag=True):
     gang: str
 
 
+class DumpStacks(msgspec.Struct, tag=True):
+    """Have every process of this node write the stacks of its threads into its log."""
+
+
 class FinishRun(msgspec.Struct, tag=True):
     """The run is over: end what is left, say `line`, exit with `code`."""
 
@@ -121,4 +125,4 @@ class FinishRun(msgspec.Struct, tag=True):
 
 
 FromNode = Hello | Ping | Ready | PartExited | StopAsked | Left
-Order = Welcome | Refuse | Pong | StartPart | KillPart | FinishRun
+Order = Welcome | Refuse | Pong | StartPart | KillPart | DumpStacks | FinishRun

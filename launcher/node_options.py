@@ -1,4 +1,4 @@
-"""Which node of a run this launcher is: from `--nnodes`, `--node-rank` and `--head`, or from Slurm's variables. Pure."""
+"""Which node of a run this launcher is: by `--nnodes`, `--node-rank` and `--head`, or by Slurm's variables. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -37,6 +37,9 @@ class NodePlace:
         return self.rank == 0
 
 
+ONE_NODE = NodePlace()
+
+
 def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env: Mapping[str, str]) -> NodePlace:
     """Return this launcher's place.
 
@@ -60,7 +63,7 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
             raise ConfigError(f"--node-rank: is missing; give each of the {nnodes} nodes its own, 0 to {nnodes - 1}")
         if node_rank is not None:
             raise ConfigError(f"--node-rank: {node_rank} needs --nnodes, the number of nodes")
-        return NodePlace()
+        return ONE_NODE
     if nnodes not in (None, step.count):
         raise ConfigError(f"--nnodes: {nnodes}, but srun started the command on {step.count}; leave --nnodes out")
     rank = step.rank if node_rank is None else node_rank
@@ -72,7 +75,7 @@ def _named(count: int, rank: int, host: str, port: int) -> NodePlace:
     if not 0 <= rank < count:
         what = "must be 0, there is one node" if count == 1 else f"must be 0 to {count - 1}"
         raise ConfigError(f"--node-rank: {rank} {what} (--nnodes {count})")
-    return NodePlace(count, rank, host, port) if count > 1 else NodePlace()
+    return NodePlace(count, rank, host, port) if count > 1 else ONE_NODE
 
 
 def _head(text: str | None) -> tuple[str, int]:

@@ -1,19 +1,28 @@
 """Who takes part in a run on several nodes: node 0's list of the launchers that said hello. Pure.
 
-    Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
-                                            a second launcher with the same rank -> Refuse; it may ask again
+Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
+                                        a second launcher with the same rank -> Refuse; it may ask again
 """
 
+import os
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Node
-from launcher.devices import Devices
 from launcher.node_messages import Hello, Ready, Refuse, Welcome
 
 MOST_AHEAD_S = 1.0
 """Wall clocks that differ by more are worth a warning (s)."""
+
+
+@dataclass(frozen=True)
+class DevicesUsed:
+    """Devices of a node that the placement uses: `count` of this kind, from number 0."""
+
+    kind: str
+    count: int
 
 
 @dataclass
@@ -26,7 +35,7 @@ class _Entry:
 class NodeRoll:
     """The launchers of nodes 1, 2, ...; node 0 is not on it."""
 
-    def __init__(self, count: int, devices: Mapping[int, Devices], version: str) -> None:
+    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
         """Args:
         count: nodes of the run.
         devices: what the placement needs on each node.
@@ -89,8 +98,8 @@ class NodeRoll:
         also = [f"{host} was started as node {rank}, too" for rank, host in sorted(self._turned_away.items())]
         notes = f"; {'; '.join(also)}" if also else ""
         return (
-            f"{nodes} of {self._count}: did not join within {timeout_s:g} s (launcher.start_timeout_s){notes}; start the "
-            f"same command on every node, with {where} on a file system that all of them share"
+            f"{nodes} of {self._count}: did not join within {timeout_s:g} s (launcher.start_timeout_s){notes}; start "
+            f"the same command on every node, with {where} on a file system that all share"
         )
 
     def name(self, rank: int) -> str:
@@ -138,20 +147,20 @@ class NodeRoll:
         return ""
 
 
-def needed_devices(gangs: Iterable[GangSpec], devices: Devices, count: int) -> dict[int, Devices]:
-    """Return what a placement uses on each node.
-
-    Args:
-        gangs: placed.
-        devices: that node 0 has.
-        count: nodes.
-    """
-    used = dict.fromkeys(range(count), 0)
+def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUsed]:
+    """Return what a placement uses on each of `count` nodes."""
+    used = dict.fromkeys(range(count), DevicesUsed("cpu", 0))
     for gang in gangs:
         for node, device in zip(gang.nodes, gang.devices, strict=True):
-            if device != "cpu":
-                used[node] = max(used[node], int(device.rpartition(":")[2]) + 1)
-    return {node: Devices(devices.kind, number) for node, number in used.items()}
+            kind, _, number = device.partition(":")
+            if number:
+                used[node] = DevicesUsed(kind, max(used[node].count, int(number) + 1))
+    return used
+
+
+def own_name() -> str:
+    """Return what people call this host."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _text(kind: str, count: int) -> str:

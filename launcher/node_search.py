@@ -1,7 +1,7 @@
 """Finds the run that this node is to take part in: node 0 writes where it is, and the secret, into the run directory.
 
-What lies there may be of a run that is over: then nobody answers, or somebody who does not know the secret, and the file
-is read again until it changes. A try that hangs (node 0 is stopped) is waited for, unless another run begins.
+What lies there may be of a run that is over: then nobody answers, or somebody who does not know the secret, and the
+file is read again until it changes. A try that hangs (node 0 is stopped) is waited for, unless another run begins.
 
     job.json --> try to join, in a thread --> HeadLink | refused | nobody --> again, until the deadline
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.25
 
-Answer = "HeadLink | Refuse | FinishRun | AsyncFlowError"
+Join = Callable[[Job, threading.Event], "HeadLink | Refuse | FinishRun"]
 
 
 @dataclass
@@ -36,22 +36,13 @@ class _Try:
 class RunSearch:
     """One launcher's way into a run."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        join: "Callable[[Job, threading.Event], HeadLink | Refuse | FinishRun]",
-        *,
-        stopped: threading.Event,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, run_dir: Path, *, stopped: threading.Event, timeout_s: float) -> None:
         """Args:
         run_dir: of the run; it need not exist yet.
-        join: see `HeadLink.join`; is called in a thread.
         stopped: the user or the scheduler asked to stop.
         timeout_s: for the run to appear, and to let this node in.
         """
         self._run_dir = run_dir
-        self._join = join
         self._stopped = stopped
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -69,8 +60,11 @@ class RunSearch:
                 return False
         return True
 
-    def find(self) -> "HeadLink | FinishRun | None":
+    def find(self, join: Join) -> "HeadLink | FinishRun | None":
         """Join the run; None: a stop came first.
+
+        Args:
+            join: see `HeadLink.join`; is called in a thread.
 
         Raises:
             ConfigError: node 0 refuses this node.
@@ -82,24 +76,16 @@ class RunSearch:
                 self._try.given_up.set()
                 self._try = None
             if self._try is None and job is not None:
-                self._begin(job)
+                self._begin(job, join)
             if self._pause():
                 return None
             answer = self._answer()
             if answer is not None:
                 return answer
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, join: Join) -> None:
         self._try = _Try(job)
-        threading.Thread(target=self._run, args=(self._try,), name="join", daemon=True).start()
-
-    def _run(self, one: _Try) -> None:
-        try:
-            one.answer = self._join(one.job, one.given_up)
-        except AsyncFlowError as error:
-            one.answer = error
-        finally:
-            one.done.set()
+        threading.Thread(target=_run, args=(self._try, join), name="join", daemon=True).start()
 
     def _answer(self) -> "HeadLink | FinishRun | None":
         """Return what the try brought; None: nothing yet, or nothing but a reason to try again."""
@@ -135,3 +121,12 @@ class RunSearch:
             return Job.load(self._run_dir)
         except (ConfigError, OSError, ValueError, TypeError, KeyError):  # none yet, or one of another version
             return None
+
+
+def _run(one: _Try, join: Join) -> None:
+    try:
+        one.answer = join(one.job, one.given_up)
+    except AsyncFlowError as error:
+        one.answer = error
+    finally:
+        one.done.set()

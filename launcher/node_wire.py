@@ -1,7 +1,8 @@
 """Seals what travels through the job store between launchers: only who knows the job's secret can say anything.
 
-The store's port can be reached by others, so every message carries its sender, a number that grows, and an HMAC over both
-and the receiver: it cannot be forged, changed, said twice or sent to somebody else, and one that was taken away is missed.
+The store's port can be reached by others, so every message carries its sender, a number that grows, and an HMAC over
+both and the receiver: it cannot be forged, changed, said twice or sent to somebody else, and one that was taken away is
+missed.
 """
 
 import hashlib

@@ -103,9 +103,7 @@ class _Room:
         return [(self.node, device) for device in range(first, self.used)]
 
 
-def _fill(
-    gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Mapping[str, int]
-) -> list[GangSpec]:
+def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Mapping[str, int]) -> list[GangSpec]:
     rooms = [_Room(node, 0, devices.count) for node in range(num_nodes)]
     wanted = sum(gang.num_ranks for gang in gangs)
     if wanted > devices.count * num_nodes:

@@ -1,8 +1,8 @@
 """What two ends say before the first request, to find out whether they can share memory.
 
-Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own are
-hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses may
-forbid).
+Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own
+are hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses
+may forbid).
 """
 
 import os
