@@ -1,6 +1,6 @@
 """Processes on hosts that a test drives over pipes: functions of the modules in `tests/multiproc`, or of this one.
 
-`python parties.py FD MODULE FUNCTION STORE_HOST STORE_PORT` runs `FUNCTION(port, pipe, ...)`; port 0: there is no store.
+`python parties.py FD MODULE FUNCTION STORE_HOST STORE_PORT` runs `FUNCTION(port, pipe, ...)`; port 0: no store yet.
 """
 
 import importlib
