@@ -1,12 +1,13 @@
 """`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from launcher.exits import OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.exits import FAILED, OneLineCommand, OneLineGroup, errors_as_exits
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,6 +42,58 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
 
         status = ask_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
+
+
+@main.command("doctor", cls=OneLineCommand)
+@click.argument("config", required=False)
+@click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2. Needs CONFIG.")
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Needs CONFIG.")
+@click.option("--run-dir", metavar="DIR", help="Where the run would write.  [default: runs/NAME-TIMESTAMP]")
+@click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run.  [default: those of the Slurm job, or 1]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, at the end, instead of lines.")
+def doctor_command(
+    config: str | None,
+    *,
+    roles: str | None,
+    overrides: tuple[str, ...],
+    run_dir: str | None,
+    nnodes: int | None,
+    as_json: bool,
+) -> None:
+    """Check this machine, with CONFIG for that run: devices, network, shared memory, limits, disk, clock, imports.
+
+    A line per check, with what to do where something is wrong. Exit code 1 when a run would fail of it.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.doctor.messages import Order
+        from launcher.doctor.report import print_report
+        from launcher.doctor.slurm import nodes_of_job
+
+        if config is None and (roles is not None or overrides):
+            raise ConfigError(
+                f"{'--roles' if roles is not None else '--set'}: needs CONFIG; name a YAML file or recipe"
+            )
+        order = Order(config, roles, overrides, run_dir, num_nodes=nnodes or nodes_of_job())
+        failed = print_report(order, json=as_json)
+    sys.exit(FAILED if failed else 0)
+
+
+@main.command("verify", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Prove from a run's directory that each group was trained once, whatever crashed. RUN_DIR: default the newest.
+
+    Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
+    """
+    with errors_as_exits():
+        from launcher.resume import newest_run
+        from launcher.verify import verify_run
+
+        report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(report.as_json() if as_json else report.as_text())
+    sys.exit(report.exit_code)
 
 
 @main.command("timeline", cls=OneLineCommand)

@@ -276,12 +276,17 @@ class _Run:
                     self._host.dump_stacks()
                 case Restore():
                     return self._restore()
-                case Note(text=text):
-                    self._restarts.failed(text)
-                    self._progress.event(text)
+                case Note():
+                    self._tell(instruction)
                 case Finish():
                     return instruction
         return None
+
+    def _tell(self, note: Note) -> None:
+        self._progress.event(note.text)
+        if note.failure:
+            self._restarts.failed(note.text)
+            self._store.set_restarts(self._restarts.summary())
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,11 @@ class RestartLog:
     def failed(self, text: str) -> None:
         """Something failed; `text` says it in one line."""
         self.last_error, self.last_error_at = text, time.time()
+
+    @staticmethod
+    def from_summary(fields: Mapping[str, Any]) -> "RestartLog":
+        """Read what `summary` returned."""
+        return RestartLog(**{**fields, "gangs": Counter(fields["gangs"])})
 
     def summary(self) -> dict[str, Any]:
         """Return it as JSON."""

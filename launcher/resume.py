@@ -18,9 +18,10 @@ from typing import Any
 from asyncflow.errors import ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import user_path
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, LEDGER_FILE, METRICS_FILE, RUNS
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, RUNS, UPDATES_FILE
 from launcher.yaml_file import read_yaml
 from workers.config import RunConfig
+from workers.ledger_file import LEDGER_FILE
 from workers.trained_groups import trained_groups
 
 LATEST = "latest"
@@ -32,7 +33,7 @@ _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_pe
 """Settings that decide which prompt, which rows and which step group g has."""
 _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
-_CUT_FILES = (LEDGER_FILE, METRICS_FILE, EVALUATION_FILE)
+_CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _START_SLACK_S = 5.0
 

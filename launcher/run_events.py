@@ -166,9 +166,10 @@ class Restore:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the user."""
+    """Tell the user; `failure`: that something failed."""
 
     text: str
+    failure: bool = False
 
 
 @dataclass(frozen=True)

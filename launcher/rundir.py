@@ -1,7 +1,8 @@
 """The run directory: its default name, whether a new run may use it, and its layout. Nothing is written before the
 whole configuration has been accepted.
 
-    config.yaml  metrics.jsonl  ledger.jsonl  evaluation.jsonl  logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
+    config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
+    logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
 """
 
 import fcntl
@@ -16,17 +17,18 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from workers.config import RunConfig
+from workers.ledger_file import LEDGER_FILE
 
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
-LEDGER_FILE = "ledger.jsonl"
+UPDATES_FILE = "updates.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
-_LINES = (METRICS_FILE, LEDGER_FILE, EVALUATION_FILE)
+_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200

@@ -3,9 +3,10 @@
 Called by `launcher.commands`. It only asks: nothing in the run changes.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from launcher.line_tail import LineTail
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
+from launcher.restart_log import RestartLog
 from launcher.resume import running_launcher
 from launcher.rundir import EVALUATION_FILE
 from launcher.table import table
@@ -38,10 +40,11 @@ class RunStatus:
         run_dir: of the run.
         gangs: all of them.
         ranks: what each said last.
-        controllers: counts of each controller, the lead first.
+        controllers: counts of each controller, the lead first; none: the queue does not answer.
         units: what each storage unit holds.
-        weights: what each weight agent holds, and who computes with which version.
+        weights: what each weight agent that answers holds, and who computes with which version.
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
+        restarts: what failed and was started again; see `launcher.restart_log`.
     """
 
     run_dir: Path
@@ -51,6 +54,7 @@ class RunStatus:
     units: "Mapping[str, UnitStats]"
     weights: "Mapping[str, AgentStatus]"
     evaluation: Mapping[str, Any] | None = None
+    restarts: RestartLog = field(default_factory=RestartLog)
 
     def as_json(self) -> str:
         """Return everything as one JSON object (SI units)."""
@@ -61,6 +65,7 @@ class RunStatus:
             "units": {name: msgspec.to_builtins(stats) for name, stats in self.units.items()},
             "weights": {name: msgspec.to_builtins(status) for name, status in self.weights.items()},
             "evaluation": None if self.evaluation is None else dict(self.evaluation),
+            "restarts": self.restarts.summary(),
         }
         return json.dumps(fields, indent=2)
 
@@ -68,7 +73,16 @@ class RunStatus:
         """Return tables for a person."""
         roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
         tables = [table(rows) for rows in (self._tasks(), self._units(), self._weights())]
-        return "\n\n".join([str(self.run_dir), table(roles), *self._held_out(), self._queue(), *tables])
+        parts = [str(self.run_dir), table(roles), *self._restarts(now), *self._held_out(), self._queue(), *tables]
+        return "\n\n".join(parts)
+
+    def _restarts(self, now: float) -> list[str]:
+        log = self.restarts
+        if not log.last_error:
+            return []
+        again = ", ".join(f"{name} {times}x" for name, times in sorted(log.gangs.items())) or "nothing"
+        back = f"; {log.restores}x back to a checkpoint (lineage {log.lineage})" if log.restores else ""
+        return [f"started again: {again}{back}\nlast error, {now - log.last_error_at:.0f} s ago: {log.last_error}"]
 
     def _held_out(self) -> list[str]:
         if self.evaluation is None:
@@ -76,6 +90,8 @@ class RunStatus:
         return [f"held-out accuracy: {accuracy_text(self.evaluation)} at step {self.evaluation['step']}"]
 
     def _queue(self) -> str:
+        if not self.controllers:
+            return "queue: it does not answer; it may be starting"
         lead = self.controllers[0]
         room = f" of {lead.row_limit}" if lead.row_limit else ""
         bytes_room = f" of {_bytes(lead.byte_limit)}" if lead.byte_limit else ""
@@ -148,19 +164,25 @@ def ask_status(run_dir: Path) -> RunStatus:
     config = RunConfig.load(run_dir).tq.model_copy(update={"request_timeout_s": _TIMEOUT_S})
     try:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
-        credentials = Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S)
         ranks = _ranks(job, store)
-        agents = [gang.name for gang in job.of_role(WEIGHTS)]
-        weights = {agent: ask_agent(credentials, agent, "status", timeout_s=_TIMEOUT_S) for agent in agents}
-        client = QueueClient(credentials, "status", config=config)
-        try:
-            return RunStatus(
-                run_dir, job.gangs, ranks, client.stats(), client.unit_stats(), weights, _newest_evaluation(run_dir)
-            )
-        finally:
-            client.close()
+        restarts = (
+            RestartLog.from_summary(json.loads(store.get("restarts"))) if store.check(["restarts"]) else RestartLog()
+        )
     except DistError as error:
         raise TransportError(f"{run_dir}: the run does not answer; is it starting or stopping?") from error
+    credentials = Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S)
+    weights = {}
+    for gang in job.of_role(WEIGHTS):
+        with contextlib.suppress(TransportError, DistError):
+            weights[gang.name] = ask_agent(credentials, gang.name, "status", timeout_s=_TIMEOUT_S)
+    client = QueueClient(credentials, "status", config=config)
+    controllers, units = [], {}
+    try:
+        with contextlib.suppress(TransportError, DistError):
+            controllers, units = client.stats(), client.unit_stats()
+    finally:
+        client.close()
+    return RunStatus(run_dir, job.gangs, ranks, controllers, units, weights, _newest_evaluation(run_dir), restarts)
 
 
 def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:

@@ -193,7 +193,7 @@ class Supervisor:
         dump: list[Instruction] = [DumpStacks()] if event.deadline else []
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
             return [*dump, *self._give_up(event)]
-        note = Note(f"{self._named(event)} failed: {event.error}; {_remedy(gang, restart)}")
+        note = Note(f"{self._named(event)} failed: {event.error}; {_remedy(gang, restart)}", failure=True)
         if restart.scope is Scope.ALL or gang.role in TRAINERS:
             return [*dump, note, *self._restore(names)]
         self._waiting.add(gang.name)

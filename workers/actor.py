@@ -64,7 +64,12 @@ class Actor:
         self._client = context.queue_client()
         self._loader = _open_loader(context, self._client, task)
         self._trainer = StepTrainer(
-            context, self._engine, self._loader, columns=self._columns, before_update=self._sender.before_update
+            context,
+            self._engine,
+            self._loader,
+            columns=self._columns,
+            before_update=self._sender.before_update,
+            after_update=_ignore if self._recorder is None else self._recorder.update_made,
         )
 
     def train(self) -> None:
@@ -115,8 +120,9 @@ class Actor:
                 logger.warning("weights of step %d were not sent: the run is stopping", step)
                 return None
             raise
-        if self._context.rank == 0:
-            self._client.publish_version(step)
+        if self._recorder is not None:
+            known = self._recorder.num_refills
+            self._recorder.refilled(self._client.publish_version(step, refills_known=known))
         return held_up_s
 
     def _finish_step(self, record: StepRecord) -> None:
@@ -136,6 +142,7 @@ class Actor:
         meta = {
             "lineage": self._context.job.lineage,
             "model_fingerprint": model_fingerprint(Path(self._config.model.path)),
+            "optimizer_updates": self._engine.optimizer_updates,
             "admitted_groups": self._completed * self._config.schedule.rollout_batch_size,
         }
         with self._context.timeline.span("checkpoint", step=self._completed):
@@ -145,6 +152,10 @@ class Actor:
         self._loader.ack()
         if self._keeps_rows:
             self._client.commit(self._completed - self._config.schedule.lateness)  # later ones may not be trained
+
+
+def _ignore(step: int, number: int, optimizer_updates: int) -> None:
+    """Rank 0 writes updates down."""
 
 
 def _open_loader(context: WorkerContext, client: QueueClient, task: PlacedTask) -> StreamingDataLoader:

@@ -24,7 +24,7 @@ from workers.due_steps import own_steps
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line
-from workers.ledger import JsonLines
+from workers.json_lines import JsonLines
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.samples import SampleLog

@@ -1,20 +1,19 @@
-"""`ledger.jsonl`: one line per trained (step, group), the proof of what was trained once.
+"""`ledger.jsonl`: one line per trained (step, group) and per group in quarantine, the proof of what was trained once.
 
-The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks. Never reads a ledger.
+The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks. Never reads a ledger: that is
+`workers.ledger_file`, where the fields are explained.
 """
 
-import json
-import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError
 from tq.batch import Column, PackedBatch
+from tq.refill import Refill
 
 
 def ledger_lines(
@@ -28,16 +27,14 @@ def ledger_lines(
         admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
     Returns:
-        JSON objects; `token_hash` is xxh3-64 (hex) over each row's two lengths (int32), prompt and response (int64).
+        JSON objects; see `workers.ledger_file.TrainedLine`.
     """
-    rows: dict[int, list[int]] = {}
-    for k, group in enumerate(batch.groups):
-        rows.setdefault(group, []).append(k)
-    hashed = _hashed_bytes(batch)
+    groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
+    hashes = _token_hashes(batch, groups, prompts)
     oldest, newest = (part.tolist() for part in batch["versions"].extremes())
     epochs = batch["epochs"].values
     lines = []
-    for group, positions in rows.items():
+    for group, positions in groups.items():
         first = min(oldest[k] for k in positions)
         lines.append(
             {
@@ -49,19 +46,69 @@ def ledger_lines(
                 "indices": [batch.indices[k] for k in positions],
                 "versions": [first, max(newest[k] for k in positions)],
                 "staleness": step - 1 - first,
-                "token_hash": xxhash.xxh3_64_hexdigest(b"".join(hashed[k] for k in positions)),
+                "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
+                "token_hash": hashes[group],
                 "time_s": round(time_s, 3),
             }
         )
     return lines
 
 
-def _hashed_bytes(batch: PackedBatch) -> list[bytes]:
-    """Return what is hashed of each row: without the lengths, moving a token across the border would go unseen."""
-    prompts, responses = batch["prompts"], batch["responses"]
-    pairs = torch.stack([prompts.lengths, responses.lengths], dim=1).flatten()
-    lengths = Column(pairs, torch.full_like(prompts.lengths, 2))
-    return [b"".join(parts) for parts in zip(*map(_row_bytes, (lengths, prompts, responses)), strict=True)]
+def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
+    """Return one line per group in quarantine.
+
+    Args:
+        refills: that became known.
+        step: that is finished; a resume at an earlier one forgets them.
+        lineage: that it belongs to.
+        time_s: seconds since the command started.
+    Returns:
+        JSON objects; see `workers.ledger_file.QuarantinedLine`.
+    """
+    return [
+        {
+            "lineage": lineage,
+            "step": step,
+            "admitted_step": refill.step,
+            "group": refill.replaced,
+            "quarantined": True,
+            "replaced_by": refill.group,
+            "task": refill.cause.task,
+            "deliveries": refill.cause.deliveries,
+            "time_s": round(time_s, 3),
+        }
+        for refill in refills
+    ]
+
+
+def token_hashes(batch: PackedBatch) -> dict[int, str]:
+    """Return group -> what a ledger line says of its tokens; `batch`: columns `prompts`, `responses`, whole groups."""
+    return _token_hashes(batch, _positions(batch), _row_bytes(batch["prompts"]))
+
+
+def prompt_hash(tokens_P: Tensor) -> str:
+    """Return what a ledger line says of a prompt, from its tokens: int64 [P]."""
+    return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
+
+
+def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]], prompts: list[bytes]) -> dict[int, str]:
+    """Hash lengths, too: without them, moving a token across the border of prompt and response would go unseen."""
+    responses = batch["responses"]
+    pairs = torch.stack([batch["prompts"].lengths, responses.lengths], dim=1).flatten()
+    lengths = _row_bytes(Column(pairs, torch.full_like(responses.lengths, 2)))
+    rows = list(zip(lengths, prompts, _row_bytes(responses), strict=True))
+    return {
+        group: str(xxhash.xxh3_64_hexdigest(b"".join([part for k in positions for part in rows[k]])))
+        for group, positions in groups.items()
+    }
+
+
+def _positions(batch: PackedBatch) -> dict[int, list[int]]:
+    """Return group -> where its rows are in the batch, in the order of their indices, not of their arrival."""
+    found: dict[int, list[int]] = {}
+    for k in sorted(range(len(batch)), key=batch.indices.__getitem__):
+        found.setdefault(batch.groups[k], []).append(k)
+    return found
 
 
 def _row_bytes(column: Column) -> list[bytes]:
@@ -82,32 +129,3 @@ def check_staleness(lines: Sequence[dict[str, Any]], *, bound: int) -> None:
                 f"group {line['group']} of step {line['step']} was generated with weights of steps {line['versions']}: "
                 f"staleness {line['staleness']} is outside 0..{bound}; this is a fault of AsyncFlow, please report it"
             )
-
-
-class JsonLines:
-    """Appends JSON objects to a file, a line each."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
-
-    def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append the lines with one write, and hand them to the operating system."""
-        self._file.write("".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines))
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Make everything written durable."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Make durable and close; idempotent."""
-        if not self._file.closed:
-            self.sync()
-            self._file.close()
-
-
-def _finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Turn infinities and NaN, which JSON does not have, into null."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
-    }

@@ -1,6 +1,12 @@
-"""What a finished step leaves behind: a line in `metrics.jsonl`, lines in `ledger.jsonl`. Actor rank 0 writes."""
+"""What training leaves behind; actor rank 0 writes.
+
+updates.jsonl    a line per optimizer update, as soon as it was made: an independent count
+ledger.jsonl     lines of a finished step: groups that went into quarantine, then those that were trained
+metrics.jsonl    a line per finished step, after its ledger lines
+"""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from tq.batch import PackedBatch
+from tq.refill import Refill
 from workers.algorithms.losses import LossCounts
 from workers.context import WorkerContext
 from workers.dataflow import OBSERVERS, ON_DEVICE, SERVICES
 from workers.engines.base import StepStats
-from workers.ledger import JsonLines
+from workers.json_lines import JsonLines
+from workers.ledger import quarantine_lines
 from workers.step_totals import StepTotals, UpdateTotals, numbers
 
 
@@ -157,9 +165,36 @@ class StepRecorder:
         self._lengths = LengthMean.so_far(context.run_dir / "metrics.jsonl")
         self._metrics = JsonLines(context.run_dir / "metrics.jsonl")
         self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
+        self._updates = JsonLines(context.run_dir / "updates.jsonl")
+        self._unwritten_refills: list[Refill] = []
+        self.num_refills = 0
+        """Groups in quarantine that this recorder was told of."""
         self._last_at = time.monotonic()
         self._waiting: dict[str, list[tuple[float, float]]] = {}
         self._idle: dict[str, float] = {}
+
+    def update_made(self, step: int, number: int, optimizer_updates: int) -> None:
+        """Write down an optimizer update, whatever becomes of its step.
+
+        Args:
+            step: that it belongs to.
+            number: of the update in its step, from 1.
+            optimizer_updates: that are in the engine's state now.
+        """
+        line = {
+            "lineage": self._context.job.lineage,
+            "step": step,
+            "update": number,
+            "optimizer_updates": optimizer_updates,
+            "pid": os.getpid(),
+            "time_s": self._time_s(),
+        }
+        self._updates.write([line])
+
+    def refilled(self, refills: Sequence[Refill]) -> None:
+        """These groups went into quarantine, and were not told of before; the next step's lines name them."""
+        self.num_refills += len(refills)
+        self._unwritten_refills += refills
 
     def write(self, record: StepRecord) -> None:
         """Write a finished step's lines: the ledger first."""
@@ -171,10 +206,11 @@ class StepRecorder:
         metrics = {
             "step": record.step,
             "lineage": self._context.job.lineage,
-            "time_s": round(time.time() - self._context.job.started_at, 3),
+            "time_s": self._time_s(),
             "step_time_s": round(step_time_s, 4),
             **totals,
             **record.training_metrics(),
+            "staleness_bound": self._context.config.schedule.staleness_bound,
             "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
             "train_tokens_per_s": round(tokens_per_s, 1),
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
@@ -183,18 +219,24 @@ class StepRecorder:
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
         }
-        self._ledger.write(record.ledger)
+        lineage = self._context.job.lineage
+        refills, self._unwritten_refills = self._unwritten_refills, []
+        quarantined = quarantine_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
+        self._ledger.write(quarantined + record.ledger)
         self._metrics.write([metrics])
 
     def sync(self) -> None:
         """Make everything written durable."""
-        self._ledger.sync()
-        self._metrics.sync()
+        for file in (self._updates, self._ledger, self._metrics):
+            file.sync()
 
     def close(self) -> None:
         """Close the files."""
-        self._ledger.close()
-        self._metrics.close()
+        for file in (self._updates, self._ledger, self._metrics):
+            file.close()
+
+    def _time_s(self) -> float:
+        return round(time.time() - self._context.job.started_at, 3)
 
     def _num_devices(self) -> int:
         roles = set(ON_DEVICE) - OBSERVERS

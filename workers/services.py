@@ -76,6 +76,7 @@ def run_controller(context: WorkerContext) -> None:
         config=config.tq,
         schedule=config.schedule,
         prompts=prompts,
+        refill=True,
         version=context.start_step,
         trained=_trained(context),
         last_step=context.job.last_step,

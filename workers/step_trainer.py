@@ -37,6 +37,7 @@ class StepTrainer:
         *,
         columns: TaskChain,
         before_update: Callable[[], float],
+        after_update: Callable[[int, int, int], None],
     ) -> None:
         """Args:
         context: of this rank.
@@ -44,6 +45,7 @@ class StepTrainer:
         loader: brings this rank's rows.
         columns: the tasks that the actor hosts.
         before_update: waits until nobody reads the weights any more; returns the seconds that it took.
+        after_update: is told of every update at once: its step, its number there, and how many the engine counts.
         """
         schedule = context.config.schedule
         self._context = context
@@ -52,6 +54,7 @@ class StepTrainer:
         self._loader = loader
         self._columns = columns
         self._before_update = before_update
+        self._after_update = after_update
         self._algorithm = algorithm_of(context.config)
         self._step_rows = schedule.step_rows
 
@@ -133,6 +136,7 @@ class StepTrainer:
         record.sync_exposed_s += self._before_update()
         with self._context.timeline.span("optimizer", step=record.step):
             stats = self._engine.step(scale)
+        self._after_update(record.step, len(record.updates) + 1, self._engine.optimizer_updates)
         record.add_update(totals, scale=scale, stats=stats)
 
     def _report(self, record: StepRecord, *, num_arrived: int = 0) -> None:

@@ -1,17 +1,15 @@
-"""Which groups a checkpoint's weights were trained on, read from the surviving lines of `ledger.jsonl`. Torch-free.
+"""Which groups a checkpoint's weights were trained on, as the surviving lines of `ledger.jsonl` say. Torch-free.
 
 Mostly those that the steps up to the checkpoint's were admitted with; not where some were in quarantine, or with
 `schedule.fill: first_ready`.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from tq.config import ScheduleConfig
-
-LEDGER_FILE = "ledger.jsonl"
+from workers.json_reader import read_lines
+from workers.ledger_file import LEDGER_FILE, LedgerKey
 
 
 def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -> frozenset[int]:
@@ -25,26 +23,17 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
     Raises:
         ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
     """
-    ledger = run_dir / LEDGER_FILE
-    if not schedule.lateness and not ledger.exists():  # a checkpoint that was copied without its run
+    path = run_dir / LEDGER_FILE
+    if not schedule.lateness and not path.exists():  # a checkpoint that was copied without its run
         return frozenset(range(completed * schedule.rollout_batch_size))
-    groups = {group for step, group in _lines(ledger) if step <= completed}
+    ledger = read_lines(path, lambda _: LedgerKey)
+    if ledger.wrong:
+        raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
+    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.quarantined}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
-            f"{ledger}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
+            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
             f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
         )
     return frozenset(groups)
-
-
-def _lines(ledger: Path) -> Iterator[tuple[int, int]]:
-    """Yield (step, group)."""
-    lines = ledger.read_bytes().splitlines() if ledger.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            yield int(record["step"]), int(record["group"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ConfigError(f"{ledger}:{number}: names no step and group; repair the line") from error

@@ -1,6 +1,5 @@
 """One run of the real command with `sim` engines, and what it wrote."""
 
-import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ import yaml
 from ablation_parts.workloads import MICRO_BATCH, SCHEDULES, Workload
 from launcher.recipes import find_recipe
 from launcher.run_timeline import RunTimeline
+from workers.ledger_file import read_ledger
 
 _MODULE = "from launcher.cli import launch; launch()"
 _REF_ROWS = 4
@@ -88,10 +88,6 @@ def _config(workload: Workload, schedule: str, steps: int, seed: int) -> dict[st
 
 
 def _read(run: Path) -> Ran:
-    staleness = [line["staleness"] for line in _lines(run / "ledger.jsonl") for _ in line["indices"]]
+    staleness = [line.staleness for _, line in read_ledger(run).trained for _ in line.indices]
     timeline = RunTimeline.read(run)
     return Ran(list(timeline.step_ends.values()), staleness, timeline)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

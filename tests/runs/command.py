@@ -13,6 +13,9 @@ from typing import Any
 
 import psutil
 
+from launcher.verify import verify_run
+from workers.ledger_file import read_ledger
+
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 DEADLINE_S = 150
 
@@ -88,10 +91,14 @@ def last_step(run_dir: Path) -> int:
 
 
 def check_ledger(run_dir: Path, *, groups_per_step: int, last: int) -> None:
-    """Every admitted group of steps 1..last was trained exactly once, in its step."""
-    ledger = lines(run_dir / "ledger.jsonl")
-    trained = [(line["step"], line["group"]) for line in ledger]
+    """Every admitted group of steps 1..last was trained exactly once, in its step; `asyncflow verify` says so, too."""
+    trained = [(line.step, line.group) for _, line in read_ledger(run_dir).trained]
     expected = [(group // groups_per_step + 1, group) for group in range(groups_per_step * last)]
     assert sorted(trained) == expected
-    indices = [index for line in ledger for index in line["indices"]]
-    assert len(indices) == len(set(indices))
+    check_verified(run_dir, last=last)
+
+
+def check_verified(run_dir: Path, *, last: int) -> None:
+    """`asyncflow verify` finds nothing wrong with steps 1..last."""
+    report = verify_run(run_dir)
+    assert (report.ok, report.last_step) == (True, last), report.as_text()

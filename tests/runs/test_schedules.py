@@ -70,6 +70,7 @@ def check_first_ready(run_dir: Path, *, steps: int) -> Counter[int]:
     for line in ledger:
         assert line["step"] - line["admitted_step"] <= 1
         assert 0 <= line["staleness"] <= 2
+    command.check_verified(run_dir, last=steps)
     return Counter(line["step"] - line["admitted_step"] for line in ledger)
 
 

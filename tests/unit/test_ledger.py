@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, ConfigError
 from tq.batch import Column, PackedBatch
-from workers.ledger import JsonLines, check_staleness, ledger_lines
+from tq.config import ScheduleConfig
+from tq.refill import QuarantineCause, Refill
+from workers.json_lines import JsonLines
+from workers.ledger import check_staleness, ledger_lines, prompt_hash, quarantine_lines
+from workers.ledger_file import QuarantinedLine, read_ledger
+from workers.trained_groups import trained_groups
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
@@ -69,3 +74,51 @@ def test_groups_within_the_staleness_bound_are_trained() -> None:
     check_staleness(
         ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=0, time_s=0.0), bound=1
     )
+
+
+def test_rows_are_named_and_hashed_in_the_order_of_their_indices_whatever_came_first() -> None:
+    batch = make_batch(PROMPTS, RESPONSES, VERSIONS)
+    lines, moved = (
+        ledger_lines(one, step=5, admitted_step=5, lineage=0, time_s=0.0) for one in (batch, batch.select([3, 1, 0, 2]))
+    )
+    assert moved == lines
+
+
+def test_prompt_hash_is_that_of_the_group_s_prompt_whatever_was_answered() -> None:
+    lines = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=0, time_s=0.0)
+    assert [line["prompt_hash"] for line in lines] == [prompt_hash(torch.tensor(row)) for row in ([5], [6, 7])]
+
+
+def test_reader_tells_trained_groups_from_those_in_quarantine(tmp_path: Path) -> None:
+    trained = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=1, time_s=1.0)
+    refill = Refill(12, 6, 10, QuarantineCause("judge", 3))
+    quarantined = quarantine_lines([refill], step=5, lineage=1, time_s=2.0)
+    ledger = JsonLines(tmp_path / "ledger.jsonl")
+    ledger.write([*quarantined, *trained, {"step": 5, "group": "x"}])
+    ledger.close()
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write("{}\n[1]\n" + '{"step": 6, "gro')
+    read = read_ledger(tmp_path)
+    assert [(number, line.group, line.indices) for number, line in read.trained] == [
+        (2, 9, [40, 41]),
+        (3, 11, [42, 43]),
+    ]
+    assert read.quarantined == [(1, QuarantinedLine(1, 5, 6, 10, 12, "judge", 3, 2.0))]
+    assert [number for number, _ in read.file.wrong] == [4, 5, 6]
+    assert read.file.torn
+
+
+def test_groups_in_quarantine_were_not_trained(tmp_path: Path) -> None:
+    schedule = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2)
+    lines = [{"step": 1, "group": 1, "quarantined": True}, {"step": 1, "group": 0}, {"step": 1, "group": 4}]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert trained_groups(tmp_path, schedule, completed=1) == {0, 4}
+
+
+def test_ledger_that_nobody_understands_is_refused(tmp_path: Path) -> None:
+    schedule = ScheduleConfig(rollout_batch_size=1, n_samples_per_prompt=2)
+    path = tmp_path / "ledger.jsonl"
+    for content in ('{"step": 1}\n{"step": 1, "group": 0}\n', '{"step"\n{"step": 1, "group": 0}\n'):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"ledger.jsonl:1: names no step and group"):
+            trained_groups(tmp_path, schedule, completed=1)

@@ -155,3 +155,19 @@ def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
     assert failed.wait(DEADLINE_S)
     with pytest.raises(ValueError, match="broken"):
         outbox.check()
+
+
+def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
+    scorer: GatedScorer, samples: SampleLog
+) -> None:
+    client = Queue()
+    old, outbox = lease(3, 5, 6), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    for index in (10, 11):  # the first waits for its score, so the second waits for company
+        outbox.add(old, answer(index))
+    outbox.abandon()
+    scorer.open.set()
+    new = lease(5, 7)
+    for index in (10, 11):
+        outbox.add(new, answer(index))
+    outbox.close(stop=threading.Event())
+    assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]

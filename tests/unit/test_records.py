@@ -2,13 +2,18 @@
 
 import json
 import math
+import os
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tq.refill import QuarantineCause, Refill
 from workers.algorithms.losses import LossCounts
 from workers.engines.base import StepStats
-from workers.records import LengthMean, StepRecord
+from workers.records import LengthMean, StepRecord, StepRecorder
 from workers.step_totals import StepTotals
 
 
@@ -55,3 +60,47 @@ def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     assert LengthMean.so_far(path) == LengthMean()
     path.write_text("".join(json.dumps({"response_tokens_mean": mean, "samples": 4}) + "\n" for mean in (10.0, 40.0)))
     assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)
+
+
+def recorder(run_dir: Path, *, lineage: int = 1) -> StepRecorder:
+    context: Any = SimpleNamespace(
+        run_dir=run_dir,
+        config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1)),
+        job=SimpleNamespace(lineage=lineage, started_at=0.0, gangs=[SimpleNamespace(role="actor", num_ranks=1)]),
+        waiting_seconds=dict,
+    )
+    return StepRecorder(context)
+
+
+def finished_step(step: int) -> StepRecord:
+    record = StepRecord(step, ledger=[{"step": step, "group": step - 1}])
+    record.totals = StepTotals(defaultdict(float, samples=2.0))
+    record.next_update.add(LossCounts(8, 2, 2), 1.0)
+    record.add_update(record.next_update, scale=1.0, stats=StepStats(1.0, 1e-3))
+    return record
+
+
+def test_groups_in_quarantine_are_named_once_in_the_step_that_is_finished_next(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    refill = Refill(6, 4, 3, QuarantineCause("judge", 5))
+    records.refilled([])
+    records.write(finished_step(1))
+    records.refilled([refill])
+    assert records.num_refills == 1
+    records.write(finished_step(2))
+    records.write(finished_step(3))
+    records.close()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["group"]) for line in lines] == [(1, 0), (2, 3), (2, 1), (3, 2)]
+    named = {name: lines[1][name] for name in ("lineage", "admitted_step", "quarantined", "replaced_by", "task")}
+    assert named == {"lineage": 1, "admitted_step": 4, "quarantined": True, "replaced_by": 6, "task": "judge"}
+
+
+def test_update_is_written_down_before_anybody_knows_whether_its_step_will_be_finished(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.update_made(7, 1, 13)
+    line = json.loads((tmp_path / "updates.jsonl").read_text())
+    assert {name: line[name] for name in ("lineage", "step", "update", "optimizer_updates", "pid")} == {
+        "lineage": 1, "step": 7, "update": 1, "optimizer_updates": 13, "pid": os.getpid(),
+    }  # fmt: skip
+    records.close()

@@ -23,6 +23,7 @@ from asyncflow.errors import AsyncFlowError, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.queue_client import QueueClient
 from tq.messages import FetchRound, Granted, LostRows, NoRows, QueueStats, UnitStats
+from tq.refill import Refill
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +147,9 @@ class AsyncQueueClient:
         """See `QueueClient.open_partition`."""
         await self._call(self._client.open_partition, partition, num_rows)
 
-    async def publish_version(self, step: int) -> None:
+    async def publish_version(self, step: int, *, refills_known: int = 0) -> list[Refill]:
         """See `QueueClient.publish_version`."""
-        await self._call(self._client.publish_version, step)
+        return await self._call(self._client.publish_version, step, refills_known=refills_known)
 
     async def clear_partition(self, partition: int) -> None:
         """See `QueueClient.clear_partition`."""

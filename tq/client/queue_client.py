@@ -53,6 +53,7 @@ from tq.messages import (
     LostRows,
     NoRows,
     OpenPartition,
+    Published,
     PublishVersion,
     PutOutputs,
     PutRows,
@@ -62,6 +63,7 @@ from tq.messages import (
     UnitStats,
     WatchLost,
 )
+from tq.refill import Refill
 from tq.wire import ColumnHeader, describe, unpack
 
 _MOST_ROWS = 2**31
@@ -330,9 +332,16 @@ class QueueClient:
 
     # The queue as a whole
 
-    def publish_version(self, step: int) -> None:
-        """Announce that weights of `step` exist."""
-        self._services.tell_controllers(PublishVersion(check_number("step", step)))
+    def publish_version(self, step: int, *, refills_known: int = 0) -> list[Refill]:
+        """Announce that weights of `step` exist; returns which groups admission replaced, since they failed too often.
+
+        Args:
+            step: the version's.
+            refills_known: how many of those this trainer was told of; the later ones are returned, in order. Every
+                refill whose group, or a later one, could be fetched by now is among them.
+        """
+        message = PublishVersion(check_number("step", step), check_number("refills_known", refills_known))
+        return expect(self._services.tell_controllers(message)[0], Published).refills
 
     def stop(self) -> None:
         """Answer everybody's fetches with `NoRows(stop)` from now on."""

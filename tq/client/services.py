@@ -122,10 +122,9 @@ class QueueServices:
         """Like `call`, but a controller that is gone may come back meanwhile."""
         return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
-    def tell_controllers(self, message: Message) -> None:
-        """Send one message to every controller."""
-        for service in self.directory.controllers:
-            self.ask(service, message)
+    def tell_controllers(self, message: Message) -> list[Any]:
+        """Send one message to every controller; returns their answers, the lead's first."""
+        return [self.ask(service, message) for service in self.directory.controllers]
 
     def tell_units(
         self, message: Message, answer: type[M], *, every: bool = False, timeout_s: float | None = None

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from tq.config import ScheduleConfig
+from tq.refill import UNKNOWN, QuarantineCause, Refill
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
@@ -39,14 +40,6 @@ class AdmittedGroup(msgspec.Struct, frozen=True):
     group: int
     step: int
     rows: tuple[int, ...]
-
-
-class Refill(msgspec.Struct, frozen=True):
-    """`group` takes the place of `replaced`, which is in quarantine, in `step`."""
-
-    group: int
-    step: int
-    replaced: int
 
 
 class AdmissionMark(msgspec.Struct):
@@ -138,11 +131,15 @@ class AdmissionState:
         groups += [refill.group for refill in self._refills if refill.step == step]
         return [self._group(group, step) for group in groups if group not in absent]
 
-    def refill(self, step: int, group: int) -> AdmittedGroup | None:
+    def refills(self) -> list[Refill]:
+        """Return which groups were replaced, in order of their replacements' ids."""
+        return list(self._refills)
+
+    def refill(self, step: int, group: int, cause: QuarantineCause = UNKNOWN) -> AdmittedGroup | None:
         """Replace a group of a step by the next one; None: it was replaced before, or is not of this step."""
         if group in self.quarantined or not self._admitted(group) or self.step_of(group) != step:
             return None
-        self._refills.append(Refill(self.admitted_groups, step, group))
+        self._refills.append(Refill(self.admitted_groups, step, group, cause))
         return self._group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:

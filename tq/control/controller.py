@@ -63,6 +63,7 @@ from tq.messages import (
     Join,
     OpenPartition,
     OutputsWritten,
+    Published,
     PublishVersion,
     QueueStats,
     RegisterUnit,
@@ -98,6 +99,7 @@ class ControllerService:
         config: QueueConfig,
         schedule: ScheduleConfig | None = None,
         prompts: PromptSource | None = None,
+        refill: bool = False,
         version: int = 0,
         last_step: int = 0,
         trained: Collection[int] = (),
@@ -112,6 +114,8 @@ class ControllerService:
             config: settings.
             schedule: of admission; None: rows are put by others.
             prompts: admission's source, on the lead; None: rows come from elsewhere.
+            refill: the lead, whichever controller this is, admits prompts, and so replaces groups in quarantine; with
+                `prompts` it does.
             version: step of the weights at the start.
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
@@ -123,6 +127,7 @@ class ControllerService:
         self._config = config
         self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
         self._lead = name == self._directory.lead
+        self._refill = refill or prompts is not None
         self._durable = DurableMark(credentials, name, lineage=lineage)
         starts = self._durable.start()
         self._recovered = starts > 1
@@ -151,7 +156,7 @@ class ControllerService:
             first_token=first_token(lineage, starts) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,
             byte_limit=config.max_live_bytes if self._lead else 0,
-            refill=prompts is not None,
+            refill=self._refill,
             recovering=recovering,
         )
         for event in self._memory.events():
@@ -253,15 +258,19 @@ class ControllerService:
             case PublishVersion():
                 self._memory.remember(message)
                 self._apply(message)
-                if self._admitting is not None:
-                    self._admitting.add(message.step)
-                call.reply(Done())
+                call.reply(self._published(message))
             case GetQueueStats():
                 call.reply(self._stats())
             case UnitAlive():
                 with self._lock:
                     self._sessions.unit_heard(call.session.number, time.monotonic())
                 call.reply(Done())
+
+    def _published(self, message: PublishVersion) -> Published:
+        if self._admitting is None:
+            return Published()
+        self._admitting.add(message.step)
+        return Published(list(self._admitting.refills[message.refills_known :]))
 
     def _ask(
         self,
@@ -338,7 +347,7 @@ class ControllerService:
             match one:
                 case Lost() | Quarantined() if self._admitting is not None:
                     self._admitting.add(one)
-                case Quarantined():
+                case Quarantined() if not self._refill:
                     self._memory.shrink(one)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.refuse(error)

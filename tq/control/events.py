@@ -27,6 +27,7 @@ from tq.messages import (
     UnitAccepted,
     WatchLost,
 )
+from tq.refill import QuarantineCause
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Quarantine:
     """Tell the units to take rows of groups in quarantine out; they report `RowsRemoved`."""
 
     rows: dict[str, tuple[int, ...]]
+    cause: QuarantineCause
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Quarantined:
     partition: int
     group: int
     num_rows: int
+    cause: QuarantineCause
 
 
 Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined

@@ -15,6 +15,7 @@ from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
 from tq.control.events import Lost, Quarantined
+from tq.refill import Refill
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class PromptAdmitter:
         self._save = save
         self._failed = failed
         self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
+        self._refills = tuple(state.refills())
         self._closed = False
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
@@ -67,6 +69,11 @@ class PromptAdmitter:
     def admitted_groups(self) -> int:
         """High-water mark."""
         return self._state.admitted_groups
+
+    @property
+    def refills(self) -> tuple[Refill, ...]:
+        """Which groups were replaced so far, in order; durable, so a later incarnation begins with the same."""
+        return self._refills
 
     def start(self, known_rows: Mapping[int, Collection[int]] | None) -> None:
         """Begin.
@@ -113,13 +120,14 @@ class PromptAdmitter:
             case Lost():
                 self._put(self._state.groups_of_rows(event.rows))
             case Quarantined():
-                group = self._state.refill(event.partition, event.group)
+                group = self._state.refill(event.partition, event.group, event.cause)
                 if group is None:
                     return  # two controllers reported it
                 self._save(self._state.mark())
+                self._refills = tuple(self._state.refills())
                 logger.warning(
-                    "group %d went into quarantine; group %d takes its place in step %d",
-                    event.group, group.group, event.partition,
+                    "group %d went into quarantine after %d deliveries to %s; group %d takes its place in step %d",
+                    event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
                 )  # fmt: skip
                 self._put([group])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tq.control.events import Quarantine, Quarantined
 from tq.control.live_rows import LiveRow
+from tq.refill import UNKNOWN, QuarantineCause
 
 if TYPE_CHECKING:
     from tq.control.row_book import RowBook
@@ -25,7 +26,7 @@ class Quarantines:
         """Groups that left."""
         self._book = book
         self._refill = refill
-        self._groups: set[tuple[int, int]] = set()
+        self._groups: dict[tuple[int, int], QuarantineCause] = {}
         self._reported: set[tuple[int, int]] = set()
 
     @property
@@ -37,33 +38,37 @@ class Quarantines:
         """Whether a row's group is in quarantine."""
         return (row.partition, row.group) in self._groups
 
-    def begin(self, row: LiveRow) -> None:
+    def begin(self, row: LiveRow, cause: QuarantineCause) -> None:
         """Nobody gets anything of this row's group any more, and the units take it out."""
         if self.has(row):
             return
         table = self._book.rows
-        members = self._withhold(row)
+        members = self._withhold(row, cause)
         where = table.by_unit(members)
         self.remove([number for number in members if table.rows[number].unit.lost])
         if where:
-            self._book.out.append(Quarantine(where))
+            self._book.out.append(Quarantine(where, cause))
 
     def keep_out(self, numbers: Sequence[int]) -> None:
         """New rows of a group in quarantine leave at once."""
         table = self._book.rows
         there = [number for number in numbers if number in table.rows] if self._groups else []
-        members = [number for number in there if table.rows[number].withheld]
-        if members:
-            self._book.out.append(Quarantine(table.by_unit(members)))
+        members: dict[QuarantineCause, list[int]] = {}
+        for number in there:
+            row = table.rows[number]
+            if row.withheld:
+                members.setdefault(self._groups[row.partition, row.group], []).append(number)
+        for cause, withheld in members.items():
+            self._book.out.append(Quarantine(table.by_unit(withheld), cause))
 
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Rows of groups in quarantine left the queue."""
+    def remove(self, numbers: Iterable[int], cause: QuarantineCause = UNKNOWN) -> None:
+        """Rows of groups in quarantine left the queue; `cause`: as whoever began it says."""
         table = self._book.rows
         partitions = set()
         for number in numbers:
             row = table.rows[number]
             if not self.has(row):
-                self._withhold(row)
+                self._withhold(row, cause)
             self._report(row)
             self._book.remove(number)
             for task in self._book.tasks.values():
@@ -76,7 +81,7 @@ class Quarantines:
 
     def forget(self, partition: int) -> None:
         """A partition was cleared."""
-        self._groups = {key for key in self._groups if key[0] != partition}
+        self._groups = {key: cause for key, cause in self._groups.items() if key[0] != partition}
         self._reported = {key for key in self._reported if key[0] != partition}
 
     def _report(self, row: LiveRow) -> None:
@@ -84,12 +89,12 @@ class Quarantines:
         if key not in self._reported:
             self._reported.add(key)
             self.count += 1
-            self._book.out.append(Quarantined(row.partition, row.group, row.group_size))
+            self._book.out.append(Quarantined(row.partition, row.group, row.group_size, self._groups[key]))
 
-    def _withhold(self, row: LiveRow) -> list[int]:
+    def _withhold(self, row: LiveRow, cause: QuarantineCause) -> list[int]:
         """Hand out nothing of a row's group any more; returns the group's rows."""
         table = self._book.rows
-        self._groups.add((row.partition, row.group))
+        self._groups[row.partition, row.group] = cause
         members = [number for number in table.numbers(row.partition) if table.rows[number].group == row.group]
         for number in members:
             table.rows[number].withheld = True

@@ -13,6 +13,7 @@ from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
 from tq.control.quarantines import Quarantines
 from tq.control.task_state import TaskState
 from tq.messages import OutputsWritten
+from tq.refill import QuarantineCause
 from tq.task_spec import TaskSpec
 
 
@@ -226,7 +227,7 @@ class RowBook:
                 task.num_given_back += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
                 if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.quarantines.begin(row)
+                    self.quarantines.begin(row, QuarantineCause(event.task, task.leases.returns[number]))
             task.refresh(number, row)
 
     # Loss, removal

@@ -302,7 +302,7 @@ class ControlState:
         at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
         here = [number for number in at_unit if not table[number].unit.lost]  # else an earlier life of the unit had it
         if event.reason is RemovalReason.QUARANTINED:
-            self._book.quarantines.remove(here)
+            self._book.quarantines.remove(here, event.cause)
             return
         if event.reason is RemovalReason.DROPPED:
             self._book.misplace(here)

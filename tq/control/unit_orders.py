@@ -129,4 +129,4 @@ def _messages(order: Order) -> list[tuple[str, Message]]:
         case FenceAll():
             return [(unit, FenceTask(order.task, order.token, list(order.alive))) for unit in order.units]
         case Quarantine():
-            return [(unit, QuarantineRows(list(rows))) for unit, rows in order.rows.items()]
+            return [(unit, QuarantineRows(list(rows), order.cause)) for unit, rows in order.rows.items()]

@@ -168,12 +168,15 @@ class UnitRegistry:
                 self._finish(number, here=table[number].unit in lives or table[number].unit.lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
+        quarantined = {number: removed.cause for removed in event.quarantined for number in removed.rows}
         for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
             if number in listed or number not in table:
                 continue
-            if table[number].withheld:  # or cleared, or taken back, while nobody could tell
+            if number in quarantined:  # another controller's doing
+                book.quarantines.remove([number], quarantined[number])
+            elif table[number].withheld:
                 book.quarantines.remove([number])
-            else:
+            else:  # cleared, or taken back, while nobody could tell
                 book.remove(number)
 
 

@@ -34,6 +34,7 @@ from tq.messages.controller_replies import (
     LostRows,
     NoRows,
     NoRowsReason,
+    Published,
     QueueStats,
     RowsAccepted,
     TaskStats,
@@ -90,7 +91,9 @@ CONTROLLER_REQUESTS = (
     | TellLost
     | GetQueueStats
 )
-CONTROLLER_REPLIES = Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | QueueStats
+CONTROLLER_REPLIES = (
+    Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | Published | QueueStats
+)
 
 __all__ = [
     "CONTROLLER_REPLIES",
@@ -126,6 +129,7 @@ __all__ = [
     "OpenPartition",
     "OutputsWritten",
     "PublishVersion",
+    "Published",
     "PutOutputs",
     "PutRows",
     "QuarantineRows",

@@ -155,9 +155,15 @@ class WatchLost(Message):
 
 
 class PublishVersion(Message):
-    """From the actor: weights of `step` exist; wakes version-gated requests and admits what that allows."""
+    """From the actor: weights of `step` exist; wakes version-gated requests, admits what that allows. -> `Published`.
+
+    Attributes:
+        step: the version's.
+        refills_known: how many refills the actor has been told of.
+    """
 
     step: int
+    refills_known: int = 0
 
 
 class Stop(Message):

@@ -3,6 +3,7 @@
 from enum import StrEnum
 
 from tq.messages.base import Message
+from tq.refill import Refill
 
 
 class UnitAccepted(Message):
@@ -108,6 +109,12 @@ class LostRows(Message):
     partitions: list[int]
     rows: list[int]
     groups: list[int]
+
+
+class Published(Message):
+    """The version is known. `refills`: of admission, beyond those that the asker knew; only the lead has some."""
+
+    refills: list[Refill] = []
 
 
 class TaskStats(Message):

@@ -1,6 +1,7 @@
 """Requests to a storage unit, and its replies."""
 
 from tq.messages.base import Done, Message
+from tq.refill import UNKNOWN, QuarantineCause
 from tq.wire import ColumnHeader
 
 
@@ -64,6 +65,7 @@ class QuarantineRows(Message):
     """From a controller: a task failed too often on the group of these rows; take them out of the queue."""
 
     rows: list[int]
+    cause: QuarantineCause = UNKNOWN
 
 
 class ClearPartition(Message):

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from tq.messages.base import Message
+from tq.refill import UNKNOWN, QuarantineCause
 
 
 class RowRecords(msgspec.Struct):
@@ -39,6 +40,25 @@ class RowRecords(msgspec.Struct):
         self.num_bytes.append(num_bytes)
 
 
+class RemovalReason(StrEnum):
+    """Why rows left a unit before every task was done with them; dropped: a controller said that they are elsewhere."""
+
+    DROPPED = "dropped"
+    CLEARED = "cleared"
+    REFUSED = "refused"
+    QUARANTINED = "quarantined"
+
+
+class RowsRemoved(Message):
+    """Rows left a unit; `cause`: of a quarantine."""
+
+    unit: str
+    partition: int
+    rows: list[int]
+    reason: RemovalReason
+    cause: QuarantineCause = UNKNOWN
+
+
 class RegisterUnit(Message):
     """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
 
@@ -47,12 +67,14 @@ class RegisterUnit(Message):
         incarnation: another one than before means that it started empty.
         records: its live rows.
         finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
+        quarantined: what it removed with groups in quarantine: this controller may not have heard of it.
     """
 
     unit: str
     incarnation: str
     records: list[RowRecords]
     finished: dict[int, list[int]]
+    quarantined: list[RowsRemoved] = []
 
 
 class RowsCreated(Message):
@@ -114,25 +136,7 @@ class OutputsWritten(Message):
     num_bytes: int
 
 
-class RemovalReason(StrEnum):
-    """Why rows left a unit before every task was done with them; dropped: a controller said that they are elsewhere."""
-
-    DROPPED = "dropped"
-    CLEARED = "cleared"
-    REFUSED = "refused"
-    QUARANTINED = "quarantined"
-
-
 class UnitAlive(Message):
     """Sign of life of a unit that has nothing else to say. -> `Done`."""
 
     unit: str
-
-
-class RowsRemoved(Message):
-    """Rows left a unit."""
-
-    unit: str
-    partition: int
-    rows: list[int]
-    reason: RemovalReason

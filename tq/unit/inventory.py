@@ -1,6 +1,6 @@
 """What a unit tells a controller that meets it (again): its rows, their columns, who is done with them. Pure."""
 
-from tq.messages import RegisterUnit, RowRecords
+from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved
 from tq.unit.state import UnitState
 
 _Key = tuple[int, frozenset[str], frozenset[str], bool]
@@ -34,4 +34,8 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
     for record in records.values():
         for counts in record.deliveries.values():
             counts += [0] * (len(record.rows) - len(counts))
-    return RegisterUnit(unit, incarnation, list(records.values()), finished)
+    quarantined = [
+        RowsRemoved(unit, partition, rows, RemovalReason.QUARANTINED, cause)
+        for (partition, cause), rows in state.quarantined().items()
+    ]
+    return RegisterUnit(unit, incarnation, list(records.values()), finished, quarantined)

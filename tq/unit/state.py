@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
 from tq.lease_tokens import first_token
+from tq.refill import QuarantineCause
 from tq.unit.block import Block, Part
 from tq.unit.block_books import BlockBooks
 from tq.unit.records import KNOWN_ELSEWHERE, Commit, Cut, CutRow, Partition, Repeated, Row
@@ -82,6 +83,7 @@ class UnitState:
         for number, row in zip(rows, arrived, strict=True):
             self._rows[number] = row
             home.rows.add(number)
+            home.quarantined.pop(number, None)  # tried again
         self._attach(rows, block)
         self.learn_commits({task: [rows[k] for k in known] for task, known in (commits or {}).items()})
         return None
@@ -192,6 +194,21 @@ class UnitState:
                 removed.setdefault(row.partition, []).append(number)
                 self._detach(number, row)
         return removed
+
+    def quarantine(self, rows: Iterable[int], cause: QuarantineCause) -> dict[int, list[int]]:
+        """Forget rows as `remove` does, but remember why, for controllers that hear of it later."""
+        where = {number: self._rows[number].partition for number in rows if number in self._rows}
+        for number, partition in where.items():
+            self._partitions[partition].quarantined[number] = cause
+        return self.remove(where)
+
+    def quarantined(self) -> dict[tuple[int, QuarantineCause], list[int]]:
+        """Return (partition, cause) -> rows that went into quarantine."""
+        found: dict[tuple[int, QuarantineCause], list[int]] = {}
+        for partition, known in self._partitions.items():
+            for number, cause in known.quarantined.items():
+                found.setdefault((partition, cause), []).append(number)
+        return found
 
     def clear(self, partition: int) -> list[int]:
         """Forget all rows of a partition and its tombstones. Returns the rows that were here."""
@@ -330,7 +347,7 @@ class UnitState:
         self.books.release(set(row.places.values()), retained=row.retained)
         known = self._partitions[row.partition]
         known.rows.discard(number)
-        if not known.rows and not known.finished:
+        if known.empty:
             del self._partitions[row.partition]
 
     def _partition(self, number: int) -> Partition:
@@ -349,7 +366,8 @@ class UnitState:
         for row in known.finished:
             del self._finished[row]
         known.finished.clear()
-        if not known.rows:
+        known.quarantined.clear()
+        if known.empty:
             del self._partitions[number]
 
 

@@ -255,8 +255,8 @@ class StorageUnit:
 
     def _quarantine(self, message: QuarantineRows) -> None:
         with self._lock:
-            for partition, rows in self._state.remove(message.rows).items():
-                removal = RowsRemoved(self.name, partition, rows, RemovalReason.QUARANTINED)
+            for partition, rows in self._state.quarantine(message.rows, message.cause).items():
+                removal = RowsRemoved(self.name, partition, rows, RemovalReason.QUARANTINED, message.cause)
                 self._links.tell(removal, self._timeout_s)
         self._links.flush()
         self._upkeep.poke()

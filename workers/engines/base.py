@@ -187,6 +187,10 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class TrainEngine(Protocol):
     """Trains the policy; every method but `zero_grad` and `shards` is collective over the actor's ranks."""
 
+    @property
+    def optimizer_updates(self) -> int:
+        """How often `step` was called for these weights: the count is part of `state_dict`."""
+
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
         it only joins the collectives, and gets [0]."""

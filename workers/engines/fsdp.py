@@ -67,6 +67,8 @@ class FsdpEngine:
         self._temperature = temperature
         self._device = device
         self._num_updates = 0
+        self._resumed = (0, 0)
+        """Steps, and updates, that are in the state which was loaded."""
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._model = empty_causal_lm(model_dir, dtype=torch.float32, attention=PACKED_ATTENTION)
         self._aliases = parameter_aliases(self._model)
@@ -83,6 +85,11 @@ class FsdpEngine:
             # behind this flag.
             fused=device.type in ("cpu", "cuda"),
         )
+
+    @property
+    def optimizer_updates(self) -> int:
+        """How often `step` was called for these weights."""
+        return self._num_updates
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -132,7 +139,7 @@ class FsdpEngine:
         return local_shards(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and number of steps for torch.distributed.checkpoint."""
+        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
         fresh = not self._optimizer.state
         model, optimizer_state = get_state_dict(self._model, self._optimizer)
         optimizer: dict[str, Any] = optimizer_state
@@ -140,7 +147,8 @@ class FsdpEngine:
             # get_state_dict made the state by an update without gradients, which AdamW counts as its first.
             for moments in optimizer["state"].values():
                 moments["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "num_steps": torch.tensor(self._num_steps)}
+        counts = {"num_steps": torch.tensor(self._num_steps), "optimizer_updates": torch.tensor(self._num_updates)}
+        return {"model": model, "optimizer": optimizer, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -150,7 +158,8 @@ class FsdpEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self._num_updates = int(state["num_steps"]) * self._actor.num_updates
+        self._num_updates = int(state["optimizer_updates"])
+        self._resumed = (int(state["num_steps"]), self._num_updates)
         self.zero_grad()
 
     @torch.no_grad()
@@ -180,7 +189,8 @@ class FsdpEngine:
     @property
     def _num_steps(self) -> int:
         """Steps that are complete: warm-up counts these, however many updates they make, or made before a resume."""
-        return self._num_updates // self._actor.num_updates
+        steps, updates = self._resumed
+        return steps + (self._num_updates - updates) // self._actor.num_updates
 
     def _reshard(self) -> None:
         """Give up whole parameters that a forward without a backward leaves at the root: the next forward would compute

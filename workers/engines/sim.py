@@ -197,6 +197,11 @@ class SimTrainEngine:
             values = torch.zeros(stop - start, shape[1])
             self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
 
+    @property
+    def optimizer_updates(self) -> int:
+        """How often `step` was called for these weights."""
+        return int(self._step)
+
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A], after a while; None: this rank has no rows."""
         return torch.empty(0) if batch is None else _log_probs(self._config.policy_forward_s_per_token, batch)
@@ -227,7 +232,7 @@ class SimTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates: the weights follow from it."""
-        return {"sim": {"step": self._step}}
+        return {"sim": {"step": self._step}, "optimizer_updates": self._step.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""

@@ -93,6 +93,20 @@ def test_warm_up_counts_steps_however_many_updates_they_make(model_dir: Path, ba
     assert rates == [0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
 
 
+def test_counts_go_on_over_a_resume_with_another_number_of_updates_per_step(model_dir: Path, batch: Sequences) -> None:
+    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_updates_per_step=2)
+    for _ in range(4):
+        engine.forward_backward(batch, square_loss)
+        engine.step(1.0)
+    state = engine.state_dict()
+    assert (engine.optimizer_updates, int(state["optimizer_updates"]), int(state["num_steps"])) == (4, 4, 2)
+    resumed = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_updates_per_step=1)
+    resumed.load_state_dict(state)
+    resumed.forward_backward(batch, square_loss)
+    assert resumed.step(1.0).lr == 3 / 8
+    assert resumed.optimizer_updates == 5
+
+
 def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, batch: Sequences) -> None:
     """A forward without a backward must not leave whole parameters behind that an update does not change."""
     engine = make_engine(model_dir, lr=1.0)

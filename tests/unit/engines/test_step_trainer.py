@@ -69,7 +69,9 @@ def make_rounds() -> list[PackedBatch]:
     return rounds
 
 
-def make_trainer(config: RunConfig, engine: TrainEngine, loader: Loader) -> StepTrainer:
+def make_trainer(
+    config: RunConfig, engine: TrainEngine, loader: Loader, *, told: list[tuple[int, int, int]] | None = None
+) -> StepTrainer:
     context: Any = SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
         job=SimpleNamespace(lineage=0, started_at=0.0),
@@ -79,7 +81,15 @@ def make_trainer(config: RunConfig, engine: TrainEngine, loader: Loader) -> Step
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
         tasks.insert(0, "actor_log_probs")
     stub: Any = loader
-    return StepTrainer(context, engine, stub, columns=TaskChain(tasks, context, engine), before_update=lambda: 0.0)
+    heard = [] if told is None else told
+    return StepTrainer(
+        context,
+        engine,
+        stub,
+        columns=TaskChain(tasks, context, engine),
+        before_update=lambda: 0.0,
+        after_update=lambda *update: heard.append(update),
+    )
 
 
 def weights(engine: TrainEngine) -> list[torch.Tensor]:
@@ -114,7 +124,9 @@ def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     by_hand = load_train_engine(config, device=CPU)
     losses = train_by_hand(config, by_hand, [[0, 1], [2, 3], second[:2], second[2:]])
     engine = load_train_engine(config, device=CPU)
-    record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    told: list[tuple[int, int, int]] = []
+    record = make_trainer(config, engine, Loader(make_rounds()), told=told).train(STEP)
+    assert told == [(STEP, number, number) for number in range(1, 5)]
     assert record is not None
     for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)

@@ -1,6 +1,7 @@
 """A tiny valid model directory, data file and configuration, made without torch."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy
 import pytest
 import yaml
 from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `made_run` by name
 
 MODEL_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -227,3 +227,15 @@ def test_run_goes_on_when_nobody_reads_the_output(
             progress.note("stopping")
         print_line("done")
         assert Path(f"/proc/self/fd/{out.fileno()}").readlink() == Path(os.devnull)
+
+
+def test_tails_follow_a_run_that_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    before = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in before))
+    steps, evaluations = MetricsTail(path, lineage=0), EvaluationTail(path, lineage=0)
+    assert steps.read() == before and evaluations.read() == before
+    after = [*before[:1], {"step": 2, "lineage": 1}]
+    path.with_suffix(".new").write_text("".join(json.dumps(line) + "\n" for line in after))
+    path.with_suffix(".new").replace(path)
+    assert steps.read() == evaluations.read() == after[1:]

@@ -81,12 +81,14 @@ def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> Non
         find_checkpoint(str(run), other)
 
 
-def test_rewind_cuts_ledger_metrics_and_evaluations_and_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
+def test_rewind_cuts_what_the_steps_wrote_and_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20, 30)
     write_steps(run / "metrics.jsonl", *range(1, 34))
     write_steps(run / "ledger.jsonl", *(step for step in range(1, 34) for _ in range(2)), torn='{"step": 3')
+    write_steps(run / "updates.jsonl", *(step for step in range(1, 35) for _ in range(2)))
     write_steps(run / "evaluation.jsonl", 0, 20, 10, 30)  # of two instances
     rewind_run(find_checkpoint(str(run / "checkpoints/step_000020"), None))
+    assert steps_in(run / "updates.jsonl") == [step for step in range(1, 21) for _ in range(2)]
     assert steps_in(run / "metrics.jsonl") == list(range(1, 21))
     assert steps_in(run / "ledger.jsonl") == [step for step in range(1, 21) for _ in range(2)]
     assert steps_in(run / "evaluation.jsonl") == [0, 20, 10]

@@ -32,7 +32,9 @@ def test_missing_and_unrelated_directories_may_become_runs(tmp_path: Path) -> No
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "ledger.jsonl", "updates.jsonl", "checkpoints", "logs"]
+)
 def test_directory_with_any_part_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=rf"already holds a run \({name}\); remove it \(it has no checkpoint\), or"):

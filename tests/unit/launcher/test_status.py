@@ -9,6 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.progress import Status
+from launcher.restart_log import RestartLog
 from launcher.status import RunStatus, ask_status
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
@@ -52,6 +53,21 @@ def test_the_newest_evaluation_is_shown() -> None:
     shown = replace(status(), evaluation=evaluation)
     assert "held-out accuracy: 0.950 (0.764 to 0.991) at step 10" in shown.as_text(now=101.0)
     assert json.loads(shown.as_json())["evaluation"] == evaluation
+
+
+def test_restarts_and_the_last_error_are_shown() -> None:
+    assert "started again" not in status().as_text(now=101.0)
+    log = RestartLog(last_error="rollout rank 1 failed: ended by SIGKILL; it starts again", last_error_at=90.0)
+    log.started_again("rollout-1")
+    log.restored(2)
+    text = replace(status(), restarts=log).as_text(now=101.0)
+    assert "started again: rollout-1 1x; 1x back to a checkpoint (lineage 2)" in text
+    assert "last error, 11 s ago: rollout rank 1 failed: ended by SIGKILL" in text
+    assert RestartLog.from_summary(json.loads(json.dumps(log.summary()))) == log
+
+
+def test_queue_that_does_not_answer_is_said_so() -> None:
+    assert "queue: it does not answer" in replace(status(), controllers=[], units={}).as_text(now=101.0)
 
 
 def test_the_json_has_the_same_in_si_units() -> None:

@@ -8,7 +8,8 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import Quarantined
-from tq.messages import RemovalReason, RowsRemoved
+from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved
+from tq.refill import UNKNOWN, QuarantineCause
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=2)
@@ -71,7 +72,7 @@ def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
     for _ in range(2):
         fail(world, "ref")
     world.remove([0, 1], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 2)]
+    assert world.quarantined == [Quarantined(1, 0, 2, QuarantineCause("ref", 2))]
     assert world.state.stats().quarantined_groups == 1
     rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
     assert [share.rows for share in rest] == [[2], [3]]
@@ -93,7 +94,7 @@ def test_group_in_quarantine_is_reported_once_however_its_rows_are_spread(make_w
         fail(world, "ref")
     world.remove([0], reason="quarantined")
     world.remove([1], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 2)]
+    assert world.quarantined == [Quarantined(1, 0, 2, QuarantineCause("ref", 2))]
     assert world.state.stats().live_rows == 0
 
 
@@ -104,15 +105,58 @@ def test_late_rows_of_a_group_in_quarantine_leave_at_once(make_world: World) -> 
         fail(world, "ref")
     world.put([1], size=2, group_size=2)
     assert world.ask("ref") not in world.answers
-    assert world.quarantines[-1].rows == {"storage-0": (1,)}
+    late = world.quarantines[-1]
+    assert (late.rows, late.cause) == ({"storage-0": (1,)}, QuarantineCause("ref", 2))
 
 
 def test_other_controllers_withhold_a_group_when_its_first_rows_leave(make_world: World) -> None:
     world = make_world(LOOK, REF, served=["look"])
     world.put([0], "storage-0", size=2, group_size=2)
     world.put([1], "storage-1", size=2, group_size=2)
-    world.remove([0], reason="quarantined")
+    cause = QuarantineCause("ref", 2)
+    world.handle(RowsRemoved("storage-0", 1, [0], RemovalReason.QUARANTINED, cause))
     assert world.ask("look") not in world.answers
+    assert world.quarantined == [Quarantined(1, 0, 2, cause)]
+
+
+def test_step_waits_for_the_refill_also_where_another_controller_serves_the_trainer(make_world: World) -> None:
+    lead = make_world(REF, TRAIN, served=["ref"], refill=True)
+    other = make_world(REF, TRAIN, served=["train"], refill=True)
+    for world in (lead, other):
+        world.open(4)
+        world.put(range(4), size=2)
+    for _ in range(2):
+        fail(lead, "ref")
+    for world in (lead, other):
+        world.remove([0, 1], reason="quarantined")
+    first = other.ask_round("train", 0, 0, num_ranks=1, num_rows=2)
+    assert (other.granted(first).rows, other.granted(first).last) == ([2, 3], False)
+    rest = other.ask_round("train", 1, 0, num_ranks=1, num_rows=2)
+    assert rest not in other.answers
+    other.put([8, 9], size=2)
+    assert (other.granted(rest).rows, other.granted(rest).last) == ([8, 9], True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_controller_that_could_not_hear_of_a_quarantine_finds_it_in_the_inventory(
+    make_world: World, *, known: bool
+) -> None:
+    """Nobody would replace the group otherwise, and its step never be full."""
+    world = make_world(REF, TRAIN, served=["train"], refill=True)
+    records = [RowRecords(1, [2, 3], [1, 1], [2, 2], [1, 1], [1, 1], ["x"], [])]
+    removed = [RowsRemoved("storage-0", 1, [0, 1], RemovalReason.QUARANTINED, QuarantineCause("ref", 2))]
+    if known:
+        world.register("storage-0", range(4), size=2)
+    world.request(RegisterUnit("storage-0", "1", records, {}, removed))
+    assert world.quarantined == ([Quarantined(1, 0, 2, QuarantineCause("ref", 2))] if known else [])
+    assert world.state.known_rows() == {1: [2, 3]}
+
+
+def test_cause_is_unknown_when_nobody_who_knew_it_is_left(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0])
+    world.remove([0], reason="quarantined")
+    assert world.quarantined == [Quarantined(1, 0, 1, UNKNOWN)]
 
 
 def test_deliveries_that_failed_before_a_restart_count(make_world: World) -> None:

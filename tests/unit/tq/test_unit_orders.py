@@ -13,6 +13,7 @@ from tq.control import unit_backlog, unit_orders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
 from tq.control.unit_orders import UnitOrders
 from tq.messages import Done, FenceRows, FenceTask, PutOutputs, QuarantineRows
+from tq.refill import UNKNOWN
 
 
 class FakeUnits:
@@ -113,7 +114,7 @@ def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order
     bench.carry_out(
         Fence("ref", 7, {"storage-0": (1, 2)}),
         FenceAll("train", 8, (3,), ("storage-1",)),
-        Quarantine({"storage-0": (5,)}),
+        Quarantine({"storage-0": (5,)}, UNKNOWN),
         Commit("train", 6, {"storage-1": (9,)}),
     )
     assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1, 2]), QuarantineRows([5])]
@@ -158,14 +159,14 @@ def test_what_a_unit_is_owed_comes_before_what_is_ordered_later(bench: Bench) ->
     bench.units.answers["storage-0"] = [TransportError("down")]
     bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
-    bench.carry_out(Quarantine({"storage-0": (3,)}))
+    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1]), QuarantineRows([3])]
 
 
 def test_fence_that_a_unit_cannot_confirm_yet_does_not_hold_before_it_does(bench: Bench) -> None:
     bench.units.answers["storage-0"] = [PeerRefused("controller-1 has not confirmed a put")] * 2
     bench.orders.add(Fence("ref", 7, {"storage-0": (1,)}))
-    bench.orders.add(Quarantine({"storage-0": (3,)}))
+    bench.orders.add(Quarantine({"storage-0": (3,)}, UNKNOWN))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.answers["storage-0"] == [], "it was told until it confirmed"
     assert FenceRows("ref", 7, [1]) in bench.units.by_unit("storage-0")
@@ -180,7 +181,7 @@ def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_t
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.heard == [("storage-0", FenceRows("ref", 7, [1]))]
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(Quarantine({"storage-0": (3,)}))
+    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0")[1:] == [QuarantineRows([3])]
     assert bench.fenced == [], "reported once"
 
@@ -197,7 +198,7 @@ def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_ear
     assert bench.reports.get(timeout=10) == Fenced("ref", 8)
     assert not earlier.done()
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(Quarantine({"storage-0": (3,)}))
+    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0") == [
         FenceRows("ref", 7, [1]),
         FenceRows("ref", 8, [1]),

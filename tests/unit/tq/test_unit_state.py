@@ -10,7 +10,8 @@ from asyncflow.transport.payload import Payload, Piece
 from tq import Column
 from tq.backends.backend import MemoryBackend
 from tq.backends.files import FileBackend
-from tq.messages import RowRecords
+from tq.messages import RemovalReason, RowRecords, RowsRemoved
+from tq.refill import QuarantineCause
 from tq.unit.block import Block, BlockStore
 from tq.unit.inventory import take_inventory
 from tq.unit.records import Repeated
@@ -350,6 +351,22 @@ def test_inventory_tells_what_the_unit_holds() -> None:
         RowRecords(4, [0], [7], [2], [3], [3 + 4], ["prompts", "x"], []),
         RowRecords(4, [1], [7], [2], [5], [5 + 4 + 4], ["prompts", "ref", "x"], ["ref"]),
     ]
+
+
+def test_inventory_tells_what_went_into_quarantine_until_it_is_tried_again_or_cleared() -> None:
+    unit = World()
+
+    def told() -> list[RowsRemoved]:
+        return take_inventory("u", "i", unit.state, held=False).quarantined
+
+    cause = QuarantineCause("ref", 2)
+    unit.create([0, 1, 2], {"x": numbers(1, 2, 3)})
+    assert unit.state.quarantine([0, 1, 99], cause) == {1: [0, 1]}
+    assert told() == [RowsRemoved("u", 1, [0, 1], RemovalReason.QUARANTINED, cause)]
+    unit.create([0], {"x": numbers(1)})
+    assert [removed.rows for removed in told()] == [[1]]
+    unit.state.clear(1)
+    assert told() == []
 
 
 def test_cut_is_what_was_confirmed_and_forgets_what_it_should(unit: World) -> None:

@@ -1,0 +1,209 @@
+"""Estimates what a run takes of this machine: channels, descriptors, threads, ports, memory, disk. Pure.
+
+The formulas are at the functions. Rough on purpose, and on the safe side: a run that fits has room, one that does not
+may still start. Constants were measured on quickstart runs with 8 to 23 workers (CPU, torch 2.13), or follow from the
+data structures.
+"""
+
+from collections.abc import Sequence
+
+from asyncflow.job import GangSpec
+from launcher.doctor.needs import Needs
+from launcher.doctor.size_text import size_text
+from launcher.preflight import Preflight
+from launcher.request import Accepted
+from workers.config import RunConfig
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
+
+_BASE_DESCRIPTORS = 40
+_CHANNEL_DESCRIPTORS = 5
+_RANK_DESCRIPTORS = 4
+_LAUNCHER_DESCRIPTORS_PER_WORKER = 16
+_BASE_THREADS = 12
+_CHANNEL_THREADS = 2
+_DEVICE_THREADS = 30
+_STORE_CLIENTS = 10
+_LAUNCHER_BYTES = 400 * 10**6
+_SERVICE_BYTES = 40 * 10**6
+_RANK_BYTES = 80 * 10**6
+_DEVICE_RANK_BYTES = 2 * 10**9
+_TRAINED_PARAMETER_BYTES = 16
+_SAVED_PARAMETER_BYTES = 13
+_TOKEN_BYTES = 24
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_HOLDERS = ("rollout", "ref", "actor_fwd", "evaluate")
+"""Roles whose ranks hold a copy of the model."""
+
+
+def needs_of(accepted: Accepted, *, model_bytes: int, num_nodes: int) -> Needs:
+    """Return what an accepted run needs.
+
+    Args:
+        accepted: the command's configuration, checked.
+        model_bytes: of the model's files, which an export has, too.
+        num_nodes: over how many nodes its processes are spread, evenly.
+    """
+    checked, config = accepted.checked, accepted.checked.config
+    processes = sum(gang.num_ranks for gang in checked.gangs)
+    memory = {what: -(-size // num_nodes) for what, size in memory_parts(checked).items() if size}
+    largest_first = sorted(memory.items(), key=lambda part: -part[1])
+    return Needs(
+        run_dir=str(accepted.run_dir),
+        device=checked.devices.kind,
+        num_nodes=num_nodes,
+        engines=engines_of(config),
+        backend=config.tq.backend.kind.value,
+        backend_address=config.tq.backend.address,
+        shared_memory=config.tq.shared_memory,
+        processes=-(-processes // num_nodes),
+        connections=connections(checked.gangs),
+        descriptors=descriptors(checked.gangs),
+        threads=-(-threads(checked) // num_nodes),
+        channels=max(channels_of(gang, checked.gangs) for gang in checked.gangs),
+        memory_bytes=sum(memory.values()),
+        memory_parts=", ".join(f"{what} {size_text(size)}" for what, size in largest_first),
+        checkpoint_bytes=checkpoint_bytes(checked, model_bytes=model_bytes),
+        num_checkpoints=num_checkpoints(config),
+    )
+
+
+def engines_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the engines of the launched roles, and of the reference in the actor, each once."""
+    used = [config.rollout.engine, config.actor.engine]
+    if config.algorithm.kl_coef > 0:
+        used.append(config.ref.engine)
+    if "evaluate" in config.roles:
+        used.append(config.evaluate.engine)
+    return tuple(dict.fromkeys(used))
+
+
+def channels_of(gang: GangSpec, gangs: Sequence[GangSpec]) -> int:
+    """Return how many channels a process of `gang` has at most.
+
+        controller    2 x ranks + units + controllers   (a rank may have a second one to fetch ahead)
+        storage       2 x ranks + controllers
+        weight agent  2 x ranks + agents
+        rank          2 x controllers + units + 2       (the weight agent, and the group that staging needs)
+
+    Measured, for example: 14 ranks, 2 units, 1 controller: controller 20 (this formula: 31), unit 14 (29), actor 4 (6).
+    """
+    ranks = sum(each.num_ranks for each in gangs if each.role not in SERVICES and each.role not in OBSERVERS)
+    number = {role: sum(1 for each in gangs if each.role == role) for role in SERVICES}
+    match gang.role:
+        case role if role == CONTROLLER:
+            return 2 * ranks + number[STORAGE] + number[CONTROLLER]
+        case role if role == STORAGE:
+            return 2 * ranks + number[CONTROLLER]
+        case role if role == WEIGHTS:
+            return 2 * ranks + number[WEIGHTS]
+    return 2 * number[CONTROLLER] + number[STORAGE] + 2
+
+
+def descriptors(gangs: Sequence[GangSpec]) -> int:
+    """Return how many files the process with most has open.
+
+        worker    40 + 5 x channels + 4 x ranks of its gang
+        launcher  40 + 16 x workers      (two pipes each, and 8 clients of the job store, which it serves)
+
+    A channel end is two pipes, one TCP pair (all share one Gloo device) and, while it is made, two pieces of shared
+    memory; without shared memory it is less. Measured: 23 workers, 25 channels: controller 112, launcher 310.
+    """
+    workers = [
+        _BASE_DESCRIPTORS + _CHANNEL_DESCRIPTORS * channels_of(gang, gangs) + _RANK_DESCRIPTORS * gang.num_ranks
+        for gang in gangs
+    ]
+    processes = sum(gang.num_ranks for gang in gangs)
+    return max(*workers, _BASE_DESCRIPTORS + _LAUNCHER_DESCRIPTORS_PER_WORKER * processes)
+
+
+def threads(checked: Preflight) -> int:
+    """Return the threads of all processes, which the limits of processes count.
+
+    worker    20 + 2 x channels + intra-op threads (+ 30 with an accelerator, of its runtime)
+    launcher  20 + 2 x gangs
+    """
+    gangs, own = checked.gangs, checked.config.launcher.threads_per_worker
+    total = _BASE_THREADS + 2 * len(gangs)
+    for gang in gangs:
+        device = 0 if gang.devices[0] == "cpu" else _DEVICE_THREADS
+        total += gang.num_ranks * (_BASE_THREADS + _CHANNEL_THREADS * channels_of(gang, gangs) + own + device)
+    return total
+
+
+def connections(gangs: Sequence[GangSpec]) -> int:
+    """Return how many ports the run takes at most: per process 10 clients of the job store, and its channels.
+
+    A channel is counted at both ends, since each may be the one that connects.
+    """
+    channels = sum(gang.num_ranks * channels_of(gang, gangs) for gang in gangs)
+    return channels + _STORE_CLIENTS * sum(gang.num_ranks for gang in gangs)
+
+
+def memory_parts(checked: Preflight) -> dict[str, int]:
+    """Return what takes host memory (bytes), P parameters, c bytes each in copies, w on the wire.
+
+        weight slots   num_slots x P x w              shared memory of the weight agent
+        training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW
+        model copies   P x c per generating, reference, evaluating rank, on the CPU
+        broadcasts     P x w per such rank            only with `weightsync.path: broadcast`
+        queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
+        processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device)
+
+    Left out: activations, caches of keys and values, what libraries keep. So this is the least.
+    """
+    config, gangs = checked.config, checked.gangs
+    parameters = _parameters(checked)
+    copy = _DTYPE_BYTES[config.model.dtype]
+    wire = _DTYPE_BYTES[config.weightsync.dtype or config.model.dtype]
+    holders = sum(gang.num_ranks for gang in gangs if gang.role in _HOLDERS)
+    on_cpu = checked.devices.kind == "cpu"
+    services = sum(1 for gang in gangs if gang.role in SERVICES)
+    ranks = sum(gang.num_ranks for gang in gangs) - services
+    on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
+    return {
+        "weight slots": config.weightsync.num_slots * parameters * wire,
+        "training": _TRAINED_PARAMETER_BYTES * parameters if on_cpu else 0,
+        "model copies": holders * parameters * copy if on_cpu else 0,
+        "broadcasts": holders * parameters * wire if config.weightsync.path == "broadcast" else 0,
+        "queue": 2 * queue_bytes(config),
+        "processes": _LAUNCHER_BYTES
+        + services * _SERVICE_BYTES
+        + (ranks - on_device) * _RANK_BYTES
+        + on_device * _DEVICE_RANK_BYTES,
+    }
+
+
+def queue_bytes(config: RunConfig) -> int:
+    """Return what the rows of the queue take when all of them are as long as they may be (24 bytes a token).
+
+    Rows that wait for a checkpoint (`tq.retain_until_checkpoint`) count unless they spill.
+    """
+    schedule, queue = config.schedule, config.tq
+    live, waiting = schedule.live_rows, 0
+    if queue.retain_until_checkpoint and not queue.spill_directory:
+        waiting = schedule.step_rows * (config.checkpoint.interval or config.steps)
+    row_bytes = (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
+    return min(live * row_bytes, queue.max_live_bytes or live * row_bytes) + waiting * row_bytes
+
+
+def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
+    """Return the size of one checkpoint: 13 x P, and the Hugging Face export.
+
+    Float32 weights and two moments of AdamW have 12; measured are 12.9 where input and output embeddings are one. A
+    reference that follows the policy adds one more copy of the model.
+    """
+    config = checked.config
+    moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
+    copies = int(config.checkpoint.export_hf) + int(moving_reference)
+    return _SAVED_PARAMETER_BYTES * _parameters(checked) + copies * model_bytes
+
+
+def num_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints exist at most: those that are kept, and the next one while it is written."""
+    saves = -(-config.steps // config.checkpoint.interval) if config.checkpoint.interval else 1
+    return min(saves, config.checkpoint.keep_last + 1)
+
+
+def _parameters(checked: Preflight) -> int:
+    simulated = checked.config.actor.engine == "sim"
+    return checked.config.sim.parameters if simulated else checked.num_parameters

@@ -1,0 +1,193 @@
+"""What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
+
+Called by `launcher.verify`; the judgement is that of `launcher.verify_checks` and its like.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from pydantic import ValidationError
+
+from asyncflow.errors import CheckpointError, ConfigError
+from launcher.resume import running_launcher
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE
+from launcher.yaml_file import read_yaml
+from workers.config import RunConfig
+from workers.json_reader import Lines, read_lines
+from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
+
+_LOOKS = 5
+"""How often a run that is just cut back is looked at again."""
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """What is needed of a line of `metrics.jsonl`."""
+
+    step: int
+    lineage: int
+    samples: int
+    num_updates: int
+    staleness_max: int
+    staleness_bound: int
+    grad_norm: float | None
+
+
+class UpdateLine(msgspec.Struct, frozen=True):
+    """A line of `updates.jsonl`.
+
+    Attributes:
+        lineage, step: that made it.
+        update: its number in the step, from 1.
+        optimizer_updates: that were in the engine's state after it.
+    """
+
+    lineage: int
+    step: int
+    update: int
+    optimizer_updates: int
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A directory in `checkpoints/`.
+
+    Attributes:
+        path: of it.
+        problem: why it is not complete; "": it is.
+        step, lineage: of its `meta.json`.
+        updates: where -> number of optimizer updates that is said there.
+        queue: group -> token hash, of the groups whose answers all were saved with it; as in the ledger.
+    """
+
+    path: Path
+    problem: str = ""
+    step: int = 0
+    lineage: int = 0
+    updates: Mapping[str, int] | None = None
+    queue: Mapping[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which prompt a group has, as data, seed and tokenizer say.
+
+    Attributes:
+        expected: group -> (epoch, prompt hash).
+        unknown: why nobody can say; "": `expected` has all groups of the ledger.
+    """
+
+    expected: Mapping[int, tuple[int, str]]
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """One look at a run.
+
+    Attributes:
+        run_dir, config: of the run.
+        live: a launcher runs it now; then lines of steps that were unfinished at the look are left out.
+        ledger, metrics, updates: their lines.
+        checkpoints: by step.
+        prompts: of the groups in the ledger.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    live: bool
+    ledger: Ledger
+    metrics: Lines[StepLine]
+    updates: Lines[UpdateLine]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    prompts: Prompts
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Those parts of the look that need torch.
+
+    Attributes:
+        saved_updates: number of optimizer updates in a checkpoint's state; raises CheckpointError.
+        saved_groups: group -> token hash of a checkpoint's queue; raises CheckpointError.
+        prompts: of groups.
+    """
+
+    saved_updates: Callable[[Path], int]
+    saved_groups: Callable[[Path], Mapping[int, str]]
+    prompts: Callable[[RunConfig, Ledger], Prompts]
+
+
+def read_records(run_dir: Path, readers: Readers) -> RunRecords:
+    """Look at a run.
+
+    Raises:
+        ConfigError: it is no run, or a file of it cannot be read.
+    """
+    config = _config(run_dir)
+    for _ in range(_LOOKS):
+        before = _identities(run_dir)
+        records = _look(run_dir, config, readers)
+        if _identities(run_dir) == before:
+            return records
+    raise ConfigError(f"run directory: {run_dir} is cut back again and again; look when it runs steadily")
+
+
+def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
+    """Read in the order opposite to that of writing, so that what a line builds on is there."""
+    live = running_launcher(run_dir) is not None
+    paths = sorted((run_dir / CHECKPOINTS).glob("step_*"))
+    found = [_checkpoint(path, readers) for path in paths]
+    checkpoints = [one for one in found if one.path.is_dir()]  # else it was removed meanwhile
+    metrics = read_lines(run_dir / METRICS_FILE, lambda _: StepLine)
+    ledger = read_ledger(run_dir)
+    updates = read_lines(run_dir / UPDATES_FILE, lambda _: UpdateLine)
+    if live:
+        last = max((line.step for _, line in metrics.lines), default=0)
+        ledger = Ledger(ledger.file.only(lambda line: line.step <= last))
+        updates = updates.only(lambda line: line.step <= last)
+    prompts = readers.prompts(config, ledger)
+    return RunRecords(run_dir, config, live, ledger, metrics, updates, tuple(checkpoints), prompts)
+
+
+def _config(run_dir: Path) -> RunConfig:
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory")
+    try:
+        return RunConfig.model_validate(read_yaml(path).values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(key) for key in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']}; it is not what a run writes, so restore it") from error
+
+
+def _identities(run_dir: Path) -> list[tuple[int, int] | None]:
+    """Return what changes when a file is replaced, as those are that a resume cuts."""
+    found: list[tuple[int, int] | None] = []
+    for name in (METRICS_FILE, LEDGER_FILE, UPDATES_FILE):
+        try:
+            facts = (run_dir / name).stat()
+            found.append((facts.st_dev, facts.st_ino))
+        except FileNotFoundError:
+            found.append(None)
+    return found
+
+
+def _checkpoint(path: Path, readers: Readers) -> SavedCheckpoint:
+    """Read one; `problem` says why it cannot be."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        step, lineage = int(meta["step"]), int(meta["lineage"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return SavedCheckpoint(path, f"its meta.json cannot be read ({type(error).__name__}: {error})")
+    try:
+        updates = {"its state": readers.saved_updates(path / "dcp")}
+        queue = readers.saved_groups(path / "queue")
+    except CheckpointError as error:
+        return SavedCheckpoint(path, str(error), step, lineage)
+    if "optimizer_updates" in meta:
+        updates["its meta.json"] = int(meta["optimizer_updates"])
+    return SavedCheckpoint(path, "", step, lineage, updates, queue)

@@ -1,0 +1,69 @@
+"""Groups in quarantine, the groups that replace them, and the trainer that hears of both."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from peers import CountingPrompts, Credentials
+
+from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
+from tq.config import QueueConfig, ScheduleConfig
+from tq.refill import QuarantineCause, Refill
+
+CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)
+SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
+TASKS = (
+    TaskSpec("judge", frozenset({"x"}), frozenset({"score"}), max_deliveries=2),
+    TaskSpec("train", frozenset({"x", "score"}), keeps_leases=True),
+)
+"""Served by one controller each, `judge` by the lead."""
+Start = Callable[[str], ControllerService]
+
+
+@pytest.fixture(name="start_controller")
+def _start_controller(credentials: Credentials) -> Iterator[Start]:
+    started: list[Any] = [StorageUnit(credentials, "storage-0", CONFIG, controllers=CONFIG.controllers)]
+
+    def start(name: str) -> ControllerService:
+        prompts = CountingPrompts() if name == CONFIG.controllers[0] else None
+        service = ControllerService(
+            credentials, name, tasks=TASKS, config=CONFIG, schedule=SCHEDULE, prompts=prompts, refill=True, last_step=2
+        )
+        started.append(service)
+        return service
+
+    yield start
+    for one in reversed(started):
+        one.close()
+
+
+def judge(client: QueueClient, *, groups: set[int], refused: int = -1) -> None:
+    """Score groups; give the refused one back until nobody gets it any more."""
+    left, failures = set(groups), 0
+    while left or failures < 2:
+        lease = client.fetch("judge", num_rows=2, timeout_s=20)
+        group = lease.groups[0]
+        if group == refused:
+            client.give_back("judge", lease)
+            failures += 1
+            continue
+        client.put("judge", lease, lease.rows, {"score": client.get(lease, ["x"])["x"]})
+        left.discard(group)
+
+
+def test_step_is_full_and_the_trainer_hears_of_the_refill(credentials: Credentials, start_controller: Start) -> None:
+    lead = start_controller("controller-0")
+    start_controller("controller-1")
+    client = QueueClient(credentials, "everybody", config=CONFIG)
+    judge(client, groups={0, 2, 3, 4}, refused=1)
+    loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=2, rows_per_round=2)
+    loader.next_partition()
+    assert sorted(group for batch, _ in loader for group in batch.groups) == [0, 0, 4, 4]
+    refill = Refill(4, 1, 1, QuarantineCause("judge", 2))
+    assert client.publish_version(1) == [refill]
+    assert client.publish_version(1, refills_known=1) == []
+    lead.close()
+    start_controller("controller-0")
+    assert client.publish_version(1) == [refill]
+    loader.close()
+    client.close()

@@ -1,0 +1,155 @@
+"""What a run is thought to take: never less than was measured, and not many times more."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncflow.job import GangSpec
+from launcher.config import load_config
+from launcher.devices import Devices
+from launcher.doctor.estimate import (
+    channels_of,
+    checkpoint_bytes,
+    descriptors,
+    engines_of,
+    memory_parts,
+    needs_of,
+    num_checkpoints,
+    queue_bytes,
+    threads,
+)
+from launcher.placement import place_gangs
+from launcher.preflight import Preflight, check_run
+from launcher.recipes import find_recipe
+from launcher.request import Accepted, Request
+
+WriteConfig = Callable[..., Path]
+PARAMETERS = 1_000_000
+
+
+def preflight(*overrides: str, roles: str | None = None, recipe: str = "quickstart") -> Preflight:
+    config = load_config(find_recipe(recipe), overrides=("launcher.device=cpu", *overrides), roles=roles)
+    return replace(check_run(config), num_parameters=PARAMETERS)
+
+
+def gang(gangs: tuple[GangSpec, ...], name: str) -> GangSpec:
+    return next(each for each in gangs if each.name == name)
+
+
+MEASURED = [
+    # roles, units, controllers; channels of controller-0, storage-0; descriptors of both, of the launcher; threads
+    ("rollout:2,actor:1,ref:1", 2, 1, (10, 6), (60, 39, 114), 161),
+    ("rollout:3,actor:2,ref:1", 4, 2, (16, 9), (78, 50, 184), 339),
+    ("rollout:8,actor:4,ref:2", 2, 1, (20, 14), (89, 66, 241), 398),
+    ("rollout:6,actor:2,ref:1,reward:2,evaluate:1", 8, 2, (25, 14), (112, 65, 310), 666),
+]
+
+
+@pytest.mark.parametrize(("roles", "units", "controllers", "channels", "open_files", "all_threads"), MEASURED)
+def test_what_was_measured_fits_into_the_estimate(
+    roles: str,
+    units: int,
+    controllers: int,
+    channels: tuple[int, int],
+    open_files: tuple[int, int, int],
+    all_threads: int,
+) -> None:
+    checked = preflight(f"tq.num_storage_units={units}", f"tq.num_controllers={controllers}", roles=roles)
+    for name, measured in zip(("controller-0", "storage-0"), channels, strict=True):
+        assert measured <= channels_of(gang(checked.gangs, name), checked.gangs) <= 4 * measured
+    assert max(open_files) <= descriptors(checked.gangs) <= 2 * max(open_files)
+    assert all_threads <= threads(checked) <= 2 * all_threads
+
+
+def test_the_launcher_has_most_descriptors_in_a_large_run() -> None:
+    ranks = tuple(GangSpec(f"rollout-{k}", "rollout", k, 1, ("cpu",)) for k in range(64))
+    services = (
+        GangSpec("controller-0", "controller", 0, 1, ("cpu",)),
+        GangSpec("storage-0", "storage", 0, 1, ("cpu",)),
+    )
+    assert descriptors(services + ranks) == 40 + 16 * 66 > 1024
+
+
+def test_memory_is_counted_where_it_is() -> None:
+    parts = memory_parts(preflight(roles="rollout:2,actor:1,ref:1"))
+    assert parts["weight slots"] == 3 * PARAMETERS * 4
+    assert parts["training"] == 16 * PARAMETERS
+    assert parts["model copies"] == 3 * PARAMETERS * 4
+    assert parts["broadcasts"] == 0
+    assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 80e6
+
+
+def test_element_types_and_the_path_of_weights_count() -> None:
+    broadcast = preflight("weightsync.path=broadcast", "model.dtype=bfloat16", roles="rollout:2,actor:1,ref:1")
+    parts = memory_parts(broadcast)
+    assert parts["weight slots"] == 3 * PARAMETERS * 2
+    assert parts["broadcasts"] == 3 * PARAMETERS * 2
+    wide = memory_parts(preflight("weightsync.dtype=float32", "model.dtype=bfloat16"))
+    assert wide["weight slots"] == 3 * PARAMETERS * 4
+
+
+def test_models_on_a_device_take_no_host_memory() -> None:
+    checked = preflight(roles="rollout:2,actor:1,ref:1")
+    devices = Devices("cuda", 4)
+    parts = memory_parts(replace(checked, devices=devices, gangs=place_gangs(checked.config, devices)))
+    assert parts["training"] == parts["model copies"] == 0
+    assert parts["weight slots"] > 0
+    assert parts["processes"] == 400e6 + 4 * 40e6 + 4 * 2e9
+
+
+def test_a_simulated_model_is_as_large_as_it_says() -> None:
+    engines = ("rollout.engine=sim", "actor.engine=sim", "ref.engine=sim", "sim.parameters=1000")
+    assert memory_parts(preflight(*engines))["weight slots"] == 3 * 1000 * 4
+
+
+def test_rows_of_the_queue() -> None:
+    config = preflight().config  # 32 x 16 rows a step, one step ahead, 8 + 4 tokens
+    assert queue_bytes(config) == 512 * 2 * 12 * 24
+    assert queue_bytes(preflight("tq.max_live_bytes=1000").config) == 1000
+    retained = preflight("tq.retain_until_checkpoint=true", "checkpoint.interval=5").config
+    assert queue_bytes(retained) == 512 * (2 + 5) * 12 * 24
+    spilled = preflight("tq.retain_until_checkpoint=true", "tq.spill_directory=/tmp").config
+    assert queue_bytes(spilled) == 512 * 2 * 12 * 24
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        ((), 13 * PARAMETERS + 7),
+        (("checkpoint.export_hf=false",), 13 * PARAMETERS),
+        (("algorithm.ref_update_interval=2",), 13 * PARAMETERS + 14),
+    ],
+)
+def test_a_checkpoint_has_weights_moments_and_exports(overrides: tuple[str, ...], size: int) -> None:
+    assert checkpoint_bytes(preflight(*overrides), model_bytes=7) == size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [((), 3), (("steps=20",), 1), (("checkpoint.interval=0",), 1), (("checkpoint.keep_last=9",), 3)],
+)
+def test_checkpoints_at_the_same_time(overrides: tuple[str, ...], number: int) -> None:
+    assert num_checkpoints(preflight(*overrides).config) == number
+
+
+def test_engines_are_those_of_what_runs() -> None:
+    assert engines_of(preflight().config) == ("hf", "fsdp")
+    sims = ("rollout.engine=sim", "actor.engine=sim", "algorithm.kl_coef=0")
+    assert engines_of(preflight(*sims, roles="rollout:1,actor:1").config) == ("sim",)
+
+
+def test_needs_are_split_over_nodes(tmp_path: Path) -> None:
+    accepted = Accepted(find_recipe("quickstart"), tmp_path / "run", preflight(), None)
+    one, two = (needs_of(accepted, model_bytes=7, num_nodes=number) for number in (1, 2))
+    assert one.processes == 2 * two.processes == 8
+    assert one.memory_bytes == pytest.approx(2 * two.memory_bytes, abs=10)
+    assert one.descriptors == two.descriptors
+    assert one.memory_parts.startswith("processes 880 MB, training 16 MB, ")
+    assert (one.run_dir, one.device, one.backend, one.num_checkpoints) == (str(tmp_path / "run"), "cpu", "memory", 3)
+
+
+def test_parts_that_are_empty_are_not_named(write_config: WriteConfig) -> None:
+    accepted = Request(str(write_config())).accept()
+    assert "broadcasts" not in needs_of(accepted, model_bytes=0, num_nodes=1).memory_parts

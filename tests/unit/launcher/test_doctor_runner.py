@@ -1,0 +1,145 @@
+"""The checks' own process: what hangs, crashes or raises costs one finding, and nothing stays behind."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.doctor.checks import Check
+from launcher.doctor.finding import Finding, Level
+from launcher.doctor.messages import RESOLVE, Found, Order, Refused, Resolved, decode_answer, decode_order, encode
+from launcher.doctor.needs import Needs
+from launcher.doctor.runner import examine
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the checking process imports the fakes by name
+
+from doctor_fakes import ALSO_FINE, CHATTER, CRASH, FAIL, FINE, HANG, LACK, LEAVE, PLACE, STUBBORN  # noqa: E402
+
+FAKES = Order(registry="doctor_fakes:CHECKS")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv(PLACE, str(tmp_path))
+    return tmp_path
+
+
+def run(*checks: Check, order: Order = FAKES) -> list[Finding]:
+    """All findings but the one about the configuration."""
+    first, *others = examine(order, checks)
+    assert first.check == RESOLVE
+    return others
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_findings_come_in_order_and_from_one_process() -> None:
+    first, second = run(FINE, ALSO_FINE)
+    assert first.text == second.text
+    assert first.level is Level.OK
+
+
+def test_what_libraries_print_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert [finding.level for finding in run(CHATTER)] == [Level.WARNING, Level.ERROR]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("check", [HANG, STUBBORN])
+def test_a_check_that_hangs_costs_one_finding_and_leaves_nothing(check: Check, place: Path) -> None:
+    before, hanging, after = run(FINE, check, ALSO_FINE)
+    assert hanging == Finding.error(check.name, f"timed out after {check.deadline_s:g} s", "unplug it")
+    assert before.text != after.text  # another process
+    child, helper = (int(pid) for pid in (place / "pids").read_text().split())
+    assert not alive(child)
+    assert not alive(helper)
+
+
+def test_a_check_that_is_ended_may_remove_what_it_made(place: Path) -> None:
+    run(HANG)
+    assert (place / "hanging").exists()
+    assert not [path for path in place.iterdir() if path.is_dir()]
+
+
+def test_the_process_ends_with_whoever_stops_listening(place: Path) -> None:
+    findings = examine(FAKES, [FINE, HANG])
+    next(findings)
+    assert next(findings).check == "fine"
+    findings.close()  # as Ctrl-C does
+    assert not psutil.Process().children()
+
+
+def test_a_crash_names_the_signal_and_the_others_go_on() -> None:
+    crashed, after = run(CRASH, FINE)
+    assert crashed == Finding.error("crash", "the process that looks was ended by SIGSEGV", "another driver")
+    assert after.level is Level.OK
+
+
+def test_a_library_that_ends_the_process_is_named_by_its_check() -> None:
+    (left,) = run(LEAVE)
+    assert left == Finding.error("leave", "the process that looks ended with code 7", "another library")
+
+
+def test_what_a_check_raises_is_a_warning_in_one_line() -> None:
+    (raised,) = run(FAIL)
+    assert raised.level is Level.WARNING
+    assert raised.text == "this could not be checked (ValueError: an odd machine indeed)"
+
+
+def test_a_missing_package_is_named() -> None:
+    (lacking,) = run(LACK)
+    assert lacking.text == "this could not be checked without the package left_pad"
+    assert "packages" in lacking.remedy
+
+
+def test_no_configuration_is_any_run_on_this_machine() -> None:
+    first, fine = examine(Order(registry=FAKES.registry, num_nodes=3), [FINE])
+    assert (first.level, first.text) == (Level.OK, "none given: any run, on this machine")
+    assert fine.text.endswith("for 3 nodes")
+
+
+def test_a_configuration_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"CONFIG: 'nowhere\.yaml' does not exist"):
+        run(FINE, order=Order("nowhere.yaml", registry=FAKES.registry))
+    with pytest.raises(ConfigError, match="--run-dir: '' is no path"):
+        run(FINE, order=Order(run_dir="", registry=FAKES.registry))
+
+
+def test_a_configuration_says_what_the_run_takes(write_config: Callable[..., Path]) -> None:
+    first, _ = examine(Order(str(write_config()), registry=FAKES.registry), [FINE])
+    assert "8 workers on cpu" in first.text
+
+
+def test_a_process_that_cannot_start_is_a_finding_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    first, second = examine(FAKES, [FINE])
+    assert first.check == second.check == RESOLVE
+    assert first.text == "the process that looks ended with code 1"
+    assert "-m launcher.doctor.child" in first.remedy
+
+
+def test_messages_survive_the_way() -> None:
+    needs = Needs("/runs", engines=("hf", "fsdp"), memory_bytes=5)
+    order = Order("a.yaml", overrides=("x=1",), checks=("disk",), needs=needs)
+    assert decode_order(encode(order)) == order
+    finding = Finding.error("disk", "full", "make room")
+    for answer in (Resolved(needs, finding), Refused("no"), Found("disk", (finding, Finding.ok("disk", "fine")))):
+        assert decode_answer(encode(answer)) == answer
+
+
+def test_a_finding_has_a_remedy_unless_all_is_well() -> None:
+    with pytest.raises(AssertionError):
+        Finding("disk", Level.ERROR, "full")
+    with pytest.raises(AssertionError):
+        Finding("disk", Level.OK, "fine", "do nothing")

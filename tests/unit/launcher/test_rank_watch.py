@@ -1,0 +1,83 @@
+"""Which ranks are taken for stuck."""
+
+from launcher.progress import STARTING, Status
+from launcher.rank_watch import RankWatch
+from launcher.run_events import RankStuck
+
+WORKERS = {"rollout-0": True, "actor": True, "storage-0": False}
+
+
+def new_watch() -> RankWatch:
+    return RankWatch(
+        start_timeout_s=300.0, operation_timeout_s=1000.0, silence_timeout_s=100.0, deadlock_timeout_s=200.0
+    )
+
+
+def says(state: str, *, at: float, idle_s: float = 0.0, detail: str = "") -> Status:
+    return Status(state, detail, time=at, idle_s=idle_s)
+
+
+def look(watch: RankWatch, now: float, **statuses: Status) -> list[RankStuck]:
+    return watch.look(
+        {(name.replace("_", "-"), 0): status for name, status in statuses.items()}, workers=WORKERS, now=now
+    )
+
+
+def test_rank_that_gets_on_or_waits_is_not_stuck() -> None:
+    watch = new_watch()
+    for now in range(0, 5000, 50):
+        working = says("generating", at=now, idle_s=900.0)
+        assert look(watch, now, rollout_0=working, actor=says("waiting for rows", at=now, idle_s=now)) == []
+
+
+def test_rank_that_works_without_progress_is_stuck() -> None:
+    stuck = look(new_watch(), 0.0, rollout_0=says("generating", at=1.0, idle_s=1001.0, detail="64 answers"))
+    assert stuck == [RankStuck("rollout-0", 0, "no progress for 1001 s with: generating 64 answers")]
+
+
+def test_rank_that_starts_has_a_deadline_of_its_own() -> None:
+    assert look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=299.0)) == []
+    (stuck,) = look(new_watch(), 0.0, actor=says(STARTING, at=1.0, idle_s=301.0))
+    assert stuck.gang == "actor"
+
+
+def test_rank_that_says_nothing_more_is_stuck_whatever_it_said() -> None:
+    watch = new_watch()
+    last = says("waiting for rows", at=7.0)
+    assert look(watch, 50.0, actor=last) == []
+    assert look(watch, 149.0, actor=last) == []
+    (stuck,) = look(watch, 151.0, actor=last)
+    assert "no sign of life for 101 s" in stuck.why
+
+
+def test_silence_counts_in_the_time_of_whoever_listens() -> None:
+    """The rank's own clock may jump."""
+    watch = new_watch()
+    for now, at in ((0.0, 5000.0), (90.0, 10.0), (180.0, 9.0)):
+        assert look(watch, now, actor=says("training", at=at)) == []
+
+
+def test_everybody_who_waits_for_too_long_waits_for_nobody() -> None:
+    watch = new_watch()
+    rollout, actor = says("waiting for prompts", at=1.0, idle_s=201.0), says("waiting for rows", at=1.0, idle_s=205.0)
+    (stuck,) = look(watch, 0.0, rollout_0=rollout, actor=actor)
+    assert stuck.gang == "actor"
+    assert "everybody waits: it for 205 s, waiting for rows; rollout-0 waiting for prompts" in stuck.why
+    assert look(watch, 0.0, rollout_0=says("generating", at=2.0, idle_s=201.0), actor=actor) == []
+
+
+def test_services_wait_by_nature() -> None:
+    assert look(new_watch(), 0.0, storage_0=says("serving", at=1.0, idle_s=1e6)) == []
+
+
+def test_gang_that_is_away_is_not_looked_at() -> None:
+    statuses = {("rollout-1", 0): says("generating", at=1.0, idle_s=1e6)}
+    assert new_watch().look(statuses, workers=WORKERS, now=0.0) == []
+
+
+def test_gang_that_starts_again_begins_anew() -> None:
+    watch = new_watch()
+    last = says("training", at=7.0)
+    look(watch, 0.0, actor=last)
+    watch.forget("actor")
+    assert look(watch, 150.0, actor=last) == []

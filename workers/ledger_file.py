@@ -1,0 +1,107 @@
+"""What the lines of `ledger.jsonl` mean, for whoever reads it. Torch-free; `workers.ledger` makes the lines.
+
+{"step": 3, "group": 17, ...}                                    trained in step 3
+{"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from workers.json_reader import Lines, read_lines
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+class TrainedLine(msgspec.Struct, frozen=True):
+    """A group that a step trained.
+
+    Attributes:
+        lineage, step: that trained it.
+        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
+        group: id.
+        epoch: passes over the data before the one that it belongs to.
+        indices: its global row indices, ascending.
+        versions: steps of the weights that drew its oldest and its newest token.
+        staleness: step - 1 - the oldest of them.
+        prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
+        token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
+            (int64).
+        time_s: seconds since the command started.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    epoch: int
+    indices: list[int]
+    versions: tuple[int, int]
+    staleness: int
+    prompt_hash: str
+    token_hash: str
+    time_s: float
+
+
+class QuarantinedLine(msgspec.Struct, frozen=True):
+    """A group that some task failed on too often: in this lineage it is in no weights.
+
+    Attributes:
+        lineage: that gave it up; a later one may train it, since a resumed run tries again.
+        step: that was finished when this became known.
+        admitted_step: whose place it had.
+        group: id.
+        replaced_by: id of the group that has its place now.
+        task: that failed on it; "": unknown.
+        deliveries: how often one of its rows came back.
+        time_s: seconds since the command started.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    replaced_by: int
+    task: str
+    deliveries: int
+    time_s: float
+
+
+class LedgerKey(msgspec.Struct, frozen=True):
+    """What says which groups were trained; all that a resume needs of a line."""
+
+    step: int
+    group: int
+    quarantined: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A ledger file."""
+
+    file: Lines[TrainedLine | QuarantinedLine]
+
+    @cached_property
+    def trained(self) -> list[tuple[int, TrainedLine]]:
+        """Line numbers and lines of groups that were trained."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
+
+    @cached_property
+    def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
+        """Line numbers and lines of groups in quarantine."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, QuarantinedLine)]
+
+
+def read_ledger(run_dir: Path) -> Ledger:
+    """Read a run's ledger, which may still be written.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
+
+
+def _kind_of(line: bytes) -> type[TrainedLine | QuarantinedLine]:
+    return QuarantinedLine if b'"quarantined"' in line else TrainedLine
