@@ -20,6 +20,7 @@ from launcher import preload
 from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
 from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
+from launcher.node_roll import own_name
 from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
@@ -121,6 +122,10 @@ def run_job(
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
             progress = stack.enter_context(Progress(gangs, last_step=config.steps, started_at=started_at))
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            if place.count > 1:
+                progress.event(
+                    f"node 0 of {place.count} ({own_name()}): waits for the others at {store.host}:{store.port}"
+                )
             finish = nodes.gather(config.launcher.start_timeout_s)
             for warning in nodes.warnings():
                 progress.event(warning)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from launcher.node_link import HeadLink
 
 ENTRYPOINT = "workers.main:run_worker"
-COMPLAINT_TIMEOUT_S = 20.0
-"""How long a node that cannot take part tries to tell node 0, which may have the same complaint (s)."""
+COMPLAINT_TIMEOUT_S = 60.0
+"""How long a node that cannot take part tries to tell node 0, which may have ended with the same complaint (s)."""
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -75,10 +75,11 @@ class NodeRun:
         with stop_signals(stop), contextlib.ExitStack() as stack:
             try:
                 end, ended = self._take_part(inbox, stopped, stack)
-            except RoleFailed as error:
-                if self.complaint:
-                    raise ConfigError(self.complaint) from error
-                raise
+            except RoleFailed:
+                if not self.complaint:
+                    raise
+        if self.complaint:
+            raise ConfigError(self.complaint)
         print_line(end.line, err=end.code == FAILED)
         if not ended:
             _leave_at_once(end.code)
@@ -90,7 +91,8 @@ class NodeRun:
         """Return how it ended, and whether all threads did."""
         timeout_s = COMPLAINT_TIMEOUT_S if self.complaint else self.settings.start_timeout_s
         hello = self._hello()
-        print_line(f"node {self.place.rank} of {self.place.count} ({hello.host}): node 0 runs {self.run_dir}")
+        state = f"cannot take part: {self.complaint}" if self.complaint else f"takes part in {self.run_dir}"
+        print_line(f"node {self.place.rank} of {self.place.count} ({hello.host}): {state}")
         search = RunSearch(self.run_dir, timeout_s=timeout_s, stopped=stopped)
         if not search.wait_for_job():
             return End(RESUMABLE, "stopped before the run began"), True

@@ -82,6 +82,8 @@ class RunSearch:
             answer = self._answer()
             if answer is not None:
                 return answer
+            if self._try is None:
+                self._stopped.wait(LOOK_S)
 
     def _begin(self, job: Job, join: Join) -> None:
         self._try = _Try(job)

@@ -1,6 +1,8 @@
 """The main job over several hosts, as users start it: the same command on each of them."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -95,10 +97,54 @@ def test_run_whose_host_died_goes_on_with_fewer(three_hosts: list[Host], tmp_pat
     check_ledger(run_dir, saved + 2)
 
 
+@pytest.mark.timeout(900)
+def test_trainer_that_dies_on_another_host_goes_back_to_its_checkpoint_while_rollouts_stay(
+    three_hosts: list[Host], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    launchers = launch(three_hosts, "--run-dir", run_dir, "--steps", 100000, *SMALL)
+    begun(run_dir, launchers, 3)
+    rollouts = {pid_of(three_hosts[2], run_dir, f"rollout-{k}-0") for k in range(2)}
+    os.kill(pid_of(three_hosts[1], run_dir, "actor-3"), signal.SIGKILL)
+    eventually(lambda: lineage(run_dir) == 1, "the next lineage", 280)
+    restored_at = lines(run_dir / "metrics.jsonl")[-1]["step"]
+    begun(run_dir, launchers, restored_at + 2)
+    assert {pid_of(three_hosts[2], run_dir, f"rollout-{k}-0") for k in range(2)} == rollouts
+    launchers[0].send_signal(signal.SIGINT)
+    results = ends(launchers)
+    assert [code for code, _ in results] == [75, 75, 75], results
+    assert "actor rank 3 failed: ended by SIGKILL" in results[0][1]
+    check_ledger(run_dir, last_step(run_dir))
+
+
+def lineage(run_dir: Path) -> int:
+    """Return the lineage of the last finished step."""
+    metrics = lines(run_dir / "metrics.jsonl")
+    return metrics[-1]["lineage"] if metrics else 0
+
+
+def pid_of(host: Host, run_dir: Path, name: str) -> int:
+    """Return the process on a host that writes the timeline GANG-RANK."""
+    timeline = str(run_dir / "timeline" / f"{name}.jsonl")
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            if any(str(entry.readlink()) == timeline for entry in Path(f"/proc/{pid}/fd").iterdir()):
+                return pid
+    raise AssertionError(f"{name} is not on {host.name}")
+
+
 def test_mistake_is_told_on_every_host_and_leaves_nothing(two_hosts: list[Host], tmp_path: Path) -> None:
-    results = ends(launch(two_hosts, "--run-dir", tmp_path / "run", "--roles", "rollout:1,actor:3"))
-    assert [code for code, _ in results] == [2, 2]
-    assert all("groups do not divide over actor:3" in output.splitlines()[-1] for _, output in results)
+    head, other = launch(two_hosts, "--run-dir", tmp_path / "run", "--roles", "rollout:1,actor:3")
+    ((code, output),) = ends([head])
+    mistake = "schedule.rollout_batch_size: 32 groups do not divide over actor:3"
+    assert code == 2
+    assert output.startswith(f"Error: {mistake}")
+    assert other.stdout is not None
+    assert other.stdout.readline().startswith(f"node 1 of 2 (host-1): cannot take part: {mistake}")
+    other.terminate()  # it would try to tell node 0
+    ((code, output),) = ends([other])
+    assert code == 2
+    assert output.startswith(f"Error: {mistake}")
     assert not (tmp_path / "run").exists()
 
 
