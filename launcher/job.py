@@ -20,7 +20,6 @@ from launcher import preload
 from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
 from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
-from launcher.node_roll import own_name
 from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
@@ -122,13 +121,7 @@ def run_job(
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
             progress = stack.enter_context(Progress(gangs, last_step=config.steps, started_at=started_at))
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
-            if place.count > 1:
-                progress.event(
-                    f"node 0 of {place.count} ({own_name()}): waits for the others at {store.host}:{store.port}"
-                )
-            finish = nodes.gather(config.launcher.start_timeout_s)
-            for warning in nodes.warnings():
-                progress.event(warning)
+            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
                 run = _Run(config, nodes, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
                 finish = run.until_finished()
@@ -260,8 +253,9 @@ class _Run:
             self._watch.forget(event.gang)
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
+        is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
         finish = self._apply(self._supervisor.handle(event))
-        if finish is None and event == StopRequested(1):
+        if finish is None and event == StopRequested(1) and is_first:
             self._progress.note("stopping: saving the last completed step (Ctrl-C again: at once)")
         return finish
 

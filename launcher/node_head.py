@@ -120,6 +120,7 @@ class NodeHead:
         self._changed = threading.Condition()
         self._finished = False
         self._lost_node = ""
+        self._stops = 0
         self._closing = threading.Event()
         self._orders = store.client()
         self._ordering = threading.Lock()
@@ -261,7 +262,9 @@ class NodeHead:
                     if self._roll.ready(token, message):
                         link.pulse = Pulse(time.monotonic())
             case StopAsked(count=count):
-                self._report(StopRequested(count))
+                if count > self._stops:  # a scheduler signals all launchers at once
+                    self._stops = count
+                    self._report(StopRequested(count))
             case Left():
                 self._lose(token, "its launcher left")
         with self._changed:

@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
+
+from asyncflow.lifeline import STOP_SIGNALS
 
 LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
 LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
@@ -54,7 +56,7 @@ def start(log_file: Path) -> int:
     }
     # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
     quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
-    with _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
+    with _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}), _blocked(STOP_SIGNALS):  # it inherits that
         resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(["launcher.preloaded"])
     with _set(variables):
@@ -92,6 +94,16 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Hold signals back; a scheduler sends them to every process, also to those that know nothing of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ on `job.json` names all nodes.
 """
 
 import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -55,7 +56,7 @@ class RunNodes:
         self.job = job
         self.hosts = AllHosts(events.put)
         self._run_dir = run_dir
-        self._address = store.host
+        self._count = place.count
         self._events = events
         self._head: NodeHead | None = None
         if place.count > 1:
@@ -81,27 +82,30 @@ class RunNodes:
         if self._head is not None:
             self._head.end(error)
 
-    def gather(self, timeout_s: float) -> Finish | None:
+    def gather(self, timeout_s: float, *, say: Callable[[str], None]) -> Finish | None:
         """Wait for all launchers and write down where they are; returns how the run ends if it cannot begin.
 
+        Args:
+            timeout_s: for all of them.
+            say: tells the user.
         Raises:
             ConfigError: one cannot take part.
             RoleFailed: not all came in time.
         """
         if self._head is None:
             return None
+        where = f"{self.job.store_host}:{self.job.store_port}"
+        say(f"node 0 of {self._count} ({own_name()}): waits for the others at {where}")
         obstacle = self._head.gather(timeout_s, lambda: not self._events.empty())
         if obstacle:
             return Finish(RESUMABLE, obstacle)
-        own = Node(HEAD, own_name(), self._address, self.job.clock)
+        for warning in self._head.warnings():
+            say(warning)
+        own = Node(HEAD, own_name(), self.job.store_host, self.job.clock)
         self.job = self.job.changed(nodes=(own, *self._head.nodes()))
         self.job.save(self._run_dir)
         self.hosts.add(self._head.hosts())
         return None
-
-    def warnings(self) -> list[str]:
-        """Return what users should know about the nodes."""
-        return [] if self._head is None else self._head.warnings()
 
     def finish(self, code: int, line: str) -> None:
         """End what is left on other nodes; their launchers print `line` and exit with `code`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.clock import HostClock
 from asyncflow.job import Job
 
 from .hosts import HERE, Host, ends, eventually, job_of
@@ -157,6 +158,27 @@ def test_lost_head_ends_all_other_launchers(two_hosts: list[Host], tmp_path: Pat
     launchers[0].send_signal(signal.SIGCONT)
     assert ends(launchers[:1], 40)[0][0] == (-signal.SIGKILL if end == "kill" else 75)
     assert_nothing_runs(two_hosts[0])
+
+
+def test_node_that_does_not_come_is_named(two_hosts: list[Host], tmp_path: Path) -> None:
+    arguments = (tmp_path / "run", OBEY, 2, 0, json.dumps({"start_timeout_s": 2.0}))
+    ((code, output),) = ends([two_hosts[0].python(HERE / "run_launcher.py", *arguments)])
+    assert code == 1
+    assert output.splitlines()[-1].startswith("Error: node 1 of 2: did not join within 2 s (launcher.start_timeout_s)")
+    assert_nothing_runs(two_hosts[0])
+
+
+def test_job_that_an_earlier_run_left_behind_is_passed_over(two_hosts: list[Host], tmp_path: Path) -> None:
+    silent = "import socket; socket.create_server(('', 29400)); print('listens', flush=True); input()"
+    listener = two_hosts[0].python("-c", silent, stdin=subprocess.PIPE)
+    assert listener.stdout is not None
+    assert listener.stdout.readline() == "listens\n"
+    (tmp_path / "run").mkdir()
+    Job(two_hosts[0].address, 29400, "00", 2, (), 0, "", 3, 4.5, HostClock.measure()).save(tmp_path / "run")
+    results = ends(start(two_hosts, tmp_path / "run", TRAIN))
+    assert [code for code, _ in results] == [0, 0], results
+    assert listener.stdin is not None
+    listener.stdin.close()
 
 
 def _lose(host: Host, launcher: "subprocess.Popen[str]", end: str) -> None:
