@@ -5,13 +5,14 @@ Everything else asks PyTorch (`torch.accelerator`) or this module, never `if npu
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
 from asyncflow.errors import ConfigError
@@ -83,6 +84,21 @@ def abort_group(group: ProcessGroup) -> None:
         abort_gloo(group)
     else:
         group.abort()
+
+
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this process's random number generators: of the host and of the device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on with what `rng_states` returned; a generator that it lacks stays as it is."""
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"])
 
 
 class CopyStream:

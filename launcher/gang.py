@@ -39,6 +39,9 @@ MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
 STOPPED_S = 3.0
 """A process that a signal has stopped for so long is ended (s)."""
+_UNKNOWN = 255
+"""What `multiprocessing` takes for the exit code of a process whose fork server is gone."""
+FORK_SERVER_DIED = "the fork server died, and with it every worker; see logs/launcher*.log"
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,10 @@ class Gang:
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
             exited = self._run()
+        except Exception as error:  # the boundary of a thread: e.g. logs/ cannot be written
+            logger.exception("gang %s", self.spec.name)
+            text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher*.log"
+            exited = GangExited(self.spec.name, 1, text, at=time.time())
         finally:
             self._exited(exited)
 
@@ -124,7 +131,13 @@ class Gang:
             killed=self._killed,
             last_words=functools.partial(self._store.left, spec.name),
         )
-        result = agent.run()
+        try:
+            result = agent.run()
+        except (OSError, EOFError):
+            if not preload.has_died(agent.fork_server):
+                raise
+            logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
+            return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
         gave_up = Failure(self._ranks.start, 1, "the elastic agent gave up; see logs/launcher*.log", time.time())
@@ -162,6 +175,7 @@ class GangAgent(LocalElasticAgent):
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
+        self.fork_server = preload.server_pid()
         self.failure: Failure | None = None
         self._ranks = ranks
         self._logs = logs
@@ -177,6 +191,7 @@ class GangAgent(LocalElasticAgent):
                     os.kill(process.pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        preload.let_go_on()  # one gang's look is enough for all that are to be started
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
         if self._killed.is_set():
             self._kill_all()
@@ -194,7 +209,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[Failure]:
         """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
         now = time.monotonic()
-        stopped = [rank for rank, process in self._by_rank() if _is_stopped(process.pid)]
+        stopped = [rank for rank, process in self._by_rank() if preload.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
             Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
@@ -218,10 +233,8 @@ class GangAgent(LocalElasticAgent):
             return recorded
         if code < 0:
             return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
-        if not preload.is_running():
-            return Failure(
-                rank, code or 1, "the fork server died, and with it every worker; see logs/launcher*.log", time.time()
-            )
+        if code == _UNKNOWN and preload.has_died(self.fork_server):
+            return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
             return Failure(rank, code or 1, error, time.time())
         return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
@@ -308,24 +321,17 @@ class RankLogs(LogsSpecs):
         path = self._error_file(rank)
         try:
             message = json.loads(path.read_text())["message"]
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (OSError, ValueError):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
-        return Failure(rank, code, error, at, message["final"], message["deadline"])
+        # torchelastic's own record, of a rank that failed before ours could be made, says neither.
+        return Failure(rank, code, error, at, message.get("final", False), message.get("deadline", False))
 
     def _label(self, rank: int) -> int:
         return self._gang.index * self._gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"{self._label(rank)}.error.json"
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Return whether a process is in state T; not while a debugger looks at it, which is t."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _causes_first(failure: Failure) -> tuple[bool, float]:

@@ -24,7 +24,7 @@ from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
 from launcher.restart_log import RestartLog
-from launcher.restarts import RestartBook
+from launcher.restarts import TRAINERS, RestartBook
 from launcher.restore import restore_run
 from launcher.run_events import (
     FAILED,
@@ -41,6 +41,7 @@ from launcher.run_events import (
     Note,
     Phase,
     Restore,
+    RunDirLost,
     SetPhase,
     StartGang,
     StopRequested,
@@ -50,7 +51,7 @@ from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
@@ -164,6 +165,7 @@ class _Run:
         own = config.launcher
         self._job = job = nodes.job
         self._run_dir = run_dir
+        self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
@@ -206,6 +208,7 @@ class _Run:
         self._gone: set[str] = set()
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
+        self._warnings: dict[str, str] = {}
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -239,7 +242,7 @@ class _Run:
             pass
         self._next_poll = time.monotonic() + POLL_S
         self._show()
-        for event in [*self._due(), *self._left(), *self._stuck()]:
+        for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:
             if (finish := self._take(event)) is not None:
                 return finish
         return None
@@ -319,7 +322,19 @@ class _Run:
             self._progress.step(metrics)
         for evaluation in self._evaluations.read():
             self._progress.evaluation(evaluation)
+        for warning in self._new_warnings():
+            self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
+
+    def _new_warnings(self) -> list[str]:
+        """Return what trainers and controllers complain about since the last look."""
+        new = []
+        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
+            text = self._store.warning(name, 0)
+            if text != self._warnings.get(name, ""):
+                self._warnings[name] = text
+                new.append(text or f"{name}: that is over")
+        return new
 
     def _missing(self) -> list[str]:
         """Return the ranks that are not at work yet."""
@@ -362,6 +377,16 @@ class _Run:
             elif None not in words.values():
                 exits.append(GangExited(name, 0, at=time.time()))
         return exits
+
+    def _lost_run_dir(self) -> list[Event]:
+        """Return whether somebody removed or moved the directory, or put another one there."""
+        try:
+            facts = self._run_dir.stat()
+        except FileNotFoundError:
+            return [RunDirLost(str(self._run_dir))]
+        except OSError:  # a file system that stutters
+            return []
+        return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
 
     def _has_vanished(self, gang: str, rank: int) -> bool:
         status = self._statuses.get((gang, rank))

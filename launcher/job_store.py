@@ -2,6 +2,7 @@
 
     phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
+    warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
@@ -84,6 +85,11 @@ class JobStore(JobStoreClient):
     def set_restarts(self, summary: Mapping[str, Any]) -> None:
         """Publish what failed so far, for `asyncflow status`."""
         self._store.set("restarts", json.dumps(summary))
+
+    def warning(self, gang: str, rank: int) -> str:
+        """Return the trouble that a rank told of last and that is not over; "" when there is none."""
+        key = f"warning/{gang}/{rank}"
+        return str(json.loads(self._store.get(key))["text"]) if self._store.check([key]) else ""
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""

@@ -5,7 +5,7 @@ Request --accept()--> Accepted --describe()--> text of --dry-run
         '-follow()--> NodeRun, on any node but node 0
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,17 @@ from launcher.node_run import NodeRun
 from launcher.paths import user_path
 from launcher.preflight import Preflight, check_node, check_run
 from launcher.recipes import find_recipe
-from launcher.resume import LATEST, Checkpoint, check_resume, find_checkpoint, rewind_run
+from launcher.resume import (
+    LATEST,
+    Checkpoint,
+    check_not_running,
+    check_resume,
+    find_checkpoint,
+    next_lineage,
+    rewind_run,
+    rewind_to_start,
+    unsaved_run,
+)
 from launcher.rundir import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -30,6 +40,7 @@ from launcher.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
+from workers.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,9 @@ class Accepted:
         source: the configuration file.
         run_dir: absolute.
         checked: what the configuration resolves to.
-        checkpoint: to continue from, or None for a new run.
+        checkpoint: to continue from, or None for a run that begins with step 1.
         default_run_dir: whether the user left the directory to us.
+        started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
         place: this launcher's node, which is node 0, and their number.
         arguments: of the command, but for those that say which node it is.
     """
@@ -51,12 +63,15 @@ class Accepted:
     checked: Preflight
     checkpoint: Checkpoint | None
     default_run_dir: bool = False
+    started_over: bool = False
     place: NodePlace = ONE_NODE
     arguments: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
-        resume_from = str(self.checkpoint.path) if self.checkpoint else ""
+        resume_from = "step 0: it saved nothing yet" if self.started_over else ""
+        if self.checkpoint is not None:
+            resume_from = str(self.checkpoint.path)
         return describe(
             self.checked,
             source=self.source,
@@ -75,26 +90,39 @@ class Accepted:
         from launcher.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        if checkpoint is None:
+        if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
-            if checkpoint is not None:
-                rewind_run(checkpoint)
-                rewrite_run_dir(run_dir, config)
+            lineage = self._cut_back()
             try:
                 return run_job(
                     config,
                     self.checked.gangs,
                     run_dir,
                     resume_from=str(checkpoint.path) if checkpoint else "",
-                    lineage=checkpoint.lineage + 1 if checkpoint else 0,
+                    lineage=lineage,
                     started_at=started_at,
                     place=self.place,
                 )
             except AsyncFlowError:  # the nodes did not come together
-                if checkpoint is None:
+                if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
+
+    def _cut_back(self) -> int:
+        """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
+        from launcher.progress import print_line
+
+        if self.checkpoint is None and not self.started_over:
+            return 0
+        lineage = next_lineage(self.run_dir, self.checkpoint)
+        if self.checkpoint is not None:
+            rewind_run(self.checkpoint)
+        else:
+            print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
+            rewind_to_start(self.run_dir)
+        rewrite_run_dir(self.run_dir, self.checked.config)
+        return lineage
 
 
 @dataclass(frozen=True)
@@ -130,8 +158,7 @@ class Request:
         run_dir = self._given_run_dir()
         assert run_dir is not None, "several nodes have one"
         try:
-            source = run_dir / CONFIG_FILE if self._is_runs_own() else find_recipe(self.config)
-            config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
+            _, config = self._load(run_dir)
             devices = check_node(config)
         except ConfigError as error:
             return NodeRun(self.place, run_dir, complaint=str(error))
@@ -155,10 +182,6 @@ class Request:
             "same, on a file system that they share"
         )
 
-    def _is_runs_own(self) -> bool:
-        """Return whether the configuration is the one that the run has already."""
-        return self.resume is not None and self.config is None
-
     def _arguments(self) -> tuple[str, ...]:
         given = {"--roles": self.roles, "--run-dir": self.run_dir, "--resume": self.resume, "--steps": self.steps}
         arguments = [self.config] if self.config is not None else []
@@ -166,22 +189,42 @@ class Request:
         return (*arguments, *(word for override in self.overrides for word in ("--set", override)))
 
     def _accept_new(self) -> Accepted:
-        source = find_recipe(self.config)
-        config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
         given = self._given_run_dir()
+        source, config = self._load(given)
         run_dir = given if given is not None else default_run_dir(config.name, datetime.now())
         check_new_run_dir(run_dir)
         checked = check_run(config, num_nodes=self.place.count)
-        return Accepted(source, run_dir, checked, None, given is None, self.place, self._arguments())
+        return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
+        unsaved = unsaved_run(target, self._given_run_dir())
+        if unsaved is not None:
+            return self._accept_started_over(unsaved)
         checkpoint = find_checkpoint(target, self._given_run_dir())
-        own = checkpoint.run_dir / CONFIG_FILE
-        if self._is_runs_own() and not own.is_file():
-            raise ConfigError(f"--resume: {checkpoint.run_dir} has no {CONFIG_FILE}; give CONFIG")
-        source = own if self._is_runs_own() else find_recipe(self.config)
-        config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
+        source, config = self._load(checkpoint.run_dir)
         checked = check_run(config, num_nodes=self.place.count)
         check_resume(checkpoint, config)
         check_writable(checkpoint.run_dir)
-        return Accepted(source, checkpoint.run_dir, checked, checkpoint, False, self.place, self._arguments())
+        return self._accepted(source, checkpoint.run_dir, checked, checkpoint)
+
+    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        source, config = self._load(run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
+        check_not_running(run_dir)
+        check_writable(run_dir)
+        return replace(self._accepted(source, run_dir, checked), started_over=True)
+
+    def _accepted(
+        self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None
+    ) -> Accepted:
+        return Accepted(source, run_dir, checked, checkpoint, place=self.place, arguments=self._arguments())
+
+    def _load(self, run_dir: Path | None) -> tuple[Path, RunConfig]:
+        """Return CONFIG, or the configuration that a resumed run has, and what it says."""
+        if self.resume is None or self.config is not None or run_dir is None:
+            source = find_recipe(self.config)
+        else:
+            source = run_dir / CONFIG_FILE
+            if not source.is_file():
+                raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
+        return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)

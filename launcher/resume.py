@@ -1,25 +1,40 @@
 """`--resume`: find the checkpoint, check that this command may continue from it, and cut the run back to it.
 
-A checkpoint is `checkpoints/step_000010/`, valid when it has `dcp/` and `meta.json` (which is written last). The run
-goes on in its own directory with the next lineage. Restoring state is the workers' part, not done here.
+A checkpoint is `checkpoints/step_000010/`, valid when its files are what `meta.json` says. Damaged ones are passed over
+and stay where they are: a disk that could not be read may be readable again, and a look at a run changes nothing. Once
+a run goes on from an older one, `rewind_run` sets them aside with all that is newer. The run goes on in its own
+directory with the next lineage. Restoring state is the workers' part, not done here.
 
     find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
+
+A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0: `rewind_to_start`.
 """
 
-import filecmp
+import contextlib
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ConfigError
+from asyncflow.clock import HostClock
+from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import user_path
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, RUNS, UPDATES_FILE
+from launcher.rundir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    METRICS_FILE,
+    RUNS,
+    UPDATES_FILE,
+    has_checkpoint,
+)
 from launcher.yaml_file import read_yaml
+from workers.checkpoint_files import HF, META_FILE, CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.ledger_file import LEDGER_FILE
 from workers.trained_groups import trained_groups
@@ -28,7 +43,6 @@ LATEST = "latest"
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
 the user knows whether they are worth their disk; `latest` never looks there."""
-META_FILE = "meta.json"
 _FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
 """Settings that decide which prompt, which rows and which step group g has."""
 _REFERENCE = "algorithm.ref_update_interval"
@@ -36,6 +50,9 @@ _REFERENCE = "algorithm.ref_update_interval"
 _CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _START_SLACK_S = 5.0
+_SHOWN_DAMAGES = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,12 +64,14 @@ class Checkpoint:
         step: the step that it was saved after.
         lineage: the lineage that wrote it.
         fingerprint: of the model that the run started from.
+        data_hash: of the prompts that the run started with.
     """
 
     path: Path
     step: int
     lineage: int
     fingerprint: str
+    data_hash: str
 
     @property
     def run_dir(self) -> Path:
@@ -67,7 +86,7 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
         target: `latest`, a run directory, or one checkpoint directory.
         run_dir: `--run-dir`, absolute, when given; for `latest` the run to look in, else it must be the target's run.
     Raises:
-        ConfigError: nothing to resume, an incomplete checkpoint, or two different runs named.
+        ConfigError: nothing to resume, a damaged checkpoint, or two different runs named.
     """
     if target == LATEST:
         return _newest_in(run_dir if run_dir is not None else newest_run())
@@ -77,7 +96,7 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     is_checkpoint = (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
     if is_checkpoint and path.parent.name != CHECKPOINTS:
         raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
-    checkpoint = _read_or_refuse(path) if is_checkpoint else _newest_in(path)
+    checkpoint = _verified_or_refused(path) if is_checkpoint else _newest_in(path)
     if run_dir is not None and run_dir != checkpoint.run_dir:
         raise ConfigError(
             f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
@@ -86,25 +105,54 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     return checkpoint
 
 
+def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
+    """Return the run that `--resume TARGET` means if it never saved anything, else None.
+
+    A run whose checkpoints cannot be read is not one: to start that again would throw away what they hold.
+
+    Args:
+        target: as in `find_checkpoint`.
+        run_dir: as in `find_checkpoint`.
+    Raises:
+        ConfigError: `latest` without any run, or a path that the system cannot look at.
+    """
+    path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
+    is_other = run_dir is not None and run_dir != path
+    return path if (path / CONFIG_FILE).is_file() and not is_other and not has_checkpoint(path) else None
+
+
+def check_not_running(run_dir: Path) -> None:
+    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    pid = running_launcher(run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
+
+
 def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that `config` may continue from `checkpoint`; write nothing.
 
     Raises:
         ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
-            which prompt a group has, the model is another one, or ledger, metrics or evaluations cannot be read, or the
-            ledger does not name the groups that were trained.
+            which prompt a group has, the data or the model are others, ledger, metrics or evaluations cannot be read,
+            or the ledger does not name the groups that were trained.
     """
+    from workers.data import data_hash
     from workers.model_files import model_fingerprint
 
-    pid = running_launcher(checkpoint.run_dir)
-    if pid is not None:
-        raise ConfigError(f"--resume: {checkpoint.run_dir} is still running (launcher process {pid}); stop it first")
+    check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
         raise ConfigError(
             f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
             f"raise it with --steps N"
         )
     _check_same_prompts(checkpoint, config)
+    content = data_hash(Path(config.data.path))
+    if content != checkpoint.data_hash:
+        raise ConfigError(
+            f"data.path: the content of {config.data.path} is not what the run began with (checksum {content}, not "
+            f"{checkpoint.data_hash}), and prompts would be trained twice or never; restore the file, or start a new "
+            f"run from {checkpoint.path / HF} (--set model.path=...)"
+        )
     fingerprint = model_fingerprint(Path(config.model.path))
     if fingerprint != checkpoint.fingerprint:
         raise ConfigError(
@@ -125,14 +173,14 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
     for name in now:
         if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
             continue
+        if name == "data.path":
+            continue  # its content is compared
         if name == _REFERENCE:
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
                 f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "
                 f"(--set model.path=...)"
             )
-        if name == "data.path" and _same_data(Path(str(before[name])), Path(str(now[name]))):
-            continue
         raise ConfigError(
             f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
             f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
@@ -147,24 +195,40 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _same_data(before: Path, now: Path) -> bool:
-    """Return whether two files hold the same; a file that is gone may have been moved to the new place."""
-    return not before.exists() or filecmp.cmp(before, now, shallow=False)
-
-
 def running_launcher(run_dir: Path) -> int | None:
     """Return the process id of the launcher that runs `run_dir` now, or None.
 
     A launcher that was killed leaves `job.json` behind; its process id may since belong to somebody else, who then
-    started later than the job did.
+    started later than the job did. The process id of another host says nothing here: from there the lock of
+    `held_run_dir` keeps a second launcher out, where the file system has locks.
     """
     try:
         job = json.loads((run_dir / JOB_FILE).read_text())
-        pid, started_at = int(job["launcher_pid"]), float(job["started_at"])
+        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != HostClock.measure().host:
         return None
     process_start = _process_start(pid)
     return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
+    """Return the lineage of a run that goes on: newer than any that was, also if nothing of the last one was saved.
+
+    A launcher that was killed leaves its lineage in `job.json`; one that ended itself, in the metrics. Call it before
+    the run is cut back.
+
+    Args:
+        run_dir: of the run.
+        checkpoint: from which it goes on; None: from its beginning.
+    """
+    left = [-1 if checkpoint is None else checkpoint.lineage]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left.append(int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        left.append(int(json.loads((run_dir / METRICS_FILE).read_bytes().splitlines()[-1])["lineage"]))
+    return max(left) + 1
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:
@@ -176,17 +240,18 @@ def rewind_run(checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: a line other than the last is not JSON.
     """
-    _set_newer_aside(checkpoint)
+    _set_newer_aside(checkpoint.path.parent, checkpoint.step, suffix=f"before-lineage{checkpoint.lineage + 1}")
     for name in _CUT_FILES:
         cut_lines(checkpoint.run_dir / name, checkpoint.step)
 
 
 def rewind_to_start(run_dir: Path) -> None:
-    """Cut a run without a checkpoint back to its beginning.
+    """Cut a run without a valid checkpoint back to its beginning; damaged ones go aside.
 
     Raises:
         ConfigError: a line other than the last is not JSON.
     """
+    _set_newer_aside(run_dir / CHECKPOINTS, 0, suffix="damaged")
     for name in _CUT_FILES:
         cut_lines(run_dir / name, 0)
 
@@ -226,17 +291,16 @@ def _kept_lines(path: Path, last_step: int) -> list[bytes]:
     return kept
 
 
-def _set_newer_aside(checkpoint: Checkpoint) -> None:
-    root = checkpoint.path.parent
-    for path, step in list(_step_dirs(root)):
-        if step <= checkpoint.step:
+def _set_newer_aside(root: Path, step: int, *, suffix: str) -> None:
+    for path, number in list(_step_dirs(root)):
+        if number <= step:
             continue
         (root / ABANDONED).mkdir(exist_ok=True)
-        target = root / ABANDONED / f"{path.name}-before-lineage{checkpoint.lineage + 1}"
+        target = root / ABANDONED / f"{path.name}-{suffix}"
         count = 1
         while target.exists():
             count += 1
-            target = target.with_name(f"{path.name}-before-lineage{checkpoint.lineage + 1}-{count}")
+            target = target.with_name(f"{path.name}-{suffix}-{count}")
         path.rename(target)
 
 
@@ -248,10 +312,22 @@ def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resu
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
 
 
-def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint of a run; None: there is none."""
-    found = [checkpoint for path, _ in _step_dirs(run_dir / CHECKPOINTS) if (checkpoint := _read(path)) is not None]
-    return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.warning) -> Checkpoint | None:
+    """Return the newest valid checkpoint of a run; reads all of its files.
+
+    Args:
+        run_dir: of the run.
+        tell: is given a line for each newer one that is passed over, which says what is wrong with it.
+
+    Returns:
+        None: there is none.
+    """
+    for path, _ in sorted(_step_dirs(run_dir / CHECKPOINTS), key=lambda found: found[1], reverse=True):
+        try:
+            return _verified(path, tell)
+        except CheckpointError as error:
+            tell(f"checkpoint passed over: {error}")
+    return None
 
 
 def _newest_in(run_dir: Path) -> Checkpoint:
@@ -270,24 +346,36 @@ def _step_dirs(root: Path) -> Iterator[tuple[Path, int]]:
             yield path, int(match[1])
 
 
-def _read(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in `path`, or None when it is not complete."""
+def _verified(path: Path, tell: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint in `path` once every file was found to be what it should be.
+
+    Raises:
+        CheckpointError: one is not, or it is not complete.
+    """
+    meta = CheckpointMeta.read(path)
+    if (named := _STEP_DIR.fullmatch(path.name)) is not None and int(named[1]) != meta.step:
+        raise CheckpointError(f"{path} is of step {meta.step}, as {META_FILE} says")
+    found = {name: f"{path / name} {damage}" for name, damage in damages(path, meta.files).items()}
+    export = [found.pop(name) for name in list(found) if name.startswith(f"{HF}/")]
+    if export:
+        tell(f"checkpoint {path} is used without its export: {_joined(export)}")
+    if found:
+        raise CheckpointError(_joined(list(found.values())))
+    return Checkpoint(path, meta.step, meta.lineage, meta.model_fingerprint, meta.data_hash)
+
+
+def _joined(found: list[str]) -> str:
+    more = f"; and {len(found) - _SHOWN_DAMAGES} more" if len(found) > _SHOWN_DAMAGES else ""
+    return "; ".join(found[:_SHOWN_DAMAGES]) + more
+
+
+def _verified_or_refused(path: Path) -> Checkpoint:
     try:
-        meta = json.loads((path / META_FILE).read_text())
-        checkpoint = Checkpoint(path, int(meta["step"]), int(meta["lineage"]), str(meta["model_fingerprint"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return checkpoint if (path / "dcp").is_dir() else None
-
-
-def _read_or_refuse(path: Path) -> Checkpoint:
-    checkpoint = _read(path)
-    if checkpoint is None:
+        return _verified(path, logger.warning)
+    except CheckpointError as error:
         raise ConfigError(
-            f"--resume: {path} is not a complete checkpoint (it needs dcp/ and a readable {META_FILE}); name another, "
-            f"or the run {path.parent.parent}"
-        )
-    return checkpoint
+            f"--resume: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
+        ) from error
 
 
 def _process_start(pid: int) -> float | None:

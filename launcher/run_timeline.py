@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 
-BESIDE = frozenset({"copy weights", "seal weights", "check weights", "receive weights"})
+BESIDE = frozenset({"copy weights", "seal weights", "check weights", "receive weights", "write checkpoint"})
 STEP_ENDS = "publish weights"
 """Of the actor's rank 0: ends when the weights of its `step` exist."""
 _WAITS = {

@@ -56,7 +56,8 @@ def check_new_run_dir(path: Path) -> None:
     """
     held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
     if held:
-        advice = f"continue it with --resume {path}" if has_checkpoint(path) else "remove it (it has no checkpoint)"
+        resumable = has_checkpoint(path) or CONFIG_FILE in held
+        advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
         raise ConfigError(
             f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
         )

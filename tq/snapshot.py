@@ -11,10 +11,9 @@ Rows come back as chunks that any number of units can take. Values are the very 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -88,6 +87,39 @@ class SnapshotChunk:
     commits: dict[str, list[int]]
 
 
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a chunk is.
+
+    Attributes:
+        path: of the file.
+        number: of the chunk in it.
+        record: what it holds.
+    """
+
+    path: Path
+    number: int
+    record: ChunkRecord
+
+    def read(self, names: Collection[str] | None = None) -> SnapshotChunk:
+        """Read the values of some columns (None: of all).
+
+        Raises:
+            CheckpointError: the file does not hold what a unit writes.
+        """
+        record = self.record
+        headers = [header for header in record.columns if names is None or header.name in names]
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                keys = set(file.keys())
+                wanted = [f"{self.number}/{part}/{header.name}" for header in headers for part in ("values", "shapes")]
+                tensors = {name: file.get_tensor(name) for name in wanted if name in keys}
+            columns = unpack(headers, _chunk_payload(headers, tensors, self.number))
+        except _DAMAGED as error:
+            raise _unreadable(self.path, error) from error
+        return SnapshotChunk(record.partition, record.group_size, record.rows, record.groups, columns, record.commits)
+
+
 def write_manifest(directory: Path, files: Sequence[str], *, num_rows: int) -> Path:
     """Make the files a snapshot, atomically; call it when all units have written theirs.
 
@@ -146,15 +178,32 @@ def _manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def chunk_places(directory: Path) -> Iterator[ChunkPlace]:
+    """Return where the chunks are; reads no values.
+
+    Raises:
+        CheckpointError: a file does not hold what a unit writes.
+    """
+    for entry in _manifest(directory).files:
+        path = directory / entry.name
+        try:
+            with safe_open(path, framework="pt") as file:
+                records = json_decoder(list[ChunkRecord]).decode(file.metadata()[METADATA_KEY])
+        except _DAMAGED as error:
+            raise _unreadable(path, error) from error
+        for number, record in enumerate(records):
+            yield ChunkPlace(path, number, record)
+
+
 def read_snapshot(directory: Path) -> Iterator[SnapshotChunk]:
     """Return the rows, chunk by chunk; everything is verified before the first one comes.
 
     Raises:
         CheckpointError: see `read_manifest`, or a file does not hold what a unit writes.
     """
-    manifest = read_manifest(directory)
-    for entry in manifest.files:
-        yield from _read_file(directory / entry.name)
+    read_manifest(directory)
+    for place in chunk_places(directory):
+        yield place.read()
 
 
 def last_rows(directory: Path) -> list[int]:
@@ -163,15 +212,7 @@ def last_rows(directory: Path) -> list[int]:
     Raises:
         CheckpointError: a file does not hold what a unit writes.
     """
-    largest = []
-    for entry in _manifest(directory).files:
-        path = directory / entry.name
-        try:
-            with safe_open(path, framework="pt") as file:
-                largest += [max(record.rows) for record in _records(file) if record.rows]
-        except _DAMAGED as error:
-            raise CheckpointError(f"queue snapshot: {path} cannot be read: {error}") from error
-    return largest
+    return [max(place.record.rows) for place in chunk_places(directory) if place.record.rows]
 
 
 def checksum(path: Path) -> str:
@@ -183,29 +224,14 @@ def checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def _read_file(path: Path) -> Iterator[SnapshotChunk]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            for number, record in enumerate(_records(file)):
-                names = [f"{number}/{part}/{header.name}" for header in record.columns for part in ("values", "shapes")]
-                tensors = {name: file.get_tensor(name) for name in names if name in keys}
-                columns = unpack(record.columns, _chunk_payload(record, tensors, number))
-                yield SnapshotChunk(
-                    record.partition, record.group_size, record.rows, record.groups, columns, record.commits
-                )
-    except _DAMAGED as error:
-        raise CheckpointError(f"queue snapshot: {path} cannot be read: {error}") from error
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"queue snapshot: {path} cannot be read: {error}")
 
 
-def _records(file: Any) -> list[ChunkRecord]:
-    return json_decoder(list[ChunkRecord]).decode(file.metadata()[METADATA_KEY])
-
-
-def _chunk_payload(record: ChunkRecord, tensors: dict[str, Tensor], number: int) -> Tensor:
+def _chunk_payload(headers: Sequence[ColumnHeader], tensors: dict[str, Tensor], number: int) -> Tensor:
     """Return a chunk's columns as the payload that its headers describe."""
     pieces = []
-    for header in record.columns:
+    for header in headers:
         values = tensors[f"{number}/values/{header.name}"]
         pieces.append(Piece((values,), values.dtype))
         shapes = tensors.get(f"{number}/shapes/{header.name}")

@@ -1,27 +1,30 @@
-"""The actor loop: for every step, train it, publish weights, record, save.
+"""The actor loop: for every step, train it, publish weights, record, begin to save.
 
 next step -> train (`workers.step_trainer`) -> publish weights -> ack rows -> ledger, metrics -> checkpoint -> next step
+                                                                                                  '-- written beside it
 """
 
 import logging
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import get_default_backend_for_device
 
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import LastSaveFailed, WeightSyncError
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
+from workers.checkpoint_writer import Contents, RunFacts
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
+from workers.gang_peers import meet_peers
 from workers.gather import gather
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
+from workers.run_data import first_data_hash
 from workers.step_trainer import StepTrainer
 from workers.tasks import task_of
 from workers.weight_path import open_sender
@@ -34,8 +37,7 @@ STOP_GRACE_S = 15.0
 
 def run_actor(context: WorkerContext) -> None:
     """Train until the last step or a stop; save what was completed."""
-    backend = get_default_backend_for_device(context.device)
-    dist.init_process_group(backend, store=context.group_store(), rank=context.rank, world_size=context.gang.num_ranks)
+    meet_peers(context)
     actor = Actor(context)
     actor.train()
     actor.close()
@@ -50,15 +52,13 @@ class Actor:
         self._context = context
         self._config = config
         self._engine = load_train_engine(config, device=context.device)
-        self._checkpointer = Checkpointer(
-            context.run_dir, keep_last=config.checkpoint.keep_last, export_hf=config.checkpoint.export_hf
-        )
+        self._checkpointer = _open_checkpointer(context)
         if context.job.resume_from:
-            self._checkpointer.restore(self._engine, Path(context.job.resume_from))
-        self._completed = self._saved = context.start_step
+            self._checkpointer.restore(self._engine, Path(context.job.resume_from), seed=config.seed)
+        self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
-        task = task_of("actor", config, context.job)
+        self._task = task = task_of("actor", config, context.job)
         self._columns = TaskChain(task.fused, context, self._engine)
         self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
@@ -68,7 +68,7 @@ class Actor:
             self._engine,
             self._loader,
             columns=self._columns,
-            before_update=self._sender.before_update,
+            before_update=self._before_update,
             after_update=_ignore if self._recorder is None else self._recorder.update_made,
         )
 
@@ -88,14 +88,15 @@ class Actor:
                 break
             due = self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0
             if due or record.save_wanted:
-                self._save()
-        self._save()
+                self._begin_save()
+        self._save_last()
         if self._context.rank == 0 and self._completed >= self._context.job.last_step:
             self._context.mark_done()
             self._client.stop()
 
     def close(self) -> None:
         """Leave queue and weight groups."""
+        self._checkpointer.close()
         self._loader.close()
         self._sender.close()
         self._columns.close()
@@ -125,33 +126,87 @@ class Actor:
             self._recorder.refilled(self._client.publish_version(step, refills_known=known))
         return held_up_s
 
+    def _before_update(self) -> float:
+        self._checkpointer.before_update()
+        return self._sender.before_update()
+
     def _finish_step(self, record: StepRecord) -> None:
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
-        record.save_wanted = self._keeps_rows and self._client.checkpoint_wanted()
+        record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
+        record.checkpoint_failures = self._checkpointer.num_failures
+        if self._keeps_rows and not self._checkpointer.busy:
+            record.save_wanted = self._client.checkpoint_wanted()
         record.join(gather(record.share(), device=self._context.device))
         if self._recorder is not None:
             self._recorder.write(record)
 
-    def _save(self) -> None:
-        if self._saved == self._completed:
+    def _begin_save(self) -> None:
+        """Save the last completed step while training goes on."""
+        step = self._completed
+        self._context.report("saving", f"step {step}")
+        contents = _NOTHING if self._recorder is None else self._contents(step, self._recorder)
+        self._checkpointer.begin(self._engine, step, contents)
+
+    def _save_last(self) -> None:
+        """Save what was completed, and see that it is saved.
+
+        Raises:
+            LastSaveFailed: it is not.
+        """
+        self._checkpointer.wait()
+        saved = self._checkpointer.saved_step
+        if saved == self._completed:
             return
-        self._context.report("saving", f"step {self._completed}")
-        if self._recorder is not None:
-            self._recorder.sync()
-        meta = {
-            "lineage": self._context.job.lineage,
-            "model_fingerprint": model_fingerprint(Path(self._config.model.path)),
-            "optimizer_updates": self._engine.optimizer_updates,
-            "admitted_groups": self._completed * self._config.schedule.rollout_batch_size,
-        }
-        with self._context.timeline.span("checkpoint", step=self._completed):
-            reference = saved_reference(self._context, self._completed)
-            self._checkpointer.save(self._engine, step=self._completed, meta=meta, reference=reference)
-        self._saved = self._completed
-        self._loader.ack()
-        if self._keeps_rows:
-            self._client.commit(self._completed - self._config.schedule.lateness)  # later ones may not be trained
+        self._begin_save()
+        self._checkpointer.wait()
+        if self._checkpointer.saved_step != self._completed:
+            error = self._checkpointer.failure
+            raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; make room and resume")
+
+    def _contents(self, step: int, recorder: StepRecorder) -> Contents:
+        """Return what rank 0 adds to a checkpoint."""
+        config, client = self._config, self._client
+        trained = step - config.schedule.lateness  # rows of later steps may not be trained
+
+        def snapshot(target: Path) -> None:
+            client.snapshot(target, after_partition=trained, forget_acks_of=[self._task.name])
+
+        def saved() -> None:
+            if self._keeps_rows:
+                client.commit(trained)
+
+        return Contents(
+            make_durable=recorder.sync,
+            export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
+            snapshot=None if config.deterministic else snapshot,
+            reference=saved_reference(self._context, step),
+            saved=saved,
+        )
+
+
+_NOTHING = Contents(make_durable=lambda: None)
+"""What the other ranks add."""
+
+
+def _open_checkpointer(context: WorkerContext) -> Checkpointer:
+    config, resume_from = context.config, context.job.resume_from
+    facts = RunFacts(
+        lineage=context.job.lineage,
+        model_fingerprint=model_fingerprint(Path(config.model.path)),
+        data_hash=first_data_hash(context),
+        config=context.run_dir / "config.yaml",
+    )
+    return Checkpointer(
+        context.run_dir,
+        config.checkpoint,
+        facts=facts,
+        device=context.device,
+        restored_from=Path(resume_from) if resume_from else None,
+        timeline=context.timeline,
+        waits=lambda: context.report("saving"),
+        warn=context.warn if context.rank == 0 else lambda _: None,
+    )
 
 
 def _ignore(step: int, number: int, optimizer_updates: int) -> None:

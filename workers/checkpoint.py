@@ -1,138 +1,207 @@
-"""Checkpoints: written beside, renamed into place when all ranks are done; readers never see half of one.
+"""Saves the actor while it trains on, and restores it. One object per rank; all do the same at the same steps.
 
-checkpoints/step_000020/
-    meta.json   step, lineage, model fingerprint, ranks, admission's cursor (written last)
-    dcp/        model and optimizer shards (torch.distributed.checkpoint)
-    rng/        one file per rank
-    hf/         Hugging Face export (safetensors), if configured
-    reference/  the reference's weights, if they are neither the initial ones nor these
+    training      step 20 -> begin(20) -> step 21: forward, backward -> before_update() -> update -> ...
+                    |        copies of the state begin |                waits for the copies
+    saving thread   |        '-- queue's samples, shards, checksums ... into place; older ones go
+    step 40 -> begin(40): waits until 20 is written, then the same again
+
+So training is held up while the copy begins, by what is left of it when the weights are about to change, and by a save
+that is still being written when the next is due. A save that fails costs a warning: what was there stays, and the next
+one is tried in its turn. The directory is described in `workers.checkpoint_files`.
 """
 
-import json
 import logging
-import os
-import shutil
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
+from asyncflow.device import rng_states, set_rng_states
 from asyncflow.errors import CheckpointError
+from asyncflow.timeline import NoTimeline, Spans
+from workers.checkpoint_directory import CheckpointDirectory
+from workers.checkpoint_files import DCP, RNG, CheckpointMeta
+from workers.checkpoint_writer import CheckpointWriter, Contents, RunFacts
+from workers.config import CheckpointConfig
 from workers.engines.base import TrainEngine
+from workers.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
+
 
 class Checkpointer:
-    """Saves and restores one actor gang; every method is collective over its ranks."""
+    """One rank of the actor; constructed, and called, by all of them together."""
 
-    def __init__(self, run_dir: Path, *, keep_last: int, export_hf: bool) -> None:
-        """Remove what an interrupted save or removal left."""
-        self._root = run_dir / "checkpoints"
-        self._keep_last = keep_last
-        self._export_hf = export_hf
-        if dist.get_rank() == 0:
-            for directory in self._root.glob(".step_*.tmp"):
-                shutil.rmtree(directory, ignore_errors=True)
-
-    def save(self, engine: TrainEngine, *, step: int, meta: dict[str, Any], reference: Path | None = None) -> Path:
-        """Write the checkpoint of `step`; returns its directory.
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        *,
+        facts: RunFacts,
+        device: torch.device,
+        restored_from: Path | None = None,
+        timeline: Spans | None = None,
+        waits: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """Remove what an interrupted save or removal left.
 
         Args:
-            engine: whose state is saved.
-            step: the step that was completed last.
-            meta: more facts for `meta.json`.
-            reference: directory of weights that belongs to it, too.
+            run_dir: of the run.
+            config: what is kept, and the deadline of a save.
+            facts: of the run.
+            device: that holds the state.
+            restored_from: checkpoint that the run goes on from; stays.
+            timeline: records spans.
+            waits: is called every second while training waits for a save.
+            warn: is told, in the saving thread, that a save failed, and with "" that one succeeded after that.
+        """
+        self._config = config
+        self._device = device
+        self._timeline = timeline or NoTimeline()
+        self._waits = waits
+        self._warn = warn
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        directory = CheckpointDirectory(run_dir, config, restored_from=restored_from)
+        if dist.get_rank() == 0:
+            directory.clean()
+        self._writer = CheckpointWriter(directory, facts, group=self._group)
+        self._copy = HostCopy(device)
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._stalled_s = 0.0
+        self.saved_step = 0
+        """Newest step that was saved, or restored; 0: there is none."""
+        self.failure: CheckpointError | None = None
+        """Why the last save failed; None: it did not."""
+        self.num_failures = 0
+        """Saves that failed."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, engine: TrainEngine, step: int, rest: Contents) -> None:
+        """Begin to save the state after `step`, as it is now.
+
+        Args:
+            engine: whose state it is; it may compute on, and must not update before `before_update` was called.
+            step: that was completed last.
+            rest: what rank 0 adds.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: an earlier save does not end.
         """
-        target = self._root / f"step_{step:06d}"
-        try:
-            self._write(engine, target, {"step": step, **meta}, reference)
-        except (OSError, RuntimeError, dcp.CheckpointException) as error:
-            raise CheckpointError(
-                f"checkpoint {target}: cannot be written ({_reason(error)}; {_free_mb(self._root):.0f} MB are free "
-                f"there); make room and resume"
-            ) from error
-        return target
+        self.wait()
+        began = time.monotonic()
+        with self._timeline.span("checkpoint", step=step):
+            state = self._copy.begin(engine.state_dict())
+            self._step = step
+            self._thread = threading.Thread(
+                target=self._write, args=(step, state, rng_states(self._device), rest), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        self._stalled_s += time.monotonic() - began
 
-    def restore(self, engine: TrainEngine, source: Path) -> dict[str, Any]:
-        """Load a checkpoint into the engine; returns its meta.
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        began = time.monotonic()
+        self._copy.wait()
+        self._stalled_s += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Wait until the last save is written, or has failed: see `failure`.
+
+        Raises:
+            CheckpointError: it does not end.
+        """
+        if self._thread is None:
+            return
+        began = time.monotonic()
+        if self.busy:
+            with self._timeline.span("wait for checkpoint", step=self._step):
+                self._join(self._thread)
+        self._thread = None
+        self._stalled_s += time.monotonic() - began
+
+    def take_stalled_s(self) -> float:
+        """Return for how long saving held training up since the last call (s)."""
+        stalled_s, self._stalled_s = self._stalled_s, 0.0
+        return stalled_s
+
+    def restore(self, engine: TrainEngine, source: Path, *, seed: int) -> CheckpointMeta:
+        """Load a checkpoint into the engine; returns what it is.
+
+        As many ranks as saved it go on with their own random numbers; another number begins new ones, by seed, step
+        and rank.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         try:
-            meta: dict[str, Any] = json.loads((source / "meta.json").read_text())
+            meta = CheckpointMeta.read(source)
             state = engine.state_dict()
-            dcp.load(state, checkpoint_id=source / "dcp", no_dist=dist.get_world_size() == 1)
-        except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
+            dcp.load(state, checkpoint_id=source / DCP, process_group=self._group)
+            same_ranks = meta.num_ranks == dist.get_world_size()
+            rng = load_file(source / RNG / f"rank_{dist.get_rank()}.safetensors") if same_ranks else {}
+        except (OSError, ValueError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
             raise CheckpointError(f"checkpoint {source}: cannot be read ({error}); resume from an older one") from error
         engine.load_state_dict(state)
-        rng = source / "rng" / f"rank_{dist.get_rank()}.safetensors"
-        if meta["num_ranks"] == dist.get_world_size():
-            torch.set_rng_state(load_file(rng)["cpu"])
+        self.saved_step = meta.step
+        if rng:
+            set_rng_states(rng, self._device)
+        else:
+            torch.manual_seed(int(np.random.SeedSequence([seed, meta.step, dist.get_rank()]).generate_state(1)[0]))
         return meta
 
-    def _write(self, engine: TrainEngine, target: Path, meta: dict[str, Any], reference: Path | None) -> None:
-        rank = dist.get_rank()
-        beside = _beside(target)
-        if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-            (beside / "rng").mkdir(parents=True)
-        dist.barrier()
-        dcp.save(engine.state_dict(), checkpoint_id=beside / "dcp", no_dist=dist.get_world_size() == 1)
-        save_file({"cpu": torch.get_rng_state()}, beside / "rng" / f"rank_{rank}.safetensors")
-        if self._export_hf:
-            engine.export_hf(beside / "hf")
-        dist.barrier()
-        if rank == 0:
-            if reference is not None:
-                shutil.copytree(reference, beside / "reference", copy_function=_link_or_copy)
-            facts = {**meta, "num_ranks": dist.get_world_size(), "saved_at": time.time()}
-            _write_durably(beside / "meta.json", json.dumps(facts, indent=1))
-            shutil.rmtree(target, ignore_errors=True)
-            beside.rename(target)
-            self._prune()
-        dist.barrier()
+    def close(self) -> None:
+        """Let go of the copy's thread; idempotent."""
+        self._copy.close()
 
-    def _prune(self) -> None:
-        old = sorted(self._root.glob("step_*"))[: -self._keep_last]
-        for directory in old:
-            # Renamed first: a removal that is interrupted leaves nothing that looks like a checkpoint.
-            shutil.rmtree(directory.rename(_beside(directory)), ignore_errors=True)
+    def _join(self, thread: threading.Thread) -> None:
+        deadline = time.monotonic() + self._config.timeout_s
+        while thread.is_alive():
+            self._waits()
+            thread.join(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            if thread.is_alive() and time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"the checkpoint of step {self._step} is not written after {self._config.timeout_s:g} s "
+                    f"(checkpoint.timeout_s); look whether the file system answers"
+                )
 
+    def _write(self, step: int, state: dict[str, Any], rng: dict[str, Tensor], rest: Contents) -> None:
+        def copied() -> dict[str, Any]:
+            self._copy.wait()
+            return state
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy2(source, target)
+        try:
+            with self._timeline.span("write checkpoint", step=step):
+                self._writer.write(step, copied, num_bytes=self._copy.num_bytes, rng=rng, rest=rest)
+        except CheckpointError as error:
+            self._failed(error)
+        except Exception as error:  # the boundary of a thread
+            logger.exception("saving step %d", step)
+            self._failed(CheckpointError(f"checkpoint of step {step}: {type(error).__name__}: {error}"))
+        else:
+            if self.failure is not None:
+                self._warn("")
+            self.failure, self.saved_step = None, step
 
-
-def _beside(target: Path) -> Path:
-    """Return where a checkpoint lies while it is not, or no longer, complete."""
-    return target.with_name(f".{target.name}.tmp")
-
-
-def _reason(error: BaseException) -> str:
-    """Return one line; PyTorch's own has every rank's whole traceback."""
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _free_mb(directory: Path) -> float:
-    return shutil.disk_usage(directory).free / 1e6
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    def _failed(self, error: CheckpointError) -> None:
+        self.failure = error
+        self.num_failures += 1
+        newest = f"its newest checkpoint is of step {self.saved_step}" if self.saved_step else "it has no checkpoint"
+        self._warn(f"{error}; the run goes on, {newest}; make room")

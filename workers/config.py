@@ -186,9 +186,13 @@ class CheckpointConfig(Settings):
     interval: int = Field(20, ge=0)
     """Save every so many steps; 0: only at the end or when stopped."""
     keep_last: int = Field(2, ge=1)
-    """Older checkpoints are removed."""
+    """So many of the newest checkpoints are kept; older ones are removed, but for the one that a run went on from."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of steps that are multiples of this are kept for ever; 0: none."""
     export_hf: bool = True
     """Also write a Hugging Face directory that `transformers` loads."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Deadline of one save, which is written while training goes on (s)."""
 
 
 class LauncherConfig(Settings):
@@ -214,7 +218,7 @@ class LauncherConfig(Settings):
     lock: then it is stuck (s). Dead and stopped ones are noticed within seconds."""
     deadlock_timeout_s: float = Field(300.0, gt=0)
     """Longest time in which every worker waits for another (s)."""
-    max_restarts: int = Field(2, ge=0)
+    max_restarts: int = Field(3, ge=0)
     """How often within `restart_window_s` a gang is started again by itself; then everything goes back to the last
     checkpoint. 0: never by itself."""
     max_global_restarts: int = Field(2, ge=0)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from asyncflow.errors import ConfigError
+from workers.checkpoint_files import content_hash
 from workers.config import DataConfig
 
 PLACEHOLDER = "{prompt}"
@@ -56,6 +57,18 @@ def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") 
     if not rows:
         raise ConfigError(f"{key}: {path} holds no rows; write one JSON object a line")
     return rows
+
+
+def data_hash(path: Path, *, key: str = "data.path") -> str:
+    """Return the xxh3-64 of a file's content as 16 hex digits: which prompts a group has follows from it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return content_hash(path)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a JSONL file") from error
 
 
 def check_templates(config: DataConfig) -> None:

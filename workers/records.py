@@ -56,6 +56,8 @@ class StepRecord:
         updates: those that were made.
         sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
+        checkpoint_stall_s: seconds that saving held up this rank, since the step before.
+        checkpoint_failures: saves that failed since this rank started.
         stopped: a stop came instead of publishing; on this rank, later on any.
         save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
     """
@@ -70,6 +72,8 @@ class StepRecord:
     updates: list[Update] = field(default_factory=list)
     sync_exposed_s: float = 0.0
     sync_bytes: int = 0
+    checkpoint_stall_s: float = 0.0
+    checkpoint_failures: int = 0
     stopped: bool = False
     save_wanted: bool = False
 
@@ -216,6 +220,8 @@ class StepRecorder:
             "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
             "sync_exposed_s": round(record.sync_exposed_s, 4),
             "sync_bytes": record.sync_bytes,
+            "checkpoint_stall_s": round(record.checkpoint_stall_s, 4),
+            "checkpoint_failures": record.checkpoint_failures,
             "first_micro_batch_wait_s": round(waited_s, 4),
             "idle_fraction": self._idle_fractions(),
         }
@@ -236,7 +242,7 @@ class StepRecorder:
             file.close()
 
     def _time_s(self) -> float:
-        return round(time.time() - self._context.job.started_at, 3)
+        return round(self._context.elapsed_s, 3)
 
     def _num_devices(self) -> int:
         roles = set(ON_DEVICE) - OBSERVERS

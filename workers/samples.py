@@ -1,13 +1,18 @@
 """Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
 
-Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back.
+Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back. A full disk
+costs samples, not the run.
 """
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
+
+logger = logging.getLogger(__name__)
 
 
 class SampleLog:
@@ -30,7 +35,7 @@ class SampleLog:
             generation, scored: the answer.
             step, group: that it belongs to.
         """
-        if group % self._groups_per_step >= self._shown:
+        if group % self._groups_per_step >= self._shown or self._file.closed:
             return
         line = {
             "step": step,
@@ -45,9 +50,14 @@ class SampleLog:
             "response_tokens": generation.response_R.numel(),
             "truncated": generation.truncated,
         }
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("samples: %s; this process shows no more", error)
+            self.close()
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # it writes what is buffered
+            self._file.close()

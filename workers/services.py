@@ -5,22 +5,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from yaml import YAMLError
 
 from asyncflow.errors import RoleFailed
 from tq.batch import Column
 from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
+from tq.control.saved_rows import KeepRule, SavedRows
 from tq.process_settings import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed
+from workers.checkpoint_files import QUEUE
+from workers.config import RunConfig
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
-from workers.dataflow import WEIGHTS
+from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.engines.hf_weights import copy_without_weights, write_weights
+from workers.kept_columns import usable_columns
 from workers.prompt_dataset import PromptDataset
-from workers.tasks import launched_tasks, task_specs
+from workers.run_data import check_data
+from workers.tasks import launched_tasks, task_of, task_specs
 from workers.trained_groups import trained_groups
 
 
@@ -60,12 +66,14 @@ def run_controller(context: WorkerContext) -> None:
     """Serve a part of the control plane until the run is over; the lead admits prompts. Pass a stop on to all who wait.
 
     Raises:
+        ConfigError: the data are not those that the run began with.
         RoleFailed: a part of the service died.
     """
     serve_only()
     config = context.config
     prompts = None
     if context.gang.name == config.tq.controllers[0]:
+        check_data(context)
         rows = read_prompt_rows(Path(config.data.path), config.data)
         dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
         prompts = DatasetPrompts(dataset)
@@ -79,6 +87,7 @@ def run_controller(context: WorkerContext) -> None:
         refill=True,
         version=context.start_step,
         trained=_trained(context),
+        saved=_saved_rows(context) if prompts is not None else None,
         last_step=context.job.last_step,
         lineage=context.job.lineage,
     )
@@ -96,6 +105,27 @@ def _trained(context: WorkerContext) -> frozenset[int]:
     if not context.start_step:
         return frozenset()
     return trained_groups(context.run_dir, context.config.schedule, completed=context.start_step)
+
+
+def _saved_rows(context: WorkerContext) -> SavedRows | None:
+    """Return the finished samples that the run goes on with; None: it starts anew, or generates them all again."""
+    config, checkpoint = context.config, Path(context.job.resume_from)
+    if not context.job.resume_from or config.deterministic:  # which answers share a batch would be another question
+        return None
+    try:
+        before = RunConfig.load(checkpoint)
+    except (OSError, ValueError, YAMLError) as error:
+        context.warn(f"{checkpoint}: its configuration cannot be read ({error}); its samples are generated again")
+        return None
+    rule = KeepRule(
+        saved_step=context.start_step,
+        max_staleness=config.schedule.gate_staleness,
+        tasks=task_specs(launched_tasks(config, context.job), config),
+        generation=task_of("rollout", config, context.job).name,
+        first=frozenset(PROMPT_COLUMNS),
+        usable=usable_columns(before, config, saved_step=context.start_step),
+    )
+    return SavedRows(checkpoint / QUEUE, rule, warn=context.warn)
 
 
 def run_weights(context: WorkerContext) -> None:

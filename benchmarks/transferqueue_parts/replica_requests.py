@@ -10,8 +10,7 @@ from torch.distributed import PrefixStore
 
 import tq
 from asyncflow.device import connect_group
-from asyncflow.network import LOOPBACK
-from asyncflow.store_server import connect_store, serve_store
+from asyncflow.store_server import LOOPBACK, connect_store, serve_store
 from tq.batch import Column
 from tq.client.replica import Replica
 from tq.config import ReplicaFetch

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.network import LOOPBACK
-from asyncflow.store_server import connect_store
+from asyncflow.store_server import LOOPBACK, connect_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.config import WeightSyncConfig
 from weightsync.version import Version

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, until
 
-from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded
+from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column
 from tq.messages import (
@@ -197,6 +197,16 @@ def test_puts_wait_for_the_cut_and_snapshot_holds_what_was_before_it(bench: Benc
     with pytest.raises(PeerRefused, match="hold h"):
         client.ask(WriteSnapshot("h", str(tmp_path)))
     assert stats(client).num_bytes == 0
+
+
+def test_snapshot_that_cannot_be_written_is_answered(bench: Bench, tmp_path: Path) -> None:
+    """Its library reports a full disk as an error of its own, and nobody must wait for a thread that died of it."""
+    _, client = bench.started()
+    done(client.create([0], {"x": numbers(0)}))
+    client.ask(HoldPuts("h", 20))
+    client.ask(CutSnapshot("h", 0, []))
+    with pytest.raises(TransportError, match="storage-0: .*missing cannot be written"):
+        client.ask(WriteSnapshot("h", str(tmp_path / "missing")))
 
 
 def test_hold_ends_by_itself(bench: Bench) -> None:

@@ -1,6 +1,7 @@
-"""Saving and restoring by one rank: what is left after an interruption, and what a full or broken disk says."""
+"""Saving and restoring by one rank, beside what it computes: what is saved, what waits, what a failed save leaves."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ import torch.distributed as dist
 
 from asyncflow.errors import CheckpointError
 from workers.checkpoint import Checkpointer
+from workers.checkpoint_directory import prunable
+from workers.checkpoint_files import CheckpointMeta, damages, files_below
+from workers.checkpoint_writer import Contents, RunFacts
+from workers.config import CheckpointConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it says of one rank
+DEADLINE_S = 20.0
+CPU = torch.device("cpu")
 
 
 class FakeEngine:
@@ -19,12 +25,13 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.weight = torch.zeros(3)
+        self.lr = [0.5]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weight": self.weight}
+        return {"weight": self.weight, "groups": [{"lr": self.lr}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weight = state["weight"]
+        self.weight, self.lr = state["weight"], state["groups"][0]["lr"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,72 +41,243 @@ def _single_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def checkpointer(run_dir: Path, *, keep_last: int = 2) -> Checkpointer:
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
-    return Checkpointer(run_dir, keep_last=keep_last, export_hf=False)
+@pytest.fixture(name="run_dir")
+def _run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("steps: 1\n")
+    return tmp_path
 
 
-def save(saver: Checkpointer, engine: FakeEngine, *steps: int) -> None:
+def checkpointer(run_dir: Path, restored_from: Path | None = None, **settings: Any) -> Checkpointer:
+    facts = RunFacts(lineage=3, model_fingerprint="f", data_hash="d", config=run_dir / "config.yaml")
+    config = CheckpointConfig(export_hf=False, **settings)
+    return Checkpointer(run_dir, config, facts=facts, device=CPU, restored_from=restored_from, warn=WARNINGS.append)
+
+
+WARNINGS: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_yet() -> None:
+    WARNINGS.clear()
+
+
+def nothing() -> None:
+    """Ledger and metrics are durable."""
+
+
+def begin(saver: Checkpointer, engine: FakeEngine, step: int, **contents: Any) -> None:
+    saver.begin(engine, step, Contents(**{"make_durable": nothing, **contents}))  # type: ignore[arg-type]  # a fake
+
+
+def save(saver: Checkpointer, engine: FakeEngine, *steps: int, **contents: Any) -> None:
     for step in steps:
         engine.weight.fill_(step)
-        saver.save(engine, step=step, meta={"lineage": 0})  # type: ignore[arg-type]  # a fake
+        begin(saver, engine, step, **contents)
+        saver.wait()
 
 
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
-def test_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int]) -> None:
-    save(checkpointer(tmp_path, keep_last=keep_last), FakeEngine(), 1, 2, 3)
-    assert names(tmp_path) == [f"step_{step:06d}" for step in left]
+class Gate:
+    """Holds a save up until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(DEADLINE_S)
 
 
-def test_restored_is_what_was_saved(tmp_path: Path) -> None:
-    saver, engine = checkpointer(tmp_path), FakeEngine()
+def test_restored_is_what_was_saved(run_dir: Path) -> None:
+    saver, engine = checkpointer(run_dir), FakeEngine()
     save(saver, engine, 4)
     random = torch.rand(2)
     engine.weight.fill_(0)
-    meta = saver.restore(engine, tmp_path / "checkpoints" / "step_000004")  # type: ignore[arg-type]  # a fake
-    assert (meta["step"], meta["lineage"], meta["num_ranks"]) == (4, 0, 1)
-    assert engine.weight.tolist() == [4.0] * 3
+    again, restored = checkpointer(run_dir), FakeEngine()
+    meta = again.restore(restored, run_dir / "checkpoints" / "step_000004", seed=0)  # type: ignore[arg-type]  # a fake
+    assert (meta.step, meta.lineage, meta.num_ranks, meta.data_hash) == (4, 3, 1, "d")
+    assert (restored.weight.tolist(), restored.lr) == ([4.0] * 3, [0.5])
     assert torch.rand(2).equal(random)
+    assert again.saved_step == 4
 
 
-def test_next_start_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
-    save(checkpointer(tmp_path), FakeEngine(), 3)
-    half = tmp_path / "checkpoints" / ".step_000006.tmp" / "dcp"
+def test_meta_lists_every_file_with_its_checksum(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 4)
+    path = run_dir / "checkpoints" / "step_000004"
+    meta = CheckpointMeta.read(path)
+    assert ["meta.json", *sorted(meta.files)] == sorted(files_below(path), key=lambda name: (name != "meta.json", name))
+    assert {"config.yaml", "dcp/.metadata", "dcp/__0_0.distcp", "rng/rank_0.safetensors"} == meta.files.keys()
+    assert damages(path, meta.files) == {}
+
+
+def test_saved_is_the_state_of_its_step_although_training_goes_on(run_dir: Path) -> None:
+    saver, engine, gate = checkpointer(run_dir), FakeEngine(), Gate()
+    engine.weight.fill_(1)
+    begin(saver, engine, 1, snapshot=lambda _: gate())
+    assert gate.reached.wait(DEADLINE_S)
+    saver.before_update()
+    engine.weight.fill_(99)
+    engine.lr[0] = 99.0
+    torch.rand(5)
+    assert names(run_dir) == [".step_000001.tmp"], "nothing is visible that is not complete"
+    gate.opened.set()
+    saver.wait()
+    restored = FakeEngine()
+    checkpointer(run_dir).restore(restored, run_dir / "checkpoints" / "step_000001", seed=0)  # type: ignore[arg-type]
+    assert (restored.weight.tolist(), restored.lr) == ([1.0] * 3, [0.5])
+
+
+def test_save_that_is_due_waits_for_the_former_one(run_dir: Path) -> None:
+    saver, engine, gate = checkpointer(run_dir), FakeEngine(), Gate()
+    begin(saver, engine, 1, make_durable=gate)
+    assert gate.reached.wait(DEADLINE_S)
+    assert saver.busy
+    waits = threading.Event()
+    saver._waits = waits.set
+    opener = threading.Thread(target=lambda: (waits.wait(DEADLINE_S), gate.opened.set()))
+    opener.start()
+    begin(saver, engine, 2)
+    assert saver.saved_step == 1
+    saver.wait()
+    opener.join()
+    assert names(run_dir) == ["step_000001", "step_000002"]
+    assert saver.take_stalled_s() > 0
+    assert saver.take_stalled_s() == 0
+
+
+def test_memory_of_the_copy_is_used_again(run_dir: Path) -> None:
+    saver, engine = checkpointer(run_dir), FakeEngine()
+    save(saver, engine, 1)
+    before = {name: buffer.data_ptr() for name, buffer in saver._copy._buffers.items()}
+    save(saver, engine, 2)
+    assert {name: buffer.data_ptr() for name, buffer in saver._copy._buffers.items()} == before
+
+
+def test_checkpoint_is_seen_only_after_the_ledger_is_durable_and_told_of_after_it_is_seen(run_dir: Path) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    save(
+        checkpointer(run_dir), FakeEngine(), 1,
+        make_durable=lambda: seen.append(("durable", names(run_dir))),
+        saved=lambda: seen.append(("saved", names(run_dir))),
+    )  # fmt: skip
+    assert seen == [("durable", [".step_000001.tmp"]), ("saved", ["step_000001"])]
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
+def test_the_newest_are_kept(run_dir: Path, keep_last: int, left: list[int]) -> None:
+    save(checkpointer(run_dir, keep_last=keep_last), FakeEngine(), 1, 2, 3)
+    assert names(run_dir) == [f"step_{step:06d}" for step in left]
+
+
+def test_what_is_kept_for_ever_and_what_the_run_goes_on_from_stays(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 3)
+    restored_from = run_dir / "checkpoints" / "step_000003"
+    save(checkpointer(run_dir, restored_from, keep_last=1, keep_every=4), FakeEngine(), 4, 5, 6)
+    assert names(run_dir) == ["step_000003", "step_000004", "step_000006"]
+
+
+def test_prunable_steps() -> None:
+    steps = [30, 10, 20, 40, 50]
+    assert prunable(steps, keep_last=2, keep_every=0, in_use=[]) == [10, 20, 30]
+    assert prunable(steps, keep_last=2, keep_every=20, in_use=[30]) == [10]
+    assert prunable([10], keep_last=2, keep_every=0, in_use=[]) == []
+
+
+def test_next_start_removes_what_an_interrupted_save_left(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 3)
+    half = run_dir / "checkpoints" / ".step_000006.tmp" / "dcp"
     half.mkdir(parents=True)
     (half / "__0_0.distcp").write_bytes(b"half of it")
-    checkpointer(tmp_path)
-    assert names(tmp_path) == ["step_000003"]
+    checkpointer(run_dir)
+    assert names(run_dir) == ["step_000003"]
 
 
-def test_interrupted_removal_leaves_nothing_that_looks_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = checkpointer(tmp_path, keep_last=1)
+def test_interrupted_removal_leaves_nothing_that_looks_complete(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = checkpointer(run_dir, keep_last=1)
     save(saver, FakeEngine(), 1)
-    monkeypatch.setattr("workers.checkpoint.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("workers.checkpoint_directory.shutil.rmtree", lambda *_, **__: None)
     save(saver, FakeEngine(), 2)
-    assert names(tmp_path) == [".step_000001.tmp", "step_000002"]
+    assert names(run_dir) == [".step_000001.tmp", "step_000002"]
 
 
-def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    saver = checkpointer(tmp_path)
-    (tmp_path / "checkpoints").rmdir()
-    (tmp_path / "checkpoints").write_text("a file in its place")
-    with pytest.raises(CheckpointError, match=r"step_000001: cannot be written \(NotADirectoryError: .* MB are free"):
-        save(saver, FakeEngine(), 1)
+def fail() -> None:
+    raise OSError(28, "No space left on device")
 
 
-def test_failed_save_keeps_the_older_checkpoint(tmp_path: Path) -> None:
-    class Broken(FakeEngine):
-        def state_dict(self) -> dict[str, Any]:
-            raise RuntimeError("of the\nengine")
+def occupy_shards(queue: Path) -> None:
+    """A file where the shards go: torch reports it by an exception that is no `Exception`."""
+    (queue.parent / "dcp").write_bytes(b"")
 
-    saver = checkpointer(tmp_path, keep_last=1)
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [
+        ({"make_durable": fail}, "OSError: .Errno 28. No space left on device; "),
+        ({"export_hf": lambda target, saved: fail()}, "OSError: .Errno 28. No space left on device; "),
+        ({"reference": Path("/nowhere/reference")}, "FileNotFoundError: "),
+        ({"snapshot": occupy_shards}, "FileExistsError: "),
+        ({"export_hf": lambda target, saved: 1 / 0}, "ZeroDivisionError: "),
+    ],
+)
+def test_failed_save_keeps_the_older_checkpoint_and_warns_once(
+    run_dir: Path, contents: dict[str, Callable[..., Any]], reason: str
+) -> None:
+    saver, engine = checkpointer(run_dir, keep_last=1), FakeEngine()
+    save(saver, engine, 1)
+    save(saver, engine, 2, **contents)
+    assert names(run_dir) == ["step_000001"]
+    assert (saver.saved_step, saver.num_failures) == (1, 1)
+    with pytest.raises(
+        CheckpointError, match=rf"step_000002: cannot be written \(rank 0: {reason}.*MB are free there\)"
+    ):
+        raise saver.failure or AssertionError
+    assert len(WARNINGS) == 1
+    assert WARNINGS[0].endswith("; the run goes on, its newest checkpoint is of step 1; make room")
+    save(saver, engine, 3)
+    assert names(run_dir) == ["step_000003"]
+    assert WARNINGS[1:] == [""], "and it is over"
+    assert saver.failure is None
+
+
+def test_queue_that_cannot_be_asked_costs_its_samples_only(run_dir: Path) -> None:
+    save(checkpointer(run_dir), FakeEngine(), 1, snapshot=lambda _: fail())
+    assert names(run_dir) == ["step_000001"]
+    assert WARNINGS == []
+
+
+def test_directory_that_cannot_be_written_is_one_line(run_dir: Path) -> None:
+    saver = checkpointer(run_dir)
+    (run_dir / "checkpoints").rmdir()
+    (run_dir / "checkpoints").write_text("a file in its place")
     save(saver, FakeEngine(), 1)
-    with pytest.raises(CheckpointError, match=r"\(RuntimeError: of the engine; "):
-        save(saver, Broken(), 2)
-    assert names(tmp_path) == [".step_000002.tmp", "step_000001"]
+    with pytest.raises(
+        CheckpointError, match=r"step_000001: cannot be written \(rank 0: FileExistsError: .* MB are free"
+    ):
+        raise saver.failure or AssertionError
+
+
+def test_save_that_does_not_end_is_an_error(run_dir: Path) -> None:
+    saver, gate = checkpointer(run_dir, timeout_s=0.05), Gate()
+    begin(saver, FakeEngine(), 1, make_durable=gate)
+    with pytest.raises(CheckpointError, match=r"step 1 is not written after 0.05 s \(checkpoint.timeout_s\)"):
+        saver.wait()
+    gate.opened.set()
+    assert saver._thread is not None
+    saver._thread.join(DEADLINE_S)
+
+
+def test_other_number_of_ranks_begins_new_random_numbers(run_dir: Path) -> None:
+    saver, engine = checkpointer(run_dir), FakeEngine()
+    save(saver, engine, 4)
+    path = run_dir / "checkpoints" / "step_000004"
+    meta = CheckpointMeta.read(path)
+    CheckpointMeta(**{**{name: getattr(meta, name) for name in meta.__struct_fields__}, "num_ranks": 2}).write(path)
+    drawn = []
+    for seed in (0, 0, 1):
+        saver.restore(engine, path, seed=seed)  # type: ignore[arg-type]  # a fake
+        drawn.append(torch.rand(2).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]

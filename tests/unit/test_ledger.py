@@ -1,7 +1,6 @@
 """Ledger lines of trained groups."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -54,13 +53,6 @@ def test_hash_depends_on_the_tokens_of_the_group_alone() -> None:
     assert hashes(PROMPTS[:2], RESPONSES[:2]) == whole[:1]
     moved = hashes([[5, 1], [5], *PROMPTS[2:]], [[2, 3], [4], *RESPONSES[2:]])
     assert moved[0] != whole[0] and moved[1] == whole[1]
-
-
-def test_infinities_become_null(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.write([{"loss": math.nan, "step": 1, "lr": 0.5}])
-    lines.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"loss": None, "step": 1, "lr": 0.5}
 
 
 @pytest.mark.parametrize(("step", "bound"), [(6, 1), (3, 1)])

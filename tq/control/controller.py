@@ -42,6 +42,7 @@ from tq.control.lead_questions import LeadQuestions
 from tq.control.memory import Memory
 from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
+from tq.control.saved_rows import SavedRows
 from tq.control.sessions import Sessions
 from tq.control.state import ControlState
 from tq.control.task_rates import TaskRates
@@ -77,6 +78,7 @@ from tq.messages import (
     UnitLoss,
     WatchLost,
 )
+from tq.owner import replaces
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class ControllerService:
         last_step: int = 0,
         trained: Collection[int] = (),
         lineage: int = 0,
+        saved: SavedRows | None = None,
     ) -> None:
         """Start serving.
 
@@ -120,6 +123,7 @@ class ControllerService:
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
             lineage: of the queue: nothing of an earlier one counts.
+            saved: finished samples that admission, on the lead, may put instead of prompts.
         """
         self.failure: Exception | None = None
         self.failed = threading.Event()
@@ -165,7 +169,7 @@ class ControllerService:
         self._orders = UnitOrders(
             credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, failed=self._fail
         )
-        self._client = QueueClient(credentials, name, config=config)
+        self._client = QueueClient(credentials, name, config=config, attempt=starts)
         self._questions = None
         if not self._lead:
             self._questions = LeadQuestions(
@@ -186,6 +190,7 @@ class ControllerService:
                 num_units=config.num_storage_units,
                 save=self._memory.remember_admission,
                 failed=self._fail,
+                saved=saved,
             )
         with credentials.borrowed_store() as store:
             self._directory.publish(store)
@@ -301,13 +306,17 @@ class ControllerService:
     def _join(self, message: Join, call: Call) -> None:
         self._durable.add("owner", message.owner)
         with self._lock:
-            answers = []
+            gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
+            self._sessions.gone(gone)
+            self._awaited.difference_update(gone)
+            answers = [answer for other in gone for answer in self._handle(OwnerGone(other))]
             if self._sessions.elsewhere(call.session.number, message.owner):
-                answers = self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
+                answers += self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
             answers += self._handle(message, self._calls.keep(call))
         self._send(answers)
+        self._forget(gone)
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)

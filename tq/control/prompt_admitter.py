@@ -1,7 +1,9 @@
 """Puts new prompts: the shell around `AdmissionState`, in a thread of the lead controller.
 
 Woken by published versions, by rows that were lost with a unit, and by groups that went into quarantine. Its mark is
-durable before the rows of a group are put, so a group id is never given out twice.
+durable before the rows of a group are put, so a group id is never given out twice. When a run goes on from a
+checkpoint, finished samples that it holds (`SavedRows`) take the place of prompts as their groups are admitted; what is
+put a second time, after a loss, is always a prompt.
 """
 
 import logging
@@ -15,6 +17,7 @@ from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
 from tq.control.events import Lost, Quarantined
+from tq.control.saved_rows import SavedRows
 from tq.refill import Refill
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class PromptAdmitter:
         num_units: int,
         save: Callable[[AdmissionMark], None],
         failed: Callable[[Exception], None],
+        saved: SavedRows | None = None,
     ) -> None:
         """Args:
         state: where admission stands.
@@ -49,6 +53,7 @@ class PromptAdmitter:
         num_units: a step is put in at least so many parts, so that it spreads.
         save: makes a mark durable; returns when it is.
         failed: called when the thread cannot go on.
+        saved: finished samples of the checkpoint that the run goes on from.
         """
         self._state = state
         self._client = client
@@ -56,6 +61,7 @@ class PromptAdmitter:
         self._num_units = num_units
         self._save = save
         self._failed = failed
+        self._saved = saved
         self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
         self._refills = tuple(state.refills())
         self._closed = False
@@ -129,23 +135,43 @@ class PromptAdmitter:
                     "group %d went into quarantine after %d deliveries to %s; group %d takes its place in step %d",
                     event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
                 )  # fmt: skip
-                self._put([group])
+                self._put_new([group])
 
     def _admit(self) -> None:
         for step in self._state.admissible():
             self._save(self._state.mark())
             self._open(step)
-            self._put(self._state.groups_of(step))
+            self._put_new(self._state.groups_of(step))
 
     def _open(self, step: int) -> None:
         self._client.open_partition(step, sum(len(group.rows) for group in self._state.groups_of(step)))
+
+    def _put_new(self, groups: Sequence[AdmittedGroup]) -> None:
+        """Put groups for the first time in this run, or since it was resumed."""
+        done: set[int] = set()
+        most = self._groups_per_put(len(groups)) * self._state.group_size
+        for piece in () if self._saved is None else self._saved.take(groups, most=most):
+            self._client.put_rows(
+                piece.columns,
+                partition=piece.partition,
+                rows=piece.rows,
+                groups=piece.groups,
+                group_size=piece.group_size,
+                commits=piece.commits,
+            )
+            done.update(piece.rows)
+        if done:
+            logger.info("%d finished samples of the checkpoint are used", len(done))
+            left = [(group, tuple(row for row in group.rows if row not in done)) for group in groups]
+            groups = [AdmittedGroup(group.group, group.step, rows) for group, rows in left if rows]
+        self._put(groups)
 
     def _put(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)
         for group in groups:
             by_step[group.step].append(group)
         for step, members in by_step.items():
-            chunk = max(1, min(_GROUPS_PER_PUT, -(-len(members) // self._num_units)))
+            chunk = self._groups_per_put(len(members))
             for start in range(0, len(members), chunk):
                 part = members[start : start + chunk]
                 self._client.put_rows(
@@ -155,3 +181,7 @@ class PromptAdmitter:
                     groups=[group.group for group in part for _ in group.rows],
                     group_size=self._state.group_size,
                 )
+
+    def _groups_per_put(self, num_groups: int) -> int:
+        """Return how many groups are put together, so that a step spreads over the units."""
+        return max(1, min(_GROUPS_PER_PUT, -(-num_groups // self._num_units)))

@@ -43,7 +43,7 @@ class SnapshotWriter:
 
         Raises:
             TransportError: a block could not be read, or `stop` was set.
-            OSError: the disk is full, or such.
+            OSError, SafetensorError: the disk is full, or such.
         """
         names: list[str] = []
         total = 0

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from asyncflow.errors import AsyncFlowError, TransportError
 from asyncflow.transport.server import Call
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
@@ -122,7 +124,7 @@ class UnitSnapshots:
             call.reply(SnapshotWritten(files, len(cut.rows), num_bytes))
         except AsyncFlowError as error:
             call.refuse(error)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {error}"))
         finally:
             with self._lock:

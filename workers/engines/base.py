@@ -185,7 +185,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class TrainEngine(Protocol):
-    """Trains the policy; every method but `zero_grad` and `shards` is collective over the actor's ranks."""
+    """Trains the policy; methods but `zero_grad`, `shards` and `export_hf` are collective over the actor's ranks."""
 
     @property
     def optimizer_updates(self) -> int:
@@ -209,10 +209,17 @@ class TrainEngine(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then
-        `load_state_dict`)."""
+        `load_state_dict`). Its tensors are views that only `step` and `load_state_dict` change."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
-    def export_hf(self, target: Path) -> None:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) from rank 0."""
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write a Hugging Face directory (safetensors, config, tokenizer) of a saved state.
+
+        On one rank, in any thread, while training goes on.
+
+        Args:
+            target: is made.
+            saved: directory that torch.distributed.checkpoint wrote of a `state_dict`.
+        """

@@ -32,6 +32,7 @@ from workers.engines.hf_model import decoder_layers, empty_causal_lm, materializ
 from workers.engines.hf_weights import HfWeights, copy_without_weights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
+from workers.engines.saved_tensors import SavedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class FsdpEngine:
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._model = empty_causal_lm(model_dir, dtype=torch.float32, attention=PACKED_ATTENTION)
         self._aliases = parameter_aliases(self._model)
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         _shard(self._model, self._mesh, actor)
         materialize(self._model, device)
         self._load_weights(HfWeights(model_dir))
@@ -162,22 +164,16 @@ class FsdpEngine:
         self._resumed = (int(state["num_steps"]), self._num_updates)
         self.zero_grad()
 
-    @torch.no_grad()
-    def export_hf(self, target: Path) -> None:
-        """Write a Hugging Face directory from rank 0, in the element type of the initial model's files."""
-        parameters = dict(self._model.named_parameters())
-        if dist.get_rank() != 0:
-            for parameter in parameters.values():
-                _gather(parameter)
-            return
-        source = HfWeights(self._model_dir)
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
         copy_without_weights(self._model_dir, target)
 
         def read(name: str) -> Tensor:
             dtype = source.dtype(source.find(name, self._aliases[name]))
-            return _gather(parameters[name]).to("cpu", dtype).contiguous()
+            return tensors.read(f"model.{name}").to(dtype)
 
-        write_weights(target, {name: tuple(p.shape) for name, p in parameters.items()}, read)
+        write_weights(target, self._shapes, read)
 
     @torch.no_grad()
     def _load_weights(self, weights: HfWeights) -> None:
@@ -240,7 +236,3 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -22,6 +22,7 @@ from torch import Tensor
 from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.saved_tensors import SavedTensors
 from workers.engines.sim_config import SimConfig
 from workers.engines.sim_model import SimLengths
 
@@ -189,11 +190,11 @@ class SimTrainEngine:
         """
         self._config = config
         self._lr = lr
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self._step = torch.zeros((), dtype=torch.int64)
         self._shards = []
         for name, shape in sim_shapes(config).items():
-            start, stop = (shape[0] * k // self._num_ranks for k in (self._rank, self._rank + 1))
+            start, stop = (shape[0] * k // num_ranks for k in (rank, rank + 1))
             values = torch.zeros(stop - start, shape[1])
             self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
 
@@ -239,15 +240,14 @@ class SimTrainEngine:
         self._step = state["sim"]["step"]
         self._set_weights()
 
-    def export_hf(self, target: Path) -> None:
-        """Write the weights as safetensors from rank 0."""
-        if self._rank == 0:
-            target.mkdir(parents=True, exist_ok=True)
-            values = {
-                name: torch.full(shape, float(self._step) + k / 16)
-                for k, (name, shape) in enumerate(sim_shapes(self._config).items())
-            }
-            save_file(values, target / "model.safetensors")
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write the weights of a saved state as safetensors."""
+        target.mkdir(parents=True, exist_ok=True)
+        step = float(SavedTensors(saved).read("sim.step"))
+        values = {
+            name: torch.full(shape, step + k / 16) for k, (name, shape) in enumerate(sim_shapes(self._config).items())
+        }
+        save_file(values, target / "model.safetensors")
 
     def _set_weights(self) -> None:
         for number, shard in enumerate(self._shards):

@@ -50,21 +50,30 @@ def refuse(tmp_path: Path, *arguments: object) -> str:
     return result.stderr.removeprefix("Error: ").rstrip("\n")
 
 
-def make_checkpoint(run_dir: Path, step: int, fingerprint: str) -> None:
+def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) -> None:
+    from workers.checkpoint_files import CheckpointMeta, describe
+
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     (path / "dcp").mkdir(parents=True)
-    (path / "meta.json").write_text(json.dumps({"step": step, "lineage": 0, "model_fingerprint": fingerprint}))
+    (path / "dcp" / "shard").write_bytes(b"weights")
+    meta = CheckpointMeta(
+        step=step, lineage=0, model_fingerprint=fingerprint, data_hash=data, num_ranks=1, saved_at=0.0,
+        files=describe(path, ["dcp/shard"]),
+    )  # fmt: skip
+    meta.write(path)
 
 
 def make_run(run_dir: Path, source: Path, step: int) -> Path:
     """A stopped run of `source` with one checkpoint."""
     from launcher.config import load_config
     from launcher.rundir import create_run_dir
+    from workers.data import data_hash
     from workers.model_files import model_fingerprint
 
     config = load_config(source)
     create_run_dir(run_dir, config)
-    make_checkpoint(run_dir, step, model_fingerprint(Path(config.model.path)))
+    fingerprint, data = model_fingerprint(Path(config.model.path)), data_hash(Path(config.data.path))
+    make_checkpoint(run_dir, step, fingerprint=fingerprint, data=data)
     return run_dir
 
 
@@ -312,6 +321,22 @@ def test_resume_follows_data_that_were_moved(write_config: WriteConfig, tmp_path
     assert run("--resume", stopped, "--set", "data.path=copy.jsonl", "--dry-run").exit_code == 0
     (tmp_path / "prompts.jsonl").unlink()
     assert run("--resume", stopped, "--set", "data.path=copy.jsonl", "--dry-run").exit_code == 0
+
+
+def test_resume_with_data_that_were_changed_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+2=", "answer": "3"}\n')
+    message = refuse(tmp_path, "--resume", stopped)
+    assert message.startswith("data.path: the content of ")
+    assert "is not what the run began with" in message
+
+
+def test_resume_from_a_checkpoint_with_a_damaged_shard_is_refused(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "stopped", write_config(), 1)
+    checkpoint = stopped / "checkpoints" / "step_000001"
+    (checkpoint / "dcp" / "shard").write_bytes(b"weight$")
+    assert "shard was changed (checksum" in refuse(tmp_path, "--resume", checkpoint)
 
 
 def test_resume_of_a_finished_run_asks_for_more_steps(write_config: WriteConfig, tmp_path: Path) -> None:

@@ -9,14 +9,39 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.resume import cut_lines, find_checkpoint, rewind_run, running_launcher
+from launcher.resume import (
+    cut_lines,
+    find_checkpoint,
+    newest_checkpoint,
+    next_lineage,
+    rewind_run,
+    rewind_to_start,
+    running_launcher,
+    unsaved_run,
+)
+from workers.checkpoint_files import CheckpointMeta, describe
+
+SHARD = "dcp/__0_0.distcp"
+EXPORT = "hf/model.safetensors"
 
 
-def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0, fingerprint: str = "f") -> Path:
+def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0) -> Path:
     path = run_dir / "checkpoints" / f"step_{step:06d}"
-    (path / "dcp").mkdir(parents=True)
-    (path / "meta.json").write_text(json.dumps({"step": step, "lineage": lineage, "model_fingerprint": fingerprint}))
+    for name in (SHARD, EXPORT):
+        (path / name).parent.mkdir(parents=True)
+        (path / name).write_bytes(f"{name} of {step}".encode())
+    meta = CheckpointMeta(
+        step=step, lineage=lineage, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0,
+        files=describe(path, [SHARD, EXPORT]),
+    )  # fmt: skip
+    meta.write(path)
     return path
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def make_run(path: Path, *steps: int) -> Path:
@@ -35,13 +60,60 @@ def write_steps(path: Path, *steps: int, torn: str = "") -> None:
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + torn)
 
 
-def test_latest_is_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+def test_latest_is_the_newest_valid_checkpoint_and_the_others_are_told_of(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20)
     (make_checkpoint(run, 30) / "meta.json").unlink()
-    (make_checkpoint(run, 40) / "dcp").rmdir()
+    (make_checkpoint(run, 40) / SHARD).unlink()
     (make_checkpoint(run, 50) / "meta.json").write_text('{"step": 50, "line')
     (make_checkpoint(run, 60) / "meta.json").write_text('{"step": 60}')
+    flip_a_bit(make_checkpoint(run, 70) / SHARD)
+    (make_checkpoint(run, 80) / SHARD).write_bytes(b"dcp/__0_0.dist")
+    make_checkpoint(run, 90).rename(run / "checkpoints" / "step_000091")
+    told: list[str] = []
+    newest = newest_checkpoint(run, tell=told.append)
+    assert newest is not None
+    assert (newest.step, newest.lineage, newest.fingerprint, newest.data_hash) == (20, 0, "f", "d")
+    reasons = [
+        "is of step 90",
+        "has 14 bytes, not 22",
+        "was changed",
+        "missing",
+        "truncated",
+        "missing",
+        "never completed",
+    ]
+    assert len(told) == len(reasons)
+    for line, reason in zip(told, reasons, strict=True):
+        assert line.startswith("checkpoint passed over: ") and reason in line, line
     assert find_checkpoint("latest", run).step == 20
+
+
+def test_damaged_checkpoint_that_is_named_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = make_checkpoint(make_run(tmp_path / "run", 10), 20)
+    flip_a_bit(path / SHARD)
+    with pytest.raises(
+        ConfigError, match=r"^--resume: .*step_000020 is not a valid checkpoint: .* was changed .*; name"
+    ):
+        find_checkpoint(str(path), None)
+
+
+def test_checkpoint_with_a_damaged_export_is_used_with_a_warning(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    flip_a_bit(run / "checkpoints" / "step_000010" / EXPORT)
+    told: list[str] = []
+    newest = newest_checkpoint(run, tell=told.append)
+    assert newest is not None and newest.step == 10
+    assert len(told) == 1 and "without its export" in told[0]
+
+
+def test_run_without_a_valid_checkpoint_has_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    flip_a_bit(run / "checkpoints" / "step_000010" / SHARD)
+    assert newest_checkpoint(run, tell=lambda _: None) is None
+    write_steps(run / "ledger.jsonl", 1, 2, 3)
+    rewind_to_start(run)
+    assert steps_in(run / "ledger.jsonl") == []
+    assert (run / "checkpoints/abandoned/step_000010-damaged/meta.json").is_file()
 
 
 def test_latest_without_run_dir_means_the_run_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +145,37 @@ def test_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
     for target, run_dir in (("latest", run), (str(run), None), ("latest", tmp_path / "missing")):
         with pytest.raises(ConfigError, match=r"^--resume: .* holds no complete checkpoint"):
             find_checkpoint(target, run_dir)
+
+
+def test_run_that_saved_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs/a")
+    assert [unsaved_run("latest", None), unsaved_run("latest", run), unsaved_run("runs/a", None)] == [run] * 3
+    assert unsaved_run(str(run), tmp_path / "other") is None
+    assert unsaved_run("latest", tmp_path / "missing") is None
+    make_checkpoint(run, 10)
+    assert unsaved_run("latest", run) is None
+
+
+def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    (run / "checkpoints/step_000010/meta.json").write_text("{")
+    assert unsaved_run("latest", run) is None
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        find_checkpoint("latest", run)
+
+
+def test_rewind_to_the_start_leaves_no_step_and_takes_the_next_lineage_after_a_kill(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_steps(run / "metrics.jsonl", 1, 2)
+    write_steps(run / "ledger.jsonl", 1, 1, 2, 2)
+    write_steps(run / "evaluation.jsonl", 0, 2)
+    rewind_to_start(run)
+    assert steps_in(run / "metrics.jsonl") == steps_in(run / "ledger.jsonl") == []
+    assert steps_in(run / "evaluation.jsonl") == [0]
+    assert next_lineage(run, None) == 0
+    make_job(run, os.getpid(), time.time())
+    assert next_lineage(run, None) == 1
 
 
 def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
@@ -128,9 +231,11 @@ def test_broken_line_in_the_middle_is_refused_and_the_file_kept(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def make_job(run_dir: Path, pid: int, started_at: float) -> None:
+def make_job(run_dir: Path, pid: int, started_at: float, *, host: str | None = None) -> None:
     run_dir.mkdir(exist_ok=True)
-    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, HostClock.measure()).save(run_dir)
+    clock = HostClock.measure()
+    clock = HostClock(host or clock.host, clock.offset_s)
+    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, clock).save(run_dir)
 
 
 def test_live_launcher_is_seen(tmp_path: Path) -> None:
@@ -145,4 +250,9 @@ def test_launcher_that_is_gone_or_whose_process_id_was_reused_is_not_running(tmp
     make_job(tmp_path, ended.pid, time.time())
     assert running_launcher(tmp_path) is None
     make_job(tmp_path, os.getpid(), time.time() - 10 * 24 * 3600)
+    assert running_launcher(tmp_path) is None
+
+
+def test_process_id_of_another_host_is_not_looked_up_here(tmp_path: Path) -> None:
+    make_job(tmp_path, os.getpid(), time.time(), host="another boot")
     assert running_launcher(tmp_path) is None

@@ -1,13 +1,15 @@
 """Admission's shell: what it does when the lead controller starts again."""
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tq import Column
 from tq.config import Fill, ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
+from tq.control.events import Lost
 from tq.control.prompt_admitter import PromptAdmitter
+from tq.snapshot import SnapshotChunk
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
 
@@ -18,6 +20,7 @@ class FakeClient:
     def __init__(self, last_step: int) -> None:
         self.opened: dict[int, int] = {}
         self.put: dict[int, list[int]] = {}
+        self.commits: dict[int, tuple[str, ...]] = {}
         self.quiet = threading.Event()
         self._last_step = last_step
 
@@ -27,6 +30,7 @@ class FakeClient:
     def put_rows(self, columns: Any, *, partition: int, rows: list[int], **fields: Any) -> None:
         assert partition in self.opened, "rows of a step that nobody knows the size of"
         self.put.setdefault(partition, []).extend(rows)
+        self.commits.update(dict.fromkeys(rows, tuple(fields.get("commits", ()))))
         if partition == self._last_step:
             self.quiet.set()
 
@@ -47,7 +51,27 @@ def run(mark: AdmissionMark, known: Mapping[int, Collection[int]] | None, *, las
     return run_state(AdmissionState.from_mark(mark, SCHEDULE, last_step=last_step), known, last_step=last_step)
 
 
-def run_state(state: AdmissionState, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
+class Saved:
+    """Finished rows of a checkpoint; the rest must be generated."""
+
+    def __init__(self, *rows: int) -> None:
+        self._rows = set(rows)
+
+    def take(self, groups: Sequence[AdmittedGroup], *, most: int) -> Iterator[SnapshotChunk]:
+        for group in groups:
+            for row in self._rows.intersection(group.rows):
+                self._rows.remove(row)
+                yield SnapshotChunk(group.step, len(group.rows), [row], [group.group], {}, {"rollout": [0]})
+
+
+def run_state(
+    state: AdmissionState,
+    known: Mapping[int, Collection[int]] | None,
+    *,
+    last_step: int,
+    saved: Saved | None = None,
+    events: Sequence[int | Lost] = (),
+) -> FakeClient:
     client = FakeClient(last_step)
     admitter = PromptAdmitter(
         state,
@@ -56,7 +80,10 @@ def run_state(state: AdmissionState, known: Mapping[int, Collection[int]] | None
         num_units=1,
         save=lambda mark: None,
         failed=never,  # type: ignore[arg-type]
+        saved=saved,  # type: ignore[arg-type]
     )
+    for event in events:
+        admitter.add(event)
     admitter.start(known)
     assert client.quiet.wait(10)
     admitter.close()
@@ -82,3 +109,24 @@ def test_resumed_run_puts_the_groups_that_were_not_trained() -> None:
     client = run_state(state, None, last_step=3)
     assert client.opened == {2: 4, 3: 4}
     assert client.put == {2: [2, 3, 6, 7], 3: [8, 9, 10, 11]}
+
+
+def test_finished_samples_of_the_checkpoint_take_the_place_of_prompts_when_their_step_is_opened() -> None:
+    state = AdmissionState(SCHEDULE, version=1, last_step=4, trained={0, 1})
+    client = run_state(state, None, last_step=4, saved=Saved(4, 5, 7, 8, 12), events=[2])
+    assert client.opened == {2: 4, 3: 4, 4: 4}
+    assert {step: sorted(rows) for step, rows in client.put.items()} == {
+        2: [4, 5, 6, 7],
+        3: [8, 9, 10, 11],
+        4: [12, 13, 14, 15],
+    }
+    assert {row for row, tasks in client.commits.items() if tasks} == {4, 5, 7, 8, 12}
+
+
+def test_rows_that_are_put_again_are_prompts() -> None:
+    """Somebody may have them in hand, or have written more."""
+    state = AdmissionState.from_mark(AdmissionMark(version=1, next_step=3), SCHEDULE, last_step=3)
+    client = run_state(state, {2: [4, 5]}, last_step=3, saved=Saved(6, 7, 8), events=[Lost((4, 8))])
+    assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 6, 7], 3: [8, 8, 9, 10, 11]}
+    assert client.put[3][0] == client.put[3][-1] == 8, "first finished, then lost"
+    assert not any(client.commits.values())

@@ -1,0 +1,78 @@
+"""Which columns of saved samples hold under the configuration that a run goes on with."""
+
+from typing import Any
+
+import pytest
+
+from workers.config import RunConfig
+from workers.kept_columns import usable_columns
+
+PROMPT = {"prompts", "answers", "epochs"}
+ANSWER = {"responses", "rollout_log_probs", "versions", "truncated"}
+REWARD = {"rewards", "correct"}
+REFERENCE = {"ref_log_probs"}
+USER = {"name": "polite", "function": "manners:polite", "inputs": ["responses"], "output": "loss_masks"}
+
+
+def config(**sections: Any) -> RunConfig:
+    fields: dict[str, Any] = {
+        "steps": 9, "roles": {}, "model": {"path": "m"}, "data": {"path": "d"},
+        "schedule": {"rollout_batch_size": 2, "n_samples_per_prompt": 2},
+        "rollout": {"max_response_tokens": 8}, "algorithm": {"kl_coef": 0.1}, "tasks": [USER],
+    }  # fmt: skip
+    for name, section in sections.items():
+        fields[name] = {**fields.get(name, {}), **section} if isinstance(section, dict) else section
+    return RunConfig.model_validate(fields)
+
+
+def usable(now: RunConfig, *, before: RunConfig | None = None, partition: int = 21, step: int = 21) -> set[str]:
+    columns = usable_columns(before or config(), now, saved_step=20)(partition, step)
+    return set(columns)
+
+
+EVERYTHING = PROMPT | ANSWER | REWARD | REFERENCE | {"advantages", "loss_masks"}
+
+
+def test_unchanged_configuration_keeps_everything() -> None:
+    assert usable(config()) == EVERYTHING
+    assert usable(config(), partition=22) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({"rollout": {"temperature": 0.5}}, PROMPT),
+        ({"rollout": {"max_response_tokens": 9}}, PROMPT),
+        ({"model": {"dtype": "bfloat16"}}, PROMPT),
+        ({"reward": {"function": "digits"}}, EVERYTHING - REWARD - {"advantages"}),
+        ({"ref": {"engine": "sim"}}, EVERYTHING - REFERENCE),
+        ({"algorithm": {"eps_clip": 0.1}}, EVERYTHING - {"advantages"}),
+        ({"algorithm": {"kl_coef": 0.0}}, EVERYTHING - REFERENCE - {"advantages"}),
+        ({"tasks": [{**USER, "function": "manners:very_polite"}]}, EVERYTHING - {"loss_masks"}),
+        ({"tasks": []}, EVERYTHING - {"loss_masks"}),
+        ({"rollout": {"batch_size": 3, "samples_per_step": 0, "truncated": "mask"}}, EVERYTHING),
+        ({"actor": {"lr": 1.0}, "schedule": {"max_staleness": 3}, "tq": {"num_storage_units": 7}}, EVERYTHING),
+    ],
+)
+def test_column_whose_task_changed_goes_with_what_was_computed_from_it(change: dict[str, Any], left: set[str]) -> None:
+    assert usable(config(**change)) == left
+
+
+def test_task_that_is_new_has_written_nothing() -> None:
+    assert usable(config(), before=config(tasks=[])) == EVERYTHING - {"loss_masks"}
+
+
+def test_log_probabilities_under_the_newest_weights_are_computed_again() -> None:
+    updates = config(actor={"num_updates_per_step": 2}, algorithm={"off_policy": {"method": "decoupled"}})
+    assert "log_probs" not in usable(updates, before=updates)
+
+
+@pytest.mark.parametrize(
+    ("partition", "step", "holds"),
+    [(21, 21, True), (22, 24, True), (24, 25, False), (25, 25, False)],  # step 25's reference is of step 24: abandoned
+)
+def test_reference_that_follows_the_policy_holds_while_it_is_the_same(partition: int, step: int, holds: bool) -> None:
+    follows = config(algorithm={"ref_update_interval": 4})
+    columns = usable(follows, before=follows, partition=partition, step=step)
+    assert (columns >= REFERENCE) == holds
+    assert columns >= ANSWER

@@ -1,0 +1,239 @@
+"""Writes one checkpoint: every rank its shards, rank 0 the rest. Collective, in the thread that saves, beside training.
+
+    all     bytes needed -> [rank 0: room? reference/, queue/] -> dcp/ -> rng/, own checksums
+    rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> older ones go
+
+After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and nobody waits
+for a rank that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from asyncflow.errors import AsyncFlowError, CheckpointError
+from workers.checkpoint_directory import CheckpointDirectory, beside
+from workers.checkpoint_files import (
+    DCP,
+    HF,
+    QUEUE,
+    REFERENCE,
+    RNG,
+    CheckpointMeta,
+    FileEntry,
+    describe,
+    files_below,
+    sync,
+)
+from workers.gather import gather
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What `meta.json` says beside the step.
+
+    Attributes:
+        lineage, model_fingerprint, data_hash: see `CheckpointMeta`.
+        config: the resolved configuration's file.
+    """
+
+    lineage: int
+    model_fingerprint: str
+    data_hash: str
+    config: Path
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What rank 0 adds to the shards. All of it is called in the saving thread.
+
+    Attributes:
+        make_durable: makes ledger and metrics up to the step durable: before the checkpoint can be seen.
+        export_hf: (target, saved state) -> writes the Hugging Face directory; None: there is none.
+        snapshot: writes the queue's finished samples into a directory; None: they are not kept.
+        reference: directory of weights that belongs to it, too.
+        saved: is told when the checkpoint is in place.
+    """
+
+    make_durable: Callable[[], None]
+    export_hf: Callable[[Path, Path], None] | None = None
+    snapshot: Callable[[Path], object] | None = None
+    reference: Path | None = None
+    saved: Callable[[], None] = lambda: None
+
+
+class CheckpointWriter:
+    """One rank's part."""
+
+    def __init__(self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup) -> None:
+        """Args:
+        directory: of the run's checkpoints.
+        facts: of the run.
+        group: of all ranks, over the CPU, for this thread alone.
+        """
+        self._directory = directory
+        self._facts = facts
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def write(
+        self, step: int, copied: Callable[[], dict[str, Any]], *, num_bytes: int, rng: dict[str, Tensor], rest: Contents
+    ) -> None:
+        """Write the checkpoint of a step.
+
+        Args:
+            step: that was completed last.
+            copied: waits for the copy of this rank's state and returns it.
+            num_bytes: of the copy.
+            rng: states of this rank's random number generators.
+            rest: what rank 0 adds.
+
+        Raises:
+            CheckpointError: a rank could not do its part; nothing is left of the save.
+        """
+        target = self._directory.path(step)
+        work = beside(target)
+        try:
+            sizes = self._together(target, lambda: num_bytes)
+            self._first_rank(target, partial(self._begin, step, sum(sizes), rest))
+            self._together(target, partial(self._write_shards, work / DCP, copied))
+            parts = self._together(target, partial(self._write_own, work, rng))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            self._first_rank(target, partial(self._complete, step, files, rest))
+        except CheckpointError:
+            if self._rank == 0:
+                self._directory.discard(step)
+            raise
+        if self._rank == 0:
+            self._tell(rest)
+
+    def _begin(self, step: int, num_bytes: int, rest: Contents) -> None:
+        """Make room, and take what does not wait: references are replaced, and what is trained leaves the queue."""
+        work = beside(self._directory.path(step))
+        self._directory.begin(step, num_bytes=num_bytes)
+        if rest.reference is not None:
+            shutil.copytree(rest.reference, work / REFERENCE, copy_function=_link_or_copy)
+        if rest.snapshot is None:
+            return
+        try:
+            rest.snapshot(work / QUEUE)
+        except (AsyncFlowError, OSError) as error:
+            logger.warning("checkpoint of step %d is without the queue's finished samples: %s", step, error)
+
+    def _write_shards(self, target: Path, copied: Callable[[], dict[str, Any]]) -> None:
+        # What is copied lies on the host already: no copies ahead, from streams that training uses.
+        writer = _ShardFiles(target, per_thread_copy_ahead=0)
+        dcp.save(copied(), storage_writer=writer, process_group=self._group)
+
+    def _write_own(self, work: Path, rng: dict[str, Tensor]) -> dict[str, tuple[int, str]]:
+        """Write what belongs to this rank alone; returns checksums of all of its files."""
+        (work / RNG).mkdir(exist_ok=True)
+        own = f"{RNG}/rank_{self._rank}.safetensors"
+        save_file(rng, work / own)
+        sync(work / own)
+        names = [own, *(f"{DCP}/{path.name}" for path in (work / DCP).glob(f"__{self._rank}_*"))]
+        return {name: (entry.num_bytes, entry.xxh3) for name, entry in describe(work, names).items()}
+
+    def _complete(self, step: int, files: dict[str, tuple[int, str]], rest: Contents) -> None:
+        work = beside(self._directory.path(step))
+        shutil.copyfile(self._facts.config, work / self._facts.config.name)
+        if rest.export_hf is not None:
+            rest.export_hf(work / HF, work / DCP)
+        rest.make_durable()
+        entries = {name: FileEntry(*entry) for name, entry in files.items()}
+        others = [name for name in files_below(work) if name not in entries and not name.startswith(f"{QUEUE}/")]
+        entries |= describe(work, others)
+        CheckpointMeta(
+            step=step,
+            lineage=self._facts.lineage,
+            model_fingerprint=self._facts.model_fingerprint,
+            data_hash=self._facts.data_hash,
+            num_ranks=dist.get_world_size(self._group),
+            saved_at=time.time(),
+            files=dict(sorted(entries.items())),
+        ).write(work)
+        self._directory.complete(step)
+
+    def _tell(self, rest: Contents) -> None:
+        try:
+            rest.saved()
+        except AsyncFlowError as error:  # it will be told of the next one
+            logger.warning("the queue was not told of a checkpoint: %s", error)
+
+    def _first_rank(self, target: Path, part: Callable[[], None]) -> None:
+        self._together(target, part if self._rank == 0 else lambda: None)
+
+    def _together(self, target: Path, part: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part; returns what all ranks' parts returned.
+
+        Raises:
+            CheckpointError: one could not, the same on all ranks.
+        """
+        try:
+            mine = [part(), ""]
+        except (Exception, dcp.CheckpointException) as error:  # whatever it is, others wait; the second is no Exception
+            expected = isinstance(error, OSError)
+            logger.warning("checkpoint %s: rank %d gives up", target, self._rank, exc_info=None if expected else error)
+            mine = [None, self._reason(error)]
+        try:
+            parts = gather(mine, device=_CPU, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(f"checkpoint {target}: the actor's ranks lost each other ({_line(error)})") from error
+        failed = [reason for _, reason in parts if reason]
+        if failed:
+            raise CheckpointError(f"checkpoint {target}: cannot be written ({failed[0]})")
+        return [value for value, _ in parts]
+
+    def _reason(self, error: BaseException) -> str:
+        """Return one line; PyTorch's own has every rank's whole traceback, and does not say that a disk is full."""
+        rank = self._rank
+        if isinstance(error, dcp.CheckpointException):
+            rank, (error, _) = next(iter(error.failures.items()))
+        try:
+            free = f"; {self._directory.free_bytes() / 1e6:.0f} MB are free there"
+        except OSError:
+            free = ""
+        return f"rank {rank}: {_line(error)}{free}"
+
+
+class _ShardFiles(dcp.FileSystemWriter):
+    """Says which error of the system it was: torch's own serialisation fails over what it left half written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards; called by torch."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
