@@ -32,14 +32,13 @@ _forkserver: Any = forkserver._forkserver  # its process id and its end are not 
 
 
 def environment(*, threads: int) -> dict[str, str]:
-    """Return the variables that launcher and workers of a one-node run need before they import torch.
+    """Return the variables that launcher and workers need before they import torch.
 
     Args:
         threads: intra-op threads per worker; forked workers also call `torch.set_num_threads`.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        "GLOO_SOCKET_IFNAME": "lo",
         # Each TCPStore client looks its peer's name up; with a slow resolver that costs seconds a connection.
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         "OMP_NUM_THREADS": str(threads),
