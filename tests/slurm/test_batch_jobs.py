@@ -7,7 +7,7 @@ import pytest
 from chaos_parts.local_slurm import LocalSlurm, kill, wait_until
 from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
 
-SEVERAL_NODES = False
+SEVERAL_NODES = True
 """Whether launchers find each other by Slurm's variables; until they do, no test has more than one node."""
 GROUPS = 8
 SMALL = (
