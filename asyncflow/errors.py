@@ -29,6 +29,12 @@ class TransportError(AsyncFlowError):
     """A channel to a named peer broke, timed out, or carried something that the protocol forbids."""
 
 
+class DeadlineExceeded(TransportError):
+    """Somebody waited for somebody else for too long. Names both, what for, and how long (s)."""
+
+    deadline = True
+
+
 class Superseded(TransportError):
     """A put or ack came from a former owner of the lease; the rows belong to somebody else now. Drop the work."""
 
@@ -45,12 +51,18 @@ class RowsExist(PeerRefused):
     """A put names rows that the queue has already; indices are never reused in a run."""
 
 
-class ProducersGone(TransportError):
+class ProducersGone(DeadlineExceeded):
     """A consumer waits for rows, and for too long nobody who could write them has been connected."""
 
 
 class WeightSyncError(AsyncFlowError):
     """Weights could not be planned, transferred or verified."""
+
+
+class WeightsLate(WeightSyncError):
+    """Weights, or memory for them, did not come in time. Names who waited for whom, and how long (s)."""
+
+    deadline = True
 
 
 class PlanError(WeightSyncError):
@@ -63,11 +75,23 @@ class CheckpointError(AsyncFlowError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
+class TrainingDiverged(AsyncFlowError):
+    """A loss, a gradient or a probability is not a finite number. Says at which step, and what to go back to."""
+
+    final = True
+
+
+class UserCodeFailed(AsyncFlowError):
+    """A function of the user's on which the run depends raised, hung, or returned what cannot be used."""
+
+    final = True
+
+
 class RoleFailed(AsyncFlowError):
     """A worker died. Names role, rank and the last error."""
 
 
 class LastSaveFailed(CheckpointError):
-    """A run ends, and what it trained since its last checkpoint cannot be saved; nor could it be at another start."""
+    """At its end a run cannot save what it trained since its last checkpoint; to start again would end the same way."""
 
     final = True

@@ -57,7 +57,7 @@ class RankWatch:
         self._seen = {place: seen for place, seen in self._seen.items() if place[0] != gang}
 
     def look(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
-        """Return who is stuck.
+        """Return who is stuck; whoever has been so for longest comes first, since others may wait for it.
 
         Args:
             statuses: what ranks said last.
@@ -65,7 +65,8 @@ class RankWatch:
                 serve others, and wait by nature).
             now: monotonic (s).
         """
-        stuck, waiting = [], []
+        stuck: list[tuple[float, RankStuck]] = []
+        waiting = []
         for (gang, rank), status in sorted(statuses.items()):
             if gang not in workers:
                 continue
@@ -74,17 +75,20 @@ class RankWatch:
                 seen = self._seen[gang, rank] = _Seen(status.time, now)
             silent_s = now - seen.heard_at
             if silent_s > self._silence_timeout_s:
-                stuck.append(RankStuck(gang, rank, f"no sign of life for {silent_s:.0f} s; last: {status.state}"))
+                why = f"no sign of life for {silent_s:.0f} s; last: {status.state}"
+                stuck.append((silent_s, RankStuck(gang, rank, why)))
             elif not status.waits and status.idle_s + silent_s > self._timeout_s(status):
                 doing = f"{status.state} {status.detail}".rstrip()
-                stuck.append(RankStuck(gang, rank, f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"))
+                why = f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"
+                stuck.append((status.idle_s + silent_s, RankStuck(gang, rank, why)))
             elif workers[gang]:
                 waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
         if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
             seconds, gang, rank, state = max(waiting)
             others = ", ".join(f"{name} {doing}" for _, name, _, doing in waiting if name != gang)
-            stuck.append(RankStuck(gang, rank, f"everybody waits: it for {seconds:.0f} s, {state}; {others}"))
-        return stuck
+            why = f"everybody waits: it for {seconds:.0f} s, {state}; {others}"
+            stuck.append((seconds, RankStuck(gang, rank, why)))
+        return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
 
     def _timeout_s(self, status: Status) -> float:
         return self._operation_timeout_s if status.at_work else self._start_timeout_s

@@ -6,8 +6,9 @@ again, and again        after 1, 2, 4 ... s
 that too often, too     nothing: the run ends
 """
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,20 +51,30 @@ class Restart:
 class RestartBook:
     """Counts failures."""
 
-    def __init__(self, *, max_restarts: int, max_global_restarts: int, window_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_restarts: int,
+        max_global_restarts: int,
+        window_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Args:
         max_restarts: a gang that fails more often within the window takes all others with it.
         max_global_restarts: restarts of everything within the window.
         window_s: failures longer ago do not count (s).
+        clock: seconds; not the wall's, which may be set.
         """
         self._max_restarts = max_restarts
         self._max_global = max_global_restarts
         self._window_s = window_s
+        self._clock = clock
         self._failures: defaultdict[str, deque[float]] = defaultdict(deque)
         self._globals: deque[float] = deque()
 
-    def failed(self, gang: str, at: float) -> Restart:
-        """A gang failed at `at` (s, of any one clock)."""
+    def failed(self, gang: str) -> Restart:
+        """A gang failed just now."""
+        at = self._clock()
         mine = self._failures[gang]
         mine.append(at)
         self._forget(mine, at)

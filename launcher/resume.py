@@ -10,6 +10,7 @@ directory with the next lineage. Restoring state is the workers' part, not done 
 A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0: `rewind_to_start`.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -212,6 +213,24 @@ def running_launcher(run_dir: Path) -> int | None:
     return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
 
 
+def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
+    """Return the lineage of a run that goes on: newer than any that was, also if nothing of the last one was saved.
+
+    A launcher that was killed leaves its lineage in `job.json`; one that ended itself, in the metrics. Call it before
+    the run is cut back.
+
+    Args:
+        run_dir: of the run.
+        checkpoint: from which it goes on; None: from its beginning.
+    """
+    left = [-1 if checkpoint is None else checkpoint.lineage]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left.append(int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        left.append(int(json.loads((run_dir / METRICS_FILE).read_bytes().splitlines()[-1])["lineage"]))
+    return max(left) + 1
+
+
 def rewind_run(checkpoint: Checkpoint) -> None:
     """Cut the run back to the checkpoint's step: newer checkpoints aside, then ledger, metrics and evaluations, each
     atomically.
@@ -235,18 +254,6 @@ def rewind_to_start(run_dir: Path) -> None:
     _set_newer_aside(run_dir / CHECKPOINTS, 0, suffix="damaged")
     for name in _CUT_FILES:
         cut_lines(run_dir / name, 0)
-
-
-def lineage_after_kill(run_dir: Path) -> int:
-    """Return the lineage with which a run that saved nothing begins again.
-
-    A launcher that was killed leaves its own in `job.json`. One that ended by itself, and yet saved nothing, had
-    finished no step: its lineage may be used again.
-    """
-    try:
-        return int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]) + 1
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def cut_lines(path: Path, last_step: int) -> None:

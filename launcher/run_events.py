@@ -70,6 +70,13 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
+class RunDirLost:
+    """Somebody removed or moved the run's directory; nothing can be recorded or saved any more."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class AllReady:
     """Every rank of every gang reported that it is at work."""
 
@@ -114,6 +121,7 @@ Event = (
     GangExited
     | RankStuck
     | NodeLost
+    | RunDirLost
     | AllReady
     | LastStepDone
     | StopRequested

@@ -11,7 +11,7 @@ import logging
 import os
 import reprlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -122,6 +122,16 @@ def rewrite_run_dir(path: Path, config: RunConfig) -> Path:
     except OSError as error:
         raise _cannot_write(path, error) from error
     return path
+
+
+def discard_run_dir(path: Path) -> None:
+    """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
+    (path / CONFIG_FILE).unlink(missing_ok=True)
+    for log in (path / "logs").glob("launcher*.log"):
+        log.unlink(missing_ok=True)
+    for directory in (*(path / name for name in DIRECTORIES), path):
+        with suppress(OSError):  # something of the user's is in it
+            directory.rmdir()
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from launcher.run_events import (
     Restore,
     Restored,
     RestoreFailed,
+    RunDirLost,
     SetPhase,
     StartGang,
     StopRequested,
@@ -125,6 +126,10 @@ class Supervisor:
             case NodeLost():
                 self._lost_node = event.node
                 return self._enter(Phase.EXIT)
+            case RunDirLost():
+                self._finished = True
+                text = f"run directory {event.path} was removed or moved, so nothing can be recorded any more"
+                return [*(KillGang(name) for name in self._running), Finish(FAILED, text)]
             case StopRequested():
                 return self._stop(event.count)
             case Restored():
@@ -186,7 +191,7 @@ class Supervisor:
     def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
         """A gang failed that should be at work."""
         never_worked = not self._all_ready and event.code > 0
-        restart = self._restarts.failed(gang.name, event.at)
+        restart = self._restarts.failed(gang.name)
         names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
         if restart.scope is Scope.ALL:
             names = tuple(self._gangs)

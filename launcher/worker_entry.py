@@ -61,11 +61,15 @@ def enter(entrypoint: str, *args: str) -> None:
 
 
 def _redirect(path: str) -> None:
-    """Append stdout and stderr, of Python and of C++, to one file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    os.close(descriptor)
+    """Append stdout and stderr, of Python and of C++, to one file; if it cannot be opened, to the fork server's."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        sys.stderr.write(f"{path}: {error.strerror}; what process {os.getpid()} has to say comes here instead\n")
+    else:
+        for number in (1, 2):
+            os.dup2(descriptor, number)
+        os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
 

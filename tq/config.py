@@ -95,8 +95,10 @@ class QueueConfig(Settings):
     four times as often."""
     unit_grace_s: float = Field(10.0, ge=0)
     """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
-    max_deliveries: int = Field(5, ge=0)
-    """A row that comes back so often puts its group into quarantine; 0: never. A training gang's rows never do."""
+    max_deliveries: int = Field(3, ge=0)
+    """A row that comes back so often puts its group into quarantine; 0: never. A training gang's rows never do. The
+    last try is made with nothing else in hand, so that no innocent row goes along. With more than
+    `launcher.max_restarts`, a row that kills processes makes everything start again before it gets there."""
     max_live_rows: int = Field(0, ge=0)
     """Rows that some task is not done with; new ones wait beyond. 0: as many as the schedule admits."""
     max_live_bytes: int = Field(0, ge=0)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from asyncflow.errors import TransportError
+from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -109,10 +109,11 @@ def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: flo
     """Wait for an answer.
 
     Raises:
-        TransportError: none within `timeout_s`, or the service is gone.
+        DeadlineExceeded: none within `timeout_s`.
+        TransportError: the service is gone.
         PeerRefused, Superseded: the service answered no.
     """
     try:
         return future.result(timeout_s)
     except FutureTimeout as error:
-        raise TransportError(f"{service} did not answer {what} within {timeout_s:g} s") from error
+        raise DeadlineExceeded(f"{service} did not answer {what} within {timeout_s:g} s") from error

@@ -6,7 +6,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import PlanError, WeightSyncError
+from asyncflow.errors import PlanError, WeightsLate
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
 
@@ -28,7 +28,7 @@ def agree_on_plan(
         bucket_bytes, dtype: see `plan_transfer`.
 
     Raises:
-        WeightSyncError: a rank did not publish in time.
+        WeightsLate: a rank did not publish in time.
         PlanError: see `plan_transfer`; on every rank.
     """
     keys = PrefixStore(f"weights/plan/{epoch}", store)
@@ -59,9 +59,10 @@ def wait_for_key(store: Store, key: str, who: str, what: str) -> bytes:
         who, what: should have written it, and what it is, for the error.
 
     Raises:
-        WeightSyncError: not within the store's timeout; names who should have written it.
+        WeightsLate: not within the store's timeout; names who should have written it.
     """
     try:
         return store.get(key)
     except RuntimeError as error:
-        raise WeightSyncError(f"weights: {who} did not say {what} within the deadline") from error
+        within = f"{store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
+        raise WeightsLate(f"weights: {who} did not say {what} within {within}") from error

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from asyncflow.device import connect_group
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import WeightsLate
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def connect_sender(store: Store, members: Membership, rank: int, device: torch.d
     """Meet all receivers; returns this trainer rank's group, in which it has rank 0.
 
     Raises:
-        WeightSyncError: not all came within the store's timeout.
+        WeightsLate: not all came within the store's timeout.
     """
     return _connect(store, members, sender=rank, rank=0, device=device)
 
@@ -40,7 +40,7 @@ def connect_receiver(store: Store, members: Membership, name: str, device: torch
     """Meet all senders; returns one group per sender, by trainer rank.
 
     Raises:
-        WeightSyncError: not all came within the store's timeout.
+        WeightsLate: not all came within the store's timeout.
     """
     rank = 1 + members.receivers.index(name)
     return {sender: _connect(store, members, sender=sender, rank=rank, device=device) for sender in members.senders}
@@ -52,4 +52,5 @@ def _connect(store: Store, members: Membership, *, sender: int, rank: int, devic
         return connect_group(prefix, rank, 1 + len(members.receivers), device)
     except RuntimeError as error:
         who = " ".join(members.receivers)
-        raise WeightSyncError(f"weight group of sender {sender}: not all of {who} came within the deadline") from error
+        within = f"{store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
+        raise WeightsLate(f"weight group of sender {sender}: not all of {who} came within {within}") from error

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.device import CopiesDone, CopyStream
-from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
+from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
@@ -165,12 +165,13 @@ class WeightSender:
             stop: ends that wait early.
 
         Raises:
-            WeightSyncError: no memory became free in time, or the sender is closed.
+            WeightsLate: no memory became free in time.
+            WeightSyncError: the sender is closed.
         """
         began = time.monotonic()
         if self._closing.is_set():
             raise WeightSyncError(f"weights of {version}: the sender is closed")
-        place = self._memory_for(version, began + timeout_s, stop) if self._buckets else None
+        place = self._memory_for(version, timeout_s, stop) if self._buckets else None
         copied: Mapping[int, CopiesDone] = {}
         self._num_bytes = 0
         if place is not None:
@@ -205,14 +206,14 @@ class WeightSender:
         """Wait until the agent has this rank's part of the last version.
 
         Raises:
-            WeightSyncError: it did not take it in time, or had not when `stop` was set.
+            WeightsLate: it did not take it in time, or had not when `stop` was set.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._staged is not None and self._delivered != self._staged.version:
                 if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
                     why = self._refused or f"{self._agent} did not take them"
-                    raise WeightSyncError(f"weights of {self._staged.version}: not delivered in time: {why}")
+                    raise WeightsLate(f"weights of {self._staged.version}: not delivered within {timeout_s:g} s: {why}")
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -247,8 +248,9 @@ class WeightSender:
         with self._timeline.span("copy weights", bucket=index):
             self._writer.write(target, shards, {index})
 
-    def _memory_for(self, version: Version, deadline: float, stop: threading.Event | None) -> _Staged | None:
+    def _memory_for(self, version: Version, timeout_s: float, stop: threading.Event | None) -> _Staged | None:
         """Return where to copy a version; None: the agent has it already."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._refused = None
             self._no_room = ""
@@ -271,9 +273,10 @@ class WeightSender:
                     raise WeightSyncError(f"weights of {version}: no slot was free when the stop came")
                 if time.monotonic() >= deadline:
                     reason = (
-                        self._no_room or f"weights of {version}: {self._agent} gave no slot in time; is it running?"
+                        self._no_room
+                        or f"weights of {version}: {self._agent} gave no slot within {timeout_s:g} s; is it running?"
                     )
-                    raise WeightSyncError(reason)
+                    raise WeightsLate(reason)
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def _own_memory(self) -> Target:

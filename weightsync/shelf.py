@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asyncflow.errors import PlanError, TransportError, WeightSyncError
+from asyncflow.errors import PlanError, TransportError, WeightsLate
 from weightsync.region import Region, RegionLayout
 from weightsync.slot_memory import private_memory
 from weightsync.version import Version
@@ -174,7 +174,7 @@ class Shelf:
             over: is asked twice a second.
 
         Raises:
-            WeightSyncError: not within `timeout_s`; says why.
+            WeightsLate: not within `timeout_s`; says why.
             PlanError: trainer and engine do not agree on a tensor.
         """
         deadline = time.monotonic() + timeout_s
@@ -191,7 +191,7 @@ class Shelf:
                 raise error
             if time.monotonic() >= deadline:
                 why = f": {error}" if error is not None else f"; {self._source} has none"
-                raise WeightSyncError(f"{what} did not come within {timeout_s:g} s{why}")
+                raise WeightsLate(f"{what} did not come within {timeout_s:g} s{why}")
 
     def wake(self) -> None:
         """Let waits look whether they are over."""

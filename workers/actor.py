@@ -8,24 +8,23 @@ import logging
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import get_default_backend_for_device
 
 from asyncflow.errors import LastSaveFailed, WeightSyncError
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from weightsync.version import Version
 from workers.checkpoint import Checkpointer
-from workers.checkpoint_files import CheckpointMeta
 from workers.checkpoint_writer import Contents, RunFacts
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
-from workers.data import data_hash
 from workers.dataflow import PlacedTask
 from workers.engines.load import load_train_engine
+from workers.gang_peers import meet_peers
 from workers.gather import gather
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
+from workers.run_data import first_data_hash
 from workers.step_trainer import StepTrainer
 from workers.tasks import task_of
 from workers.weight_path import open_sender
@@ -38,8 +37,7 @@ STOP_GRACE_S = 15.0
 
 def run_actor(context: WorkerContext) -> None:
     """Train until the last step or a stop; save what was completed."""
-    backend = get_default_backend_for_device(context.device)
-    dist.init_process_group(backend, store=context.group_store(), rank=context.rank, world_size=context.gang.num_ranks)
+    meet_peers(context)
     actor = Actor(context)
     actor.train()
     actor.close()
@@ -193,11 +191,10 @@ _NOTHING = Contents(make_durable=lambda: None)
 
 def _open_checkpointer(context: WorkerContext) -> Checkpointer:
     config, resume_from = context.config, context.job.resume_from
-    hashed = CheckpointMeta.read(Path(resume_from)).data_hash if resume_from else data_hash(Path(config.data.path))
     facts = RunFacts(
         lineage=context.job.lineage,
         model_fingerprint=model_fingerprint(Path(config.model.path)),
-        data_hash=hashed,
+        data_hash=first_data_hash(context),
         config=context.run_dir / "config.yaml",
     )
     return Checkpointer(

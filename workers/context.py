@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
+from asyncflow.network import choose_interfaces
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
@@ -57,12 +58,15 @@ class WorkerContext:
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))
         self.attempt = int(os.environ.get("ASYNCFLOW_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
+        choose_interfaces(self.job.store_host)
         self.stopping = threading.Event()
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self.exiting = threading.Event()
         """Services leave too."""
-        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self.job.clock.here())
+        self._clock = self.job.local_clock()
+        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
         if self.config.deterministic:
@@ -92,6 +96,11 @@ class WorkerContext:
             return 0
         return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the user's command started, also if the wall clock was set meanwhile."""
+        return self._clock.now() - self.job.started_at
+
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
         """Return a client of the job store; each thread that may block in it needs its own."""
         timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
@@ -108,7 +117,9 @@ class WorkerContext:
 
     def queue_client(self) -> QueueClient:
         """Return this process's access to the queue."""
-        return QueueClient(self.credentials(), self.name, config=self.config.tq, stop=self.stopping)
+        return QueueClient(
+            self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
+        )
 
     def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
         """Say what this rank does from now on; the next heartbeat carries it.
@@ -139,6 +150,10 @@ class WorkerContext:
         if text:
             logger.warning("%s", text)
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
+
+    def said_first(self, key: str, value: str) -> str:
+        """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
+        return bytes(self._store.compare_set(f"first/{key}", "", value)).decode()
 
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""

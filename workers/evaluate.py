@@ -123,7 +123,7 @@ class Evaluator:
             [score.result() for _, score in answers],
             version=version,
             num_prompts=len(self._dataset),
-            time_s=time.time() - self._context.job.started_at,
+            time_s=self._context.elapsed_s,
             seconds=time.monotonic() - began,
         )
         self._lines.write([line])

@@ -1,5 +1,6 @@
 """Collects small values from all ranks of a gang. No pickle: msgpack over the group's own backend."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
+from workers.gang_peers import waiting_for_peers
 
 _DECODER = msgpack_decoder(Any)
 _HEADER_BYTES = 8
@@ -21,7 +23,10 @@ def gather(value: Any, *, device: torch.device, group: dist.ProcessGroup | None 
     Args:
         value: of what JSON has, infinite numbers and NaN too.
         device: of the group's backend.
-        group: None: the default one.
+        group: None: the default one; errors of another are the caller's.
+
+    Raises:
+        DeadlineExceeded: a rank of the default group does not come, or left.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -40,13 +45,15 @@ def sum_over_ranks(value: int, *, device: torch.device) -> int:
     if dist.get_world_size() == 1:
         return value
     total = torch.tensor([value], dtype=torch.int32, device=device)
-    dist.all_reduce(total)
-    return int(total)
+    with waiting_for_peers("in a sum of all ranks' counts"):
+        dist.all_reduce(total)
+        return int(total)
 
 
 def _exchange(data: bytes, size: int, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the bytes of every rank, each padded to `size`."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
-    return [part.cpu().numpy().tobytes() for part in parts]
+    with waiting_for_peers("in an exchange of all ranks' figures") if group is None else nullcontext():
+        dist.all_gather(parts, mine, group=group)
+        return [part.cpu().numpy().tobytes() for part in parts]

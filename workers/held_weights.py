@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import WeightsLate
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 from workers.context import WorkerContext
@@ -75,7 +75,7 @@ class HeldWeights:
         """Load weights of `needed` or later; returns without them only when the run stops.
 
         Raises:
-            WeightSyncError: they do not come.
+            WeightsLate: they do not come.
         """
         context, timeout_s = self._context, self._timeout_s
         deadline = time.monotonic() + timeout_s
@@ -88,7 +88,7 @@ class HeldWeights:
                     return
                 loaded = self.load_newest(patience_s=_TURN_PATIENCE_S)
             if not loaded and time.monotonic() > deadline:
-                raise WeightSyncError(
+                raise WeightsLate(
                     f"weights of {needed} are at hand, but no turn to load them came within {timeout_s:g} s: an "
                     f"instance that swaps does not end"
                 )

@@ -242,7 +242,7 @@ class StepRecorder:
             file.close()
 
     def _time_s(self) -> float:
-        return round(time.time() - self._context.job.started_at, 3)
+        return round(self._context.elapsed_s, 3)
 
     def _num_devices(self) -> int:
         roles = set(ON_DEVICE) - OBSERVERS

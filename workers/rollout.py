@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncflow.errors import TrainingDiverged
 from tq.config import ScheduleMode
 from weightsync.version import Version
 from workers.context import WorkerContext
-from workers.engines.base import GenerateRequest
+from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.feeder import Feeder
 from workers.held_weights import HeldWeights
@@ -183,6 +184,7 @@ class Rollout:
     def _generate(self) -> None:
         self._context.progress()
         for generation in self._engine.step(self._wake):
+            _check_finite(generation)
             self._outbox.add(self._running.pop(generation.ticket), generation)
 
     def _wait(self) -> None:
@@ -214,6 +216,19 @@ class Rollout:
     def _requests(self, lease: RolloutLease) -> Iterator[GenerateRequest]:
         for index, prompt in zip(lease.batch.indices, lease.prompts, strict=True):
             yield GenerateRequest(index, prompt, _seed(self._config.seed, index), next(self._tickets))
+
+
+def _check_finite(generation: Generation) -> None:
+    """Weights that are not numbers, or overflow, come from an update that went wrong; another start has the same ones.
+
+    Raises:
+        TrainingDiverged: the tokens of this answer have no probabilities.
+    """
+    if not bool(generation.log_probs_R.isfinite().all()):
+        raise TrainingDiverged(
+            f"the weights of step {int(generation.versions_R[-1])} give probabilities that are not finite; go back to "
+            f"a checkpoint before it with a smaller actor.lr"
+        )
 
 
 def _seed(run_seed: int, index: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from yaml import YAMLError
 
-from asyncflow.errors import ConfigError, RoleFailed
+from asyncflow.errors import RoleFailed
 from tq.batch import Column
 from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
@@ -17,14 +17,15 @@ from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed
-from workers.checkpoint_files import QUEUE, CheckpointMeta
+from workers.checkpoint_files import QUEUE
 from workers.config import RunConfig
 from workers.context import WorkerContext
-from workers.data import data_hash, read_prompt_rows
+from workers.data import read_prompt_rows
 from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.engines.hf_weights import copy_without_weights, write_weights
 from workers.kept_columns import usable_columns
 from workers.prompt_dataset import PromptDataset
+from workers.run_data import check_data
 from workers.tasks import launched_tasks, task_of, task_specs
 from workers.trained_groups import trained_groups
 
@@ -72,7 +73,7 @@ def run_controller(context: WorkerContext) -> None:
     config = context.config
     prompts = None
     if context.gang.name == config.tq.controllers[0]:
-        _check_data(context)
+        check_data(context)
         rows = read_prompt_rows(Path(config.data.path), config.data)
         dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
         prompts = DatasetPrompts(dataset)
@@ -104,15 +105,6 @@ def _trained(context: WorkerContext) -> frozenset[int]:
     if not context.start_step:
         return frozenset()
     return trained_groups(context.run_dir, context.config.schedule, completed=context.start_step)
-
-
-def _check_data(context: WorkerContext) -> None:
-    """Refuse data that changed since the run began: groups would not be the prompts that they were."""
-    if not context.job.resume_from:
-        return
-    path, checkpoint = Path(context.config.data.path), Path(context.job.resume_from)
-    if data_hash(path) != CheckpointMeta.read(checkpoint).data_hash:
-        raise ConfigError(f"data.path: the content of {path} is not what the run began with; restore the file")
 
 
 def _saved_rows(context: WorkerContext) -> SavedRows | None:

@@ -7,11 +7,12 @@ A stop before a step's last round abandons it, and nothing has changed; after th
 `workers.actor`; publishing, recording and saving are its part.
 """
 
-import time
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 
+from asyncflow.errors import TrainingDiverged
 from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from workers.columns.chain import TaskChain
@@ -59,7 +60,11 @@ class StepTrainer:
         self._step_rows = schedule.step_rows
 
     def train(self, step: int) -> StepRecord | None:
-        """Train the step that the loader is at; None: a stop came before its rows were all there."""
+        """Train the step that the loader is at; None: a stop came before its rows were all there.
+
+        Raises:
+            TrainingDiverged: a loss or a gradient is not finite, on all ranks; the weights are those before the update.
+        """
         record = StepRecord(step)
         rounds = StepRounds(self._config.actor, step_rows=self._step_rows)
         for arrived in self._arriving(record):
@@ -101,7 +106,7 @@ class StepTrainer:
                 step=record.step,
                 admitted_step=admitted_step,
                 lineage=job.lineage,
-                time_s=time.time() - job.started_at,
+                time_s=self._context.elapsed_s,
             )
             check_staleness(lines, bound=self._config.schedule.staleness_bound)
             record.add_rows(batch, lines, admitted_step=admitted_step)
@@ -133,11 +138,23 @@ class StepTrainer:
             parts = gather(vars(record.next_update), device=self._context.device)
         totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
         scale = self._algorithm.scale(totals.counts)
+        self._check_finite("loss", totals.loss * scale, record)
         record.sync_exposed_s += self._before_update()
         with self._context.timeline.span("optimizer", step=record.step):
             stats = self._engine.step(scale)
+        self._check_finite("gradient norm", stats.grad_norm, record)
         self._after_update(record.step, len(record.updates) + 1, self._engine.optimizer_updates)
         record.add_update(totals, scale=scale, stats=stats)
+
+    def _check_finite(self, what: str, value: float, record: StepRecord) -> None:
+        if math.isfinite(value):
+            return
+        saved = max((path.name for path in (self._context.run_dir / "checkpoints").glob("step_*")), default="")
+        source = f"go back to checkpoint {saved}" if saved else "start again (there is no checkpoint yet)"
+        raise TrainingDiverged(
+            f"step {record.step}, update {len(record.updates) + 1}: the {what} is {value}, so the weights were not "
+            f"changed; {source} with a smaller actor.lr, and look at the rewards in samples/"
+        )
 
     def _report(self, record: StepRecord, *, num_arrived: int = 0) -> None:
         number, every = len(record.updates) + 1, self._config.actor.num_updates

@@ -4,6 +4,7 @@ Used for rewards and for users' tasks; every message begins with the configurati
 searched last, so that a file there cannot hide an installed module.
 """
 
+import _thread
 import ast
 import importlib
 import importlib.util
@@ -14,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -82,28 +83,29 @@ def call(
         response: on which it is called.
 
     Raises:
-        AsyncFlowError: it raised, or did not return in time.
+        UserCodeFailed: it raised, or did not return in time.
     """
     outcome: list[tuple[object, BaseException | None]] = []
+    ended = threading.Event()
 
     def run() -> None:
         try:
             outcome.append((function(*arguments), None))
         except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
             outcome.append((None, error))
+        ended.set()
 
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise AsyncFlowError(
+    # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
+    _thread.start_new_thread(run, ())
+    if not ended.wait(timeout_s):
+        raise UserCodeFailed(
             f"{what} took longer than {limit} = {timeout_s:g} s on response {excerpt(response)}; "
             f"make it faster or raise the limit"
         )
     value, error = outcome[0]
     if error is not None:
         raised = f"{type(error).__name__}: {error}"
-        raise AsyncFlowError(f"{what} raised {raised} on response {excerpt(response)}") from error
+        raise UserCodeFailed(f"{what} raised {raised} on response {excerpt(response)}") from error
     return value
 
 

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import TransportError
+from asyncflow.errors import DeadlineExceeded, TransportError
+from asyncflow.network import GLOO_INTERFACE, LOOPBACK
 from asyncflow.transport.cuts import cut, cut_bytes, place
 from asyncflow.transport.frame import (
     FRAME_BYTES,
@@ -55,7 +56,7 @@ from asyncflow.transport.warm import warm_pool
 
 _NO_TIMEOUT = timedelta(days=365)
 _GLOO_PATIENCE = 5  # so many timeouts Gloo waits for an end that came and died before the two were connected
-_LEAST_MEETING_S = 4.0  # a busy process may need it for its half of the work
+_LEAST_MEETING = timedelta(seconds=4.0)  # a busy process may need it for its half of the work
 _GOODBYE_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 _SHORTEST_S = 0.001  # Gloo takes 0 for none
@@ -71,10 +72,10 @@ _IN_FLIGHT = 2  # messages of one payload: packing one overlaps with sending the
 @cache
 def gloo_device() -> Any:
     """Return this process's one Gloo device: one thread and one descriptor however many channels share it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interfaces = os.environ.get(GLOO_INTERFACE)
+    if interfaces:  # PyTorch takes several, with commas; a pair needs one
+        return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    return ProcessGroupGloo.create_device(hostname=LOOPBACK)
 
 
 def gloo_group(
@@ -85,15 +86,18 @@ def gloo_group(
     Args:
         store: of this group alone.
         rank, size: of this process in it.
-        timeout: of the meeting, which the store's own does not bound, and of every operation that is waited for
-            without another one. For a rank that came, and died before it was connected, Gloo waits five times as long.
+        timeout: of every operation that is waited for without another one, and of the meeting, which the store's own
+            does not bound. Each rank must come within a fifth of it (some seconds at least), since Gloo waits five
+            times for one that came, and died before it was connected.
         num_threads: so many operations run at a time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [gloo_device()]
     options._threads = num_threads
-    options._timeout = timeout
-    return ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
+    options._timeout = max(_LEAST_MEETING, timeout / _GLOO_PATIENCE)
+    group = ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(timeout)
+    return group  # type: ignore[return-value]
 
 
 def abort_gloo(group: dist.ProcessGroup) -> None:
@@ -134,9 +138,8 @@ class Channel:
         self._in = memoryview(bytearray(FRAME_BYTES))
         self._met = False
         self._sharing = Sharing(peer, limits)
-        meeting = timedelta(seconds=max(_LEAST_MEETING_S, timeout_s / _GLOO_PATIENCE))
         try:
-            self._group = gloo_group(store, 1 - self._other, 2, timeout=meeting)
+            self._group = gloo_group(store, 1 - self._other, 2, timeout=timedelta(seconds=timeout_s))
             self._frames = PostedFrames(self._group, self._other, _FRAME_TAG, FRAME_BYTES)
             self._frames.post(_POSTED)
         except RuntimeError as error:
@@ -369,7 +372,7 @@ class Channel:
     def _hold(self, lock: threading.Lock, timeout_s: float | None) -> None:
         """Take a lock of a channel that works; the caller releases it."""
         if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise TransportError(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
+            raise DeadlineExceeded(f"channel to {self.peer}: it took no message for {timeout_s:g} s")
         if self._broken:
             lock.release()
             raise TransportError(f"channel to {self.peer}: closed")

@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import TransportError
+from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
@@ -59,6 +59,7 @@ class Connection:
             TransportError: the service does not answer within the deadline, or fails its proof.
         """
         self.service = service
+        self._client = client
         self._decoder = msgpack_decoder(replies | Refused)
         self._encoder = msgspec.msgpack.Encoder()
         with credentials.borrowed_store() as store:
@@ -112,7 +113,8 @@ class Connection:
         """Send a request and wait for its reply.
 
         Raises:
-            TransportError: no reply within `timeout_s` (the channel is given up), or the peer is gone.
+            DeadlineExceeded: no reply within `timeout_s`; the channel is given up.
+            TransportError: the peer is gone.
             PeerRefused, Superseded: the service answered no.
         """
         deadline = time.monotonic() + timeout_s
@@ -121,8 +123,8 @@ class Connection:
             return future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout as error:
             self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
-            raise TransportError(
-                f"channel to {self.service}: no reply to {type(message).__name__} within {timeout_s:g} s"
+            raise DeadlineExceeded(
+                f"{self._client}: {self.service} gave no reply to {type(message).__name__} within {timeout_s:g} s"
             ) from error
 
     @property

@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed as dist
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import TransportError
+from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.frame import UNREADABLE
 
 _NONCE_BYTES = 16
@@ -129,19 +129,17 @@ def ask_for_channel(
         stop: once set, no answer is waited for.
 
     Raises:
-        TransportError: no answer in time, a stop, or the server does not know the secret.
+        DeadlineExceeded: no answer in time.
+        TransportError: a stop, or the server does not know the secret.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
     try:
         store.queue_push(ask_key(service), msgspec.msgpack.encode(ask))
         if not key_appears(store, f"{base}/offer", timeout_s, stop or threading.Event()):
-            closing = stop is not None and stop.is_set()
-            raise TransportError(
-                f"{client}: closed while {service} was asked for a channel"
-                if closing
-                else f"{client}: {service} did not answer; is it running?"
-            )
+            if stop is not None and stop.is_set():
+                raise TransportError(f"{client}: closed while {service} was asked for a channel")
+            raise DeadlineExceeded(f"{client}: {service} did not answer; is it running? (waited {timeout_s:g} s)")
         offer = msgpack_decoder(Offer).decode(store.get(f"{base}/offer"))
     except dist.DistError as error:
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -91,7 +92,7 @@ def test_client_that_asks_and_vanishes_blocks_nobody(
 def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     start: Start, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, came: bool
 ) -> None:
-    monkeypatch.setattr(channel, "_LEAST_MEETING_S", 0.2)
+    monkeypatch.setattr(channel, "_LEAST_MEETING", timedelta(seconds=0.2))
     pair = pair_store(credentials.store, "early", "key")
     if came:
         early = start(early_server, "key")

@@ -59,7 +59,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         context = SimpleNamespace(
             config=load_config(find_recipe("quickstart"), overrides=overrides),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
-            job=SimpleNamespace(started_at=0.0, lineage=0), timeline=NoTimeline(), stopping=threading.Event(),
+            elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=threading.Event(),
             report=lambda *_, **__: None,
         )  # fmt: skip
         receivers = []

@@ -66,7 +66,8 @@ def recorder(run_dir: Path, *, lineage: int = 1) -> StepRecorder:
     context: Any = SimpleNamespace(
         run_dir=run_dir,
         config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1)),
-        job=SimpleNamespace(lineage=lineage, started_at=0.0, gangs=[SimpleNamespace(role="actor", num_ranks=1)]),
+        elapsed_s=0.0,
+        job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", num_ranks=1)]),
         waiting_seconds=dict,
     )
     return StepRecorder(context)

@@ -3,13 +3,14 @@
 import itertools
 import threading
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
@@ -229,3 +230,18 @@ def test_answers_that_a_later_lineage_overtook_while_it_was_loaded_are_abandoned
     loop._weights.load_newest()
     assert loop._engine.num_running == 0
     assert not loop._running
+
+
+def test_weights_that_are_no_numbers_end_the_run() -> None:
+    loop = make()
+    loop._weights.load_newest()
+    loop._feeder.leases.append(lease(1, 0))
+    step = loop._engine.step
+
+    def diverged(wake: threading.Event) -> list[Any]:
+        return [replace(one, log_probs_R=one.log_probs_R * float("nan")) for one in step(wake)]
+
+    loop._engine.step = diverged
+    with pytest.raises(TrainingDiverged, match="weights of step 0"):
+        turn(loop)
+    assert not loop._outbox

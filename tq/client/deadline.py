@@ -14,6 +14,8 @@ class Deadline:
         timeout_s: until it passes.
         clock: seconds.
         """
+        self.timeout_s = timeout_s
+        """How long the whole call has (s)."""
         self._clock = clock
         self._end = clock() + timeout_s
 

@@ -139,7 +139,7 @@ class Fetches:
             return
         refused = None
         for request, fetch in self.parked.rows(name):
-            if refused is not None and fetch.version <= refused:
+            if (refused is not None and fetch.version <= refused) or task.trials.holds(fetch.owner):
                 continue
             if not self._try(request, fetch) and self.parked.waits(request):
                 if task.spec.max_staleness is None:
@@ -175,6 +175,8 @@ class Fetches:
         if self.stopped:
             return self._nothing(NoRowsReason.STOP)
         task = self._task(fetch)
+        if task.trials.holds(fetch.owner):
+            return None
         newest = self.newest_partition(fetch)
         if newest is not None and fetch.lineage < self._lineage:
             return self._nothing(NoRowsReason.NEWER_VERSION) if self._published else None

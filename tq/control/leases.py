@@ -4,7 +4,7 @@ given --done--> spent (remembered, so that a repeated ack is recognized)
   '--void--> fencing --Fenced--> free to be given again
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 _SPENT_REMEMBERED = 16384
@@ -100,6 +100,11 @@ class Leases:
         if not lease.rows:
             self._end(lease)
         return taken
+
+    def of(self, owner: str) -> Iterator[int]:
+        """Yield the rows that a consumer has in hand."""
+        for token in self._owned.get(owner, ()):
+            yield from self.by_token[token].rows
 
     def leave(self, owner: str) -> list[Lease]:
         """A consumer is gone; returns the leases that nobody holds any more."""

@@ -4,7 +4,7 @@ offer ---> (whole groups: until all rows of the group that are left are offered)
    ^--------------- withdraw: the row's unit went away, or the row is done ---------------'
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncflow.errors import PeerRefused
@@ -142,6 +142,12 @@ class PartitionQueue:
         for parcel in chosen:
             self._claim(parcel)
         return chosen
+
+    def put_back(self, parcels: Sequence[Parcel]) -> None:
+        """Return parcels that were picked: they may be handed out again."""
+        for parcel in parcels:
+            for number in parcel.rows:
+                self.offer(number, self._rows.rows[number])
 
     def _front(self, shown: dict[int, Parcel]) -> Iterator[Parcel]:
         """Yield parcels in order, and note them by their first rows."""

@@ -15,6 +15,7 @@ from tq.control.live_rows import LiveRow, LiveRows
 from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Round, Rounds, Share
 from tq.control.step_rounds import StepRounds
+from tq.control.trials import Trials
 from tq.messages import Held
 from tq.policies import Fifo, Parcel, Policy, Want
 from tq.task_spec import TaskSpec as TaskSpec
@@ -45,6 +46,7 @@ class TaskState:
         self.inputs = rows.mask(spec.inputs)
         self.outputs = rows.mask(spec.outputs)
         self.leases = Leases()
+        self.trials = Trials(self.leases, spec.max_deliveries)
         self.steps = None if spec.steps is None else StepRounds(self, spec.steps)
         """Steps of a gang that are not partitions."""
         self.partitions: dict[int, TaskPartition] = {}
@@ -213,6 +215,9 @@ class TaskState:
             if self.spec.in_order and not self._front_ready(number, part, want.num_rows):
                 return None
             parcels = part.queue.pick(self._picking, want)
+            count = self.trials.together(parcels)
+            part.queue.put_back(parcels[count:])
+            parcels = parcels[:count]
             return number, tuple(row for parcel in parcels for row in parcel.rows)
         return None
 

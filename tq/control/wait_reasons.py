@@ -45,6 +45,8 @@ class WaitReasons:
         """
         if self.recovering:
             return Reason(f"the controller was restarted and waits for {self.recovering}")
+        if isinstance(fetch, FetchRows) and task.trials.holds(fetch.owner):
+            return Reason("this consumer holds rows that failed too often to share it with others")
         number = fetch.partition if isinstance(fetch, FetchRound) and task.steps is None else self._oldest(task)
         if number is None:
             return Reason("no row waits for this task; none was put", self._alive({NEW_ROWS}))

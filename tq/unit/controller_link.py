@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, RowsExist, Superseded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -307,7 +307,7 @@ class ControllerLink:
         with self._lock:
             what = type(notice.message).__name__
             state = "did not confirm" if self.registered else "has never been up to hear"
-            error = TransportError(f"{self._unit}: {self.controller} {state} {what} within {timeout_s:g} s")
+            error = DeadlineExceeded(f"{self._unit}: {self.controller} {state} {what} within {timeout_s:g} s")
             settled = self._pop(notice, error)
         complete(settled)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.columns.config import UserTaskConfig
 from workers.columns.row import ARGUMENTS, TaskRow
@@ -39,7 +39,7 @@ class UserTask(ColumnTask):
         """Return the output, float32 [N].
 
         Raises:
-            AsyncFlowError: the function raised, or returned no number that can be used; says which task and function.
+            UserCodeFailed: the function raised, or returned no number that can be used; says which task and function.
         """
         values = [self._value(row) for row in self._rows(batch)]
         return {self._config.output: Column.of_scalars(torch.tensor(values, dtype=torch.float32))}
@@ -69,10 +69,10 @@ class UserTask(ColumnTask):
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError) as error:
-            raise AsyncFlowError(f"{what} returned {value!r} instead of a number") from error
+            raise UserCodeFailed(f"{what} returned {value!r} instead of a number") from error
         if not abs(number) <= _LARGEST or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
             wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that float32 holds"
-            raise AsyncFlowError(
+            raise UserCodeFailed(
                 f"{what} returned {number:g} on response {excerpt(row.response)}; "
                 f"{self._config.output} must be a number {wanted}"
             )

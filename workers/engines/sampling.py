@@ -44,9 +44,13 @@ def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) 
 
 
 def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero."""
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero.
+
+    A row that is not finite has no such index: it gets the last one, and log-probabilities that say so.
+    """
     cumulative_BV = weights_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B.unsqueeze(-1) * total_B1, right=True)
     # uniform * total may round up to total, which lies behind the last index with a weight.
-    return torch.minimum(drawn_B1, torch.searchsorted(cumulative_BV, total_B1)).squeeze(-1)
+    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
+    return torch.minimum(drawn_B1, last_B1).clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)

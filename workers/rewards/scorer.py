@@ -1,15 +1,18 @@
 """Scores answers in threads, so that a slow reward does not hold up generation."""
 
+import contextlib
 import logging
+import queue
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
 from workers.config import RewardConfig
 from workers.rewards.base import Score
@@ -19,6 +22,7 @@ from workers.tokenizer import TextDecoder
 logger = logging.getLogger(__name__)
 
 _THREADS = 4
+_Work = tuple["Future[ScoredAnswer]", tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,17 @@ class ScoredAnswer:
 
 
 class Scorer:
-    """Decodes and scores; close it to end its threads."""
+    """Decodes and scores; close it to end its threads.
+
+    They are no executor's: at its end a process would wait for those, and a user's function may take its time.
+    """
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._function = load_reward(config)
         self._decoder = TextDecoder(tokenizer)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="score")
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        for number in range(_THREADS):
+            threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
         """Score one answer.
@@ -53,7 +62,9 @@ class Scorer:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
         """
-        return self._threads.submit(self._score, tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer)
+        future: Future[ScoredAnswer] = Future()
+        self._work.put((future, tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer))
+        return future
 
     def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
         """Score several answers and wait for all."""
@@ -61,8 +72,24 @@ class Scorer:
         return [future.result() for future in [self.submit(*row) for row in rows]]
 
     def close(self) -> None:
-        """End the threads; a reward that hangs is left behind."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Cancel what is not begun and end the threads; a reward that hangs is left behind. Idempotent."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work = self._work.get_nowait()
+                if work is not None:
+                    work[0].cancel()
+        for _ in range(_THREADS):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            future, prompt, response, answer = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._score(prompt, response, answer))
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever asks for the result raises it
+                future.set_exception(error)
 
     def _score(self, prompt: tuple[int, ...], response: tuple[int, ...], answer: str) -> ScoredAnswer:
         prompt_text, response_text = self._decoder.prompt(prompt), self._decoder.response(response)
@@ -72,7 +99,7 @@ class Scorer:
     def _score_text(self, prompt: str, response: str, answer: str) -> Score:
         try:
             return self._function(prompt, response, answer)
-        except AsyncFlowError as error:  # of the user's function: it costs one sample, not the run
+        except UserCodeFailed as error:  # costs one sample, not the run
             logger.warning("%s; counted as 0", error)
             return Score(0.0, False)
 

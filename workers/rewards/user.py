@@ -1,13 +1,13 @@
 """A user's reward: any Python callable, named `module:function`. Torch-free until the user's own module is imported."""
 
-import math
-
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import UserCodeFailed
 from workers.rewards.base import RewardFunction, Score
 from workers.user_function import call, check_function, excerpt, load_function
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")
+_LARGEST = 3.4028234e38
+"""Of float32, rounded down."""
 
 
 class UserReward:
@@ -25,7 +25,7 @@ class UserReward:
         """Score one answer.
 
         Raises:
-            AsyncFlowError: the function raised, hung, or returned something else than a finite number or a Score.
+            UserCodeFailed: it raised, hung, or returned neither a number that float32 holds nor a Score of one.
         """
         value = call(
             self._function, prompt, response, answer,
@@ -35,21 +35,19 @@ class UserReward:
         return self._as_score(value, response)
 
     def _as_score(self, value: object, response: str) -> Score:
-        if isinstance(value, Score):
-            score = value
-        else:
-            try:
-                number = float(value)  # type: ignore[arg-type]
-            except (TypeError, ValueError) as error:
-                raise AsyncFlowError(
-                    f"reward.function: {self._name} returned {value!r} instead of a number or a Score"
-                ) from error
-            score = Score(number, number >= 1.0)
-        if not math.isfinite(score.reward):
-            raise AsyncFlowError(
-                f"reward.function: {self._name} returned {score.reward} on response {excerpt(response)}"
+        given = value.reward if isinstance(value, Score) else value
+        try:
+            number = float(given)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserCodeFailed(
+                f"reward.function: {self._name} returned {value!r} instead of a number or a Score"
+            ) from error
+        if not abs(number) <= _LARGEST:
+            raise UserCodeFailed(
+                f"reward.function: {self._name} returned {number:g} on response {excerpt(response)}; a reward must be "
+                f"a number that float32 holds"
             )
-        return score
+        return Score(number, value.correct if isinstance(value, Score) else number >= 1.0)
 
 
 def load_user_reward(name: str, timeout_s: float) -> UserReward:

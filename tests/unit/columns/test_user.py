@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.columns.config import UserTaskConfig
 from workers.columns.row import TaskRow
@@ -102,23 +102,23 @@ def test_what_is_no_input_is_empty(module: str) -> None:
     ],
 )
 def test_errors_name_task_and_function(module: str, function: str, message: str) -> None:
-    with pytest.raises(AsyncFlowError, match=f"^task safety: {module}:{function} {message}"):
+    with pytest.raises(UserCodeFailed, match=f"^task safety: {module}:{function} {message}"):
         make(module, function).compute(make_batch(), 1)
 
 
 def test_only_masks_are_bounded(module: str) -> None:
     assert make(module, "large", output="toxicity").compute(make_batch(), 1)["toxicity"].values.tolist() == [1.5, 1.5]
-    with pytest.raises(AsyncFlowError, match="toxicity must be a number that float32 holds"):
+    with pytest.raises(UserCodeFailed, match="toxicity must be a number that float32 holds"):
         make(module, "nothing", output="toxicity").compute(make_batch(), 1)
 
 
 def test_column_holds_what_the_function_returned(module: str) -> None:
-    with pytest.raises(AsyncFlowError, match=r"returned 1e\+39 .* toxicity must be a number that float32 holds"):
+    with pytest.raises(UserCodeFailed, match=r"returned 1e\+39 .* toxicity must be a number that float32 holds"):
         make(module, "huge", output="toxicity").compute(make_batch(), 1)
 
 
 def test_function_that_hangs_is_an_error_after_its_deadline(module: str) -> None:
-    with pytest.raises(AsyncFlowError, match=r"task safety: .*:hangs took longer than its timeout_s = 0.05 s on respo"):
+    with pytest.raises(UserCodeFailed, match=r"task safety: .*:hangs took longer than its timeout_s = 0.05 s on respo"):
         make(module, "hangs", timeout_s=0.05).compute(make_batch(), 1)
 
 

@@ -1,5 +1,6 @@
 """Inverse-CDF sampling."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,3 +59,11 @@ def test_token_of_probability_zero_is_never_drawn(
     row = torch.tensor([[*logits, float("-inf")]])
     token, log_prob = draw_tokens(row, torch.tensor([uniform]), config(top_k=top_k, top_p=top_p))
     assert 0 <= int(token) < len(logits) and bool(log_prob.isfinite())
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
+def test_row_without_probabilities_gets_a_token_and_says_so(changes: dict[str, float]) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 2.0], [0.0, torch.inf, 2.0]])
+    tokens, log_probs = draw_tokens(logits, torch.full((3,), 0.7), config(**changes))
+    assert tokens.lt(3).all()
+    assert log_probs.isfinite().tolist() == [True, False, False]

@@ -1,12 +1,15 @@
 """Steps of several updates against a loop written by hand over the same mini-batches, with the real engine."""
 
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
@@ -15,7 +18,7 @@ from tq.client.dataloader import order_of_pass
 from workers.algorithms.losses import LossCounts
 from workers.columns.chain import TaskChain
 from workers.config import RunConfig
-from workers.engines.base import TrainEngine
+from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
@@ -70,12 +73,17 @@ def make_rounds() -> list[PackedBatch]:
 
 
 def make_trainer(
-    config: RunConfig, engine: TrainEngine, loader: Loader, *, told: list[tuple[int, int, int]] | None = None
+    config: RunConfig,
+    engine: TrainEngine,
+    loader: Loader,
+    *,
+    told: list[tuple[int, int, int]] | None = None,
+    run_dir: Path = Path("nowhere"),
 ) -> StepTrainer:
     context: Any = SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
-        job=SimpleNamespace(lineage=0, started_at=0.0),
-        progress=lambda: None,
+        job=SimpleNamespace(lineage=0), elapsed_s=0.0,
+        progress=lambda: None, run_dir=run_dir,
     )  # fmt: skip
     tasks = ["compute_advantages_and_returns"]
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
@@ -155,3 +163,21 @@ def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
     make_trainer(config, engine, Loader(make_rounds())).train(STEP)
     make_trainer(config, untouched, Loader(make_rounds())).train(STEP)
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
+
+
+@pytest.mark.parametrize(("poison", "what"), [("rewards", "loss is nan"), ("gradient", "gradient norm is inf")])
+def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str, what: str
+) -> None:
+    config = configure()
+    engine, rounds = load_train_engine(config, device=CPU), make_rounds()
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    if poison == "rewards":
+        rounds[1].columns["rewards"].values[0] = math.nan
+    else:
+        monkeypatch.setattr(engine, "step", lambda scale: StepStats(grad_norm=math.inf, lr=1.0))
+    before = weights(engine)
+    with pytest.raises(TrainingDiverged, match=f"step {STEP}, update 1: the {what}.*step_000002") as caught:
+        make_trainer(config, engine, Loader(rounds), run_dir=tmp_path).train(STEP)
+    assert caught.value.final
+    assert all(one.equal(other) for one, other in zip(weights(engine), before, strict=True))

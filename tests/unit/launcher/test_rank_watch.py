@@ -81,3 +81,10 @@ def test_gang_that_starts_again_begins_anew() -> None:
     look(watch, 0.0, actor=last)
     watch.forget("actor")
     assert look(watch, 150.0, actor=last) == []
+
+
+def test_whoever_is_stuck_for_longest_comes_first() -> None:
+    rollout, actor = says("generating", at=1.0, idle_s=1500.0), says("training", at=1.0, idle_s=1001.0)
+    assert [stuck.gang for stuck in look(new_watch(), 0.0, actor=actor, rollout_0=rollout)] == ["rollout-0", "actor"]
+    rollout = says("generating", at=1.0, idle_s=1000.5)
+    assert [stuck.gang for stuck in look(new_watch(), 0.0, actor=actor, rollout_0=rollout)] == ["actor", "rollout-0"]

@@ -12,8 +12,8 @@ from asyncflow.job import Job
 from launcher.resume import (
     cut_lines,
     find_checkpoint,
-    lineage_after_kill,
     newest_checkpoint,
+    next_lineage,
     rewind_run,
     rewind_to_start,
     running_launcher,
@@ -173,9 +173,9 @@ def test_rewind_to_the_start_leaves_no_step_and_takes_the_next_lineage_after_a_k
     rewind_to_start(run)
     assert steps_in(run / "metrics.jsonl") == steps_in(run / "ledger.jsonl") == []
     assert steps_in(run / "evaluation.jsonl") == [0]
-    assert lineage_after_kill(run) == 0
+    assert next_lineage(run, None) == 0
     make_job(run, os.getpid(), time.time())
-    assert lineage_after_kill(run) == 1
+    assert next_lineage(run, None) == 1
 
 
 def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from launcher.run_events import (
     KillGang,
     LastStepDone,
     Phase,
+    RunDirLost,
     SetPhase,
     StopRequested,
     Timer,
@@ -92,6 +93,17 @@ def test_failure_before_the_start_gives_the_others_little_time() -> None:
     assert supervisor.handle(failure) == [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 3.0)]
     finish = supervisor.handle(DeadlinePassed(Timer.EXIT))[-1]
     assert finish == Finish(1, "rollout rank 1 failed: ConfigError: no such model")
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_run_whose_directory_is_gone_fails_at_once(stopping: bool) -> None:
+    supervisor = started_run()
+    if stopping:
+        supervisor.handle(StopRequested(1))
+    *kills, finish = supervisor.handle(RunDirLost("/runs/one"))
+    assert kills == [KillGang(name) for name in NAMES]
+    assert isinstance(finish, Finish) and finish.code == 1
+    assert "/runs/one was removed or moved" in finish.message
 
 
 def test_second_stop_kills_at_once() -> None:

@@ -1,6 +1,7 @@
 """What starts again after a failure, with whom, and when that has been too often."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ WITH_THE_ACTOR = ("controller-0", "storage-0", "actor", "evaluate-0")
 KILLED = -9
 
 
-def new_run(*, reference_follows: bool = False, external: tuple[str, ...] = (), **limits: int) -> Supervisor:
+def new_run(*, reference_follows: bool = False, external: tuple[str, ...] = (), **limits: Any) -> Supervisor:
     gangs = [GangSpec(name, name.partition("-")[0], int(name.partition("-")[2] or 0), 1, ("cpu",)) for name in NAMES]
     book = RestartBook(**{"max_restarts": 2, "max_global_restarts": 1, "window_s": 600} | limits)
     return Supervisor(
@@ -56,8 +57,8 @@ def working_run(**settings: object) -> Supervisor:
     return supervisor
 
 
-def dies(gang: str, at: float = 10.0) -> GangExited:
-    return GangExited(gang, KILLED, "ended by SIGKILL", 0, at)
+def dies(gang: str) -> GangExited:
+    return GangExited(gang, KILLED, "ended by SIGKILL", 0, 10.0)
 
 
 def silent(instructions: list[Instruction]) -> list[Instruction]:
@@ -86,14 +87,24 @@ def test_second_restart_waits_a_little() -> None:
     supervisor = working_run()
     supervisor.handle(dies("rollout-0"))
     supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
-    assert silent(supervisor.handle(dies("rollout-0", 20.0))) == [Arm(Timer.RESTART, 1.0, "rollout-0")]
+    assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 1.0, "rollout-0")]
 
 
 def test_failures_long_ago_do_not_count() -> None:
-    supervisor = working_run(max_restarts=1)
-    for at in (0.0, 1000.0, 2000.0):
-        assert silent(supervisor.handle(dies("rollout-0", at))) == [Arm(Timer.RESTART, 0.0, "rollout-0")]
+    now = [0.0]
+    supervisor = working_run(max_restarts=1, clock=lambda: now[0])
+    for now[0] in (0.0, 1000.0, 2000.0):
+        assert silent(supervisor.handle(dies("rollout-0"))) == [Arm(Timer.RESTART, 0.0, "rollout-0")]
         supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
+
+
+def test_set_wall_clock_changes_nothing_about_restarts() -> None:
+    """Times of failures are the wall's: they order what failed at about the same time, and count nothing."""
+    supervisor = working_run(max_restarts=1)
+    supervisor.handle(GangExited("rollout-0", KILLED, "ended by SIGKILL", 0, at=10_000.0))
+    supervisor.handle(DeadlinePassed(Timer.RESTART, gang="rollout-0"))
+    out = supervisor.handle(GangExited("rollout-0", KILLED, "ended by SIGKILL", 0, at=0.0))
+    assert KillGang("actor") in out, "the second failure within the window, whatever the clock says"
 
 
 def test_dead_actor_takes_with_it_what_follows_its_weights_and_rollouts_stay() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.config import RewardConfig
 from workers.rewards.base import Score
 from workers.rewards.load import check_reward, load_reward
@@ -109,19 +109,31 @@ def test_errors_and_wrong_results_name_the_function() -> None:
         return {"raise": 1 / len(answer) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]  # type: ignore[return-value]
 
     reward = UserReward(broken, name="m:broken", timeout_s=10)
-    with pytest.raises(AsyncFlowError, match=r"m:broken raised ZeroDivisionError: .* on response 'raise'"):
+    with pytest.raises(UserCodeFailed, match=r"m:broken raised ZeroDivisionError: .* on response 'raise'"):
         reward("", "raise", "")
-    with pytest.raises(AsyncFlowError, match="m:broken returned nan"):
+    with pytest.raises(UserCodeFailed, match="m:broken returned nan"):
         reward("", "nan", "")
-    with pytest.raises(AsyncFlowError, match="m:broken returned 'x' instead of a number or a Score"):
+    with pytest.raises(UserCodeFailed, match="m:broken returned 'x' instead of a number or a Score"):
         reward("", "text", "")
+
+
+@pytest.mark.parametrize("value", [1e39, Score(-1e39, False), Score(float("inf"), True)])
+def test_reward_that_float32_does_not_hold_is_refused(value: object) -> None:
+    with pytest.raises(UserCodeFailed, match="a reward must be a number that float32 holds"):
+        UserReward(lambda *_: value, name="m:huge", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
+
+
+def test_scores_numbers_are_taken_as_float() -> None:
+    assert UserReward(lambda *_: Score(2, False), name="m:two", timeout_s=10)("", "", "") == Score(2.0, False)  # type: ignore[arg-type]
+    with pytest.raises(UserCodeFailed, match="instead of a number or a Score"):
+        UserReward(lambda *_: Score("two", False), name="m:two", timeout_s=10)("", "", "")  # type: ignore[arg-type]
 
 
 def test_function_that_ends_the_program_is_named_at_once() -> None:
     def leave(prompt: str, response: str, answer: str) -> float:
         sys.exit(3)
 
-    with pytest.raises(AsyncFlowError, match="m:leave raised SystemExit: 3"):
+    with pytest.raises(UserCodeFailed, match="m:leave raised SystemExit: 3"):
         UserReward(leave, name="m:leave", timeout_s=10)("", "", "")
 
 
@@ -132,6 +144,6 @@ def test_a_hanging_function_passes_its_deadline() -> None:
         release.wait(60)
         return 1.0
 
-    with pytest.raises(AsyncFlowError, match=r"m:hang took longer than reward.timeout_s = 0.05 s"):
+    with pytest.raises(UserCodeFailed, match=r"m:hang took longer than reward.timeout_s = 0.05 s"):
         UserReward(hang, name="m:hang", timeout_s=0.05)("", "", "")
     release.set()
