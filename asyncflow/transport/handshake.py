@@ -66,12 +66,13 @@ class Credentials:
         """Return a store client of its own, since a blocked wait stalls other calls on the same client.
 
         Raises:
-            TransportError: the job store is gone.
+            TransportError: the job store cannot be reached.
         """
         try:
             store: dist.TCPStore = self.store.clone()  # type: ignore[attr-defined]
         except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error
+            reason = str(error).partition("\n")[0]
+            raise TransportError(f"the job store cannot be reached; is the launcher gone? ({reason})") from error
         store.set_timeout(timedelta(seconds=timeout_s or self.timeout_s))
         return store
 

@@ -58,7 +58,7 @@ def too_few_file_handles_from_the_start(lab: Lab) -> Seen:
 
 def rollout_runs_out_of_file_handles(lab: Lab) -> Seen:
     """A rollout may open no file any more, then a storage unit dies: what needs it starts again."""
-    with lab.run(settings={"tq.num_storage_units": 2}) as run:
+    with lab.run(settings={"tq.num_storage_units": 2, "tq.request_timeout_s": 10}) as run:
         run.wait_for_step(_SOON)
         rollout = run.pid("rollout-0")
         _, hard = resource.prlimit(rollout, resource.RLIMIT_NOFILE)
