@@ -108,7 +108,9 @@ class WorkerContext:
 
     def queue_client(self) -> QueueClient:
         """Return this process's access to the queue."""
-        return QueueClient(self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt)
+        return QueueClient(
+            self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
+        )
 
     def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
         """Say what this rank does from now on; the next heartbeat carries it.
