@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
+_OTHER_COMMANDS = Path(sys.executable).parent / "asyncflow"
 LAUNCHER, FORK_SERVER, TRACKER = "launcher", "fork server", "resource tracker"
 STARTING = "a starting worker"
 _POLL_S = 0.02
@@ -205,6 +206,13 @@ class LaunchedRun:
             lines = file.read().decode(errors="replace").splitlines()
         stamp = next((line[:_STAMP] for line in lines if text in line), None)
         return None if stamp is None else datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+    def verify(self) -> list[str]:
+        """Return what `asyncflow verify` finds wrong."""
+        done = subprocess.run(
+            [_OTHER_COMMANDS, "verify", str(self.run_dir)], capture_output=True, text=True, check=False
+        )
+        return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()
 
     def last_words(self) -> str:
         """Return the end of what it printed."""

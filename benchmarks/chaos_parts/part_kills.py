@@ -78,7 +78,9 @@ class _Fire:
         self._before = self.run.last_step()
         self._killed_at = self.run.send(next(one.pid for one in members if one.name == victim))
         self.kills.append(killed)
-        self.options.say(f"kill {len(self.kills)}: {victim} at step {killed.step}{' (hurried)' if moment.hurried else ''}")
+        self.options.say(
+            f"kill {len(self.kills)}: {victim} at step {killed.step}{' (hurried)' if moment.hurried else ''}"
+        )
         self.keep_running()
 
     def keep_running(self) -> None:
@@ -165,7 +167,9 @@ def _result(fire: _Fire, calm: LaunchedRun) -> Result:
         "audit": asdict(found),
         "accuracy_left_alone": final_accuracy(calm.lines("metrics.jsonl")),
         "held_out": [_held_out(each) for each in (fire.run, calm)],
-        "next_step_s": {name: {"median": statistics.median(each), "worst": max(each)} for name, each in next_step_s.items()},
+        "next_step_s": {
+            name: {"median": statistics.median(each), "worst": max(each)} for name, each in next_step_s.items()
+        },
         "kills": [asdict(killed) for killed in fire.kills],
     }
     return Result(figures, {"kills": details})
