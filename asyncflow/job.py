@@ -6,8 +6,9 @@ the run ends. Workers, also those started by hand, read it. It never travels thr
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
@@ -27,6 +28,7 @@ class GangSpec:
         index: which instance of the role this gang is, from 0.
         num_ranks: worker processes.
         devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`.
+        nodes: the node of each rank, never descending; left out: all ranks are on node 0.
     """
 
     name: str
@@ -34,6 +36,39 @@ class GangSpec:
     index: int
     num_ranks: int
     devices: tuple[str, ...]
+    nodes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            object.__setattr__(self, "nodes", (0,) * self.num_ranks)
+        assert len(self.nodes) == self.num_ranks and list(self.nodes) == sorted(self.nodes), self.nodes
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The nodes that have ranks of this gang, ascending."""
+        return tuple(dict.fromkeys(self.nodes))
+
+    def ranks_on(self, node: int) -> range:
+        """Return the ranks of this gang on a node."""
+        first = sum(1 for other in self.nodes if other < node)
+        return range(first, first + self.nodes.count(node))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of a run.
+
+    Attributes:
+        rank: its number; node 0 has the head launcher and the job store.
+        host: its name, for people.
+        address: by which the others reach it.
+        clock: of this host, aligned to node 0's.
+    """
+
+    rank: int
+    host: str
+    address: str
+    clock: HostClock
 
 
 @dataclass(frozen=True)
@@ -41,7 +76,7 @@ class Job:
     """Endpoints and membership of one run.
 
     Attributes:
-        store_host, store_port: the job store (TCPStore), on loopback for a one-node run.
+        store_host, store_port: the job store (TCPStore), on loopback for a one-node run, else at node 0's address.
         secret: hex; channels prove it by challenge-response.
         launcher_pid: the launcher's process id on the head node.
         gangs: every gang of the run, started by the launcher or by hand.
@@ -49,7 +84,9 @@ class Job:
         resume_from: checkpoint directory to restore, or "".
         last_step: number of the last step to train.
         started_at: unix time (s) at which the user's command started; metrics count from it.
-        clock: of the launcher's host; every timeline there uses it.
+        clock: of the head launcher's host; every timeline there uses it.
+        nodes: all hosts, by rank; empty for a one-node run, and until the launchers of all nodes have joined.
+        revision: counts what was written, so that other hosts know whether they see the newest.
     """
 
     store_host: str
@@ -62,6 +99,16 @@ class Job:
     last_step: int
     started_at: float
     clock: HostClock
+    nodes: tuple[Node, ...] = ()
+    revision: int = 0
+
+    def changed(self, **fields: Any) -> "Job":
+        """Return this job with other values, as its next revision."""
+        return replace(self, revision=self.revision + 1, **fields)
+
+    def local_clock(self) -> HostClock:
+        """Return the clock of the host that this process runs on."""
+        return HostClock.of_this_host([self.clock, *(node.clock for node in self.nodes)])
 
     def gang(self, name: str) -> GangSpec:
         """Return the gang called `name`; raises ConfigError with the known names."""
@@ -76,7 +123,7 @@ class Job:
         return tuple(gang for gang in self.gangs if gang.role == role)
 
     def save(self, run_dir: Path) -> None:
-        """Write `job.json` (mode 0600) atomically."""
+        """Write `job.json` (mode 0600) atomically; a job that was written before must be `changed` first."""
         target = run_dir / FILE_NAME
         beside = target.with_suffix(".tmp")
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -91,8 +138,12 @@ class Job:
         if not path.is_file():
             raise ConfigError(f"run directory: {run_dir} has no {FILE_NAME}, so nothing runs there; start it first")
         fields = json.loads(path.read_text())
-        gangs = tuple(GangSpec(**{**gang, "devices": tuple(gang["devices"])}) for gang in fields.pop("gangs"))
-        return Job(gangs=gangs, clock=HostClock(**fields.pop("clock")), **fields)
+        gangs = tuple(
+            GangSpec(**{**gang, "devices": tuple(gang["devices"]), "nodes": tuple(gang["nodes"])})
+            for gang in fields.pop("gangs")
+        )
+        nodes = tuple(Node(**{**node, "clock": HostClock(**node["clock"])}) for node in fields.pop("nodes"))
+        return Job(gangs=gangs, nodes=nodes, clock=HostClock(**fields.pop("clock")), **fields)
 
 
 def last_words(error: BaseException | None) -> str:

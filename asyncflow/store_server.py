@@ -8,17 +8,21 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-LOOPBACK = "127.0.0.1"
 
+def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, int]:
+    """Start a store on `host`.
 
-def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, int]:
-    """Start a store on a free port of `host`.
-
+    Args:
+        host: one of this host's addresses.
+        timeout: of the server's own calls.
+        port: 0: any free one.
     Returns:
         The server, which is a client too, and its port. It lives as long as the object.
+    Raises:
+        OSError: the port is taken.
     """
-    listener = socket.create_server((host, 0), backlog=1024)
-    port: int = listener.getsockname()[1]
+    listener = socket.create_server((host, port), backlog=1024)
+    port = listener.getsockname()[1]
     store = TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

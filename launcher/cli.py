@@ -3,6 +3,7 @@
 Imports of AsyncFlow's own modules, but for the errors, are inside functions, so that `--help` answers at once.
 """
 
+import os
 import sys
 import time
 
@@ -22,6 +23,11 @@ Exit codes: 0 done, 1 the run failed, 2 usage or configuration error, 75 stopped
 @click.option("--resume", metavar="latest|DIR", help="Continue a run, or from one of its checkpoints.")
 @click.option("--steps", type=int, metavar="N", help="Number of the last step.")
 @click.option(
+    "--nnodes", type=int, metavar="N", help="Number of nodes; start the command on each.  [default: Slurm's, or 1]"
+)
+@click.option("--node-rank", type=int, metavar="K", help="This node, 0 to N-1.  [default: Slurm's]")
+@click.option("--head", metavar="HOST[:PORT]", help="Node 0, as the others reach it.  [default: found by node 0]")
+@click.option(
     "--dry-run", is_flag=True, help="Check configuration, model and data, print the placement, start nothing."
 )
 @click.version_option(package_name="asyncflow-rl")
@@ -33,14 +39,19 @@ def launch(
     run_dir: str | None,
     resume: str | None,
     steps: int | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    head: str | None,
     dry_run: bool,
 ) -> None:
     """Train a language model with asynchronous RL from CONFIG, a YAML file or the name of a packaged recipe."""
     started_at = time.time()
     prepare_streams()
+    from launcher.node_options import find_place
     from launcher.request import Request
 
     with errors_as_exits():
+        place = find_place(nnodes, node_rank, head, os.environ)
         request = Request(
             config=config,
             roles=roles,
@@ -48,7 +59,10 @@ def launch(
             run_dir=run_dir,
             resume=resume,
             steps=steps,
+            place=place,
         )
+        if not place.is_head and not dry_run:
+            sys.exit(request.follow().start())
         accepted = request.accept()
         if dry_run:
             click.echo(accepted.describe())

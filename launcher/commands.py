@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from launcher.exits import FAILED, OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.slurm.command import sbatch_command
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -129,3 +130,6 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
             click.echo(f"wrote {directory / 'gantt.png'}")
         click.echo(account_text(account))
         click.echo(recording_text(timeline, measure_span_cost()))
+
+
+main.add_command(sbatch_command)

@@ -1,9 +1,13 @@
 """What `--dry-run` prints: the accepted configuration, its placement, and how to start a gang by hand. Pure."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncflow.job import GangSpec
 from launcher.batch_sizes import num_micro_batches
+from launcher.node_options import ONE_NODE, NodePlace
+from launcher.placement import HEAD
 from launcher.preflight import Preflight
 from launcher.table import table
 from launcher.torchrun import torchrun_line
@@ -16,16 +20,35 @@ SERVICES = {
 }
 
 
-def describe(checked: Preflight, *, source: Path, run_dir: Path, resume_from: str = "") -> str:
-    """Return the text, without a final newline."""
-    parts = (
+def describe(
+    checked: Preflight,
+    *,
+    source: Path,
+    run_dir: Path,
+    resume_from: str = "",
+    place: NodePlace = ONE_NODE,
+    arguments: Sequence[str] = (),
+) -> str:
+    """Return the text, without a final newline.
+
+    Args:
+        checked: the accepted configuration.
+        source: its file.
+        run_dir: of the run.
+        resume_from: checkpoint directory, or "".
+        place: says how many nodes there are, and where node 0 is.
+        arguments: of the command, but for those that say which node it is.
+    """
+    parts = [
         _summary(checked, source, run_dir, resume_from),
         _gang_table(checked),
         _task_table(checked),
-        _endpoints(),
+        _endpoints(checked, place),
         _by_hand(checked, run_dir),
-    )
-    return "\n\n".join(parts)
+    ]
+    if checked.num_nodes > 1:
+        parts.insert(2, _nodes(checked, place, arguments, run_dir))
+    return "\n\n".join(filter(None, parts))
 
 
 def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) -> str:
@@ -34,6 +57,8 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     ranks, micro = config.roles["actor"], config.actor.micro_batch_size
     late = f", groups up to {schedule.lateness} step late" if schedule.lateness else ""
     devices = "cpu" if checked.devices.kind == "cpu" else f"{checked.devices.count} x {checked.devices.kind}"
+    if checked.num_nodes > 1:
+        devices = f"{checked.num_nodes} nodes, each with {devices}"
     rows = [
         ("config", str(source)),
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
@@ -60,11 +85,14 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
 
 def _gang_table(checked: Preflight) -> str:
     external = checked.config.launcher.external_gangs
-    rows = [("GANG", "RANKS", "DEVICES", "RUNS")]
+    rows: list[tuple[str, ...]] = [("GANG", "RANKS", "NODE", "DEVICES", "RUNS")]
     for gang in checked.gangs:
         work = SERVICES.get(gang.role) or _work(checked, gang.role)
         by_hand = "  [started by hand]" if gang.name in external else ""
-        rows.append((gang.name, str(gang.num_ranks), _devices(gang), work + by_hand))
+        nodes = _range([str(node) for node in gang.parts])
+        rows.append((gang.name, str(gang.num_ranks), nodes, _devices(gang), work + by_hand))
+    if checked.num_nodes == 1:
+        rows = [(*row[:2], *row[3:]) for row in rows]
     return table(rows)
 
 
@@ -75,7 +103,32 @@ def _task_table(checked: Preflight) -> str:
     return table(rows)
 
 
-def _endpoints() -> str:
+def _nodes(checked: Preflight, place: NodePlace, arguments: Sequence[str], run_dir: Path) -> str:
+    """Say what runs on each node, and how the launchers are started."""
+    rows: list[tuple[str, ...]] = [("NODE", "RANKS", "GANGS")]
+    for node in range(checked.num_nodes):
+        ranks = sum(gang.nodes.count(node) for gang in checked.gangs)
+        rows.append((str(node), str(ranks), " ".join(gang.name for gang in checked.gangs if node in gang.parts)))
+    told = any(option in arguments for option in ("--run-dir", "--resume"))
+    command = shlex.join(["asyncflow-launch", *arguments, *(() if told else ("--run-dir", str(run_dir)))])
+    port = f":{place.head_port}" if place.head_port else ""
+    head = f" --head {place.head_host}{port}" if place.head_host else ""
+    return (
+        f"{table(rows)}\n\n"
+        f"ON EVERY NODE, K BEING ITS NUMBER\n{command} --nnodes {checked.num_nodes} --node-rank K{head}\n"
+        f"OR, IN THE BATCH SCRIPT OF A SLURM JOB\nsrun --nodes={checked.num_nodes} --ntasks-per-node=1 {command}"
+    )
+
+
+def _endpoints(checked: Preflight, place: NodePlace) -> str:
+    if checked.num_nodes > 1:
+        head = place.head_host or "node 0's address"
+        port = place.head_port or "<a free port, written to job.json>"
+        return (
+            "ENDPOINTS\n"
+            f"job store       {head}:{port}\n"
+            "channels        the interface that leads to the job store (or GLOO_SOCKET_IFNAME), ports made on demand"
+        )
     return (
         "ENDPOINTS\n"
         "job store       127.0.0.1:<a free port, written to job.json>\n"
@@ -87,7 +140,9 @@ def _by_hand(checked: Preflight, run_dir: Path) -> str:
     external = checked.config.launcher.external_gangs
     gangs = [gang for gang in checked.gangs if gang.name in external]
     if not gangs:
-        gangs = [gang for gang in checked.gangs if gang.role == "rollout"][:1]
+        gangs = [gang for gang in checked.gangs if gang.role == "rollout" and gang.parts == (HEAD,)][:1]
+        if not gangs:
+            return ""
         intro = f"A GANG BY HAND (after the launch, with --set launcher.external_gangs='[{gangs[0].name}]')"
     else:
         intro = "GANGS TO START BY HAND (after the launch)"
@@ -109,5 +164,8 @@ def _work(checked: Preflight, role: str) -> str:
 
 
 def _devices(gang: GangSpec) -> str:
-    unique = list(dict.fromkeys(gang.devices))
-    return f"{unique[0]} .. {unique[-1]}" if len(unique) > 1 else unique[0]
+    return _range(list(dict.fromkeys(gang.devices)))
+
+
+def _range(names: Sequence[str]) -> str:
+    return f"{names[0]} .. {names[-1]}" if len(names) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""One gang of workers under torchrun's elastic agent, in a thread of the launcher.
+"""One gang's ranks on this node under torchrun's elastic agent, in a thread of the launcher.
 
 `launcher.local_gangs` starts and kills gangs; what happens to them comes back as supervisor events. Nobody else touches
 their processes. Imports torch, so it is imported after the config is accepted.
@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from asyncflow.job import GangSpec, error_in
 from launcher import preload
-from launcher.job_store import JobStore
+from launcher.job_store import JobStoreClient
 from launcher.run_events import GangExited
 from launcher.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
 
@@ -39,6 +39,9 @@ MONITOR_INTERVAL_S = 0.2
 KILL_TIMEOUT_S = 5.0
 STOPPED_S = 3.0
 """A process that a signal has stopped for so long is ended (s)."""
+_UNKNOWN = 255
+"""What `multiprocessing` takes for the exit code of a process whose fork server is gone."""
+FORK_SERVER_DIED = "the fork server died, and with it every worker; see logs/launcher*.log"
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +56,22 @@ class Gang:
         *,
         entrypoint: str,
         run_dir: Path,
-        store: JobStore,
+        store: JobStoreClient,
         exited: Callable[[GangExited], None],
+        node: int = 0,
     ) -> None:
         """Args:
-        spec: which ranks.
+        spec: of the whole gang.
         attempt: counts the gang's starts from 0.
         entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
         run_dir: of the run.
         store: of the job.
         exited: is called, by the gang's thread, when all ranks are gone.
+        node: this node; its ranks are meant.
         """
         self.spec = spec
+        self._node = node
+        self._ranks = spec.ranks_on(node)
         self._attempt = attempt
         self._entrypoint = entrypoint
         self._run_dir = run_dir
@@ -95,12 +102,12 @@ class Gang:
 
     def _watch(self) -> None:
         """Run the agent. Whatever happens to this thread, the supervisor hears that the gang is gone."""
-        exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher.log", at=time.time())
+        exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
             exited = self._run()
         except Exception as error:  # the boundary of a thread: e.g. logs/ cannot be written
             logger.exception("gang %s", self.spec.name)
-            text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher.log"
+            text = f"its launcher thread died: {type(error).__name__}: {error}; see logs/launcher*.log"
             exited = GangExited(self.spec.name, 1, text, at=time.time())
         finally:
             self._exited(exited)
@@ -112,21 +119,29 @@ class Gang:
         self._agent = agent = GangAgent(
             WorkerSpec(
                 role=spec.role,
-                local_world_size=spec.num_ranks,
-                rdzv_handler=OneNodeRendezvous(spec.name, self._attempt, self._store),
+                local_world_size=len(self._ranks),
+                rdzv_handler=OneNodeRendezvous(f"{spec.name}/node{self._node}", self._attempt, self._store),
                 entrypoint=enter,
                 args=(self._entrypoint, str(self._run_dir), spec.name),
                 max_restarts=0,
                 monitor_interval=MONITOR_INTERVAL_S,
             ),
-            RankLogs(spec, self._attempt, self._run_dir),
+            RankLogs(spec, self._ranks, self._attempt, self._run_dir),
+            ranks=self._ranks,
             killed=self._killed,
             last_words=functools.partial(self._store.left, spec.name),
         )
-        result = agent.run()
+        try:
+            result = agent.run()
+        except (OSError, EOFError):
+            if not preload.has_died(agent.fork_server):
+                raise
+            logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
+            return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
-        failure = agent.failure or Failure(0, 1, "the elastic agent gave up; see logs/launcher.log", time.time())
+        gave_up = Failure(self._ranks.start, 1, "the elastic agent gave up; see logs/launcher*.log", time.time())
+        failure = agent.failure or gave_up
         return GangExited(
             spec.name, failure.code, failure.error, failure.rank, failure.at, failure.final, failure.deadline
         )
@@ -155,11 +170,14 @@ class GangAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: "RankLogs",
         *,
+        ranks: range,
         killed: threading.Event,
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
+        self.fork_server = preload.server_pid()
         self.failure: Failure | None = None
+        self._ranks = ranks
         self._logs = logs
         self._killed = killed
         self._last_words = last_words
@@ -178,7 +196,7 @@ class GangAgent(LocalElasticAgent):
         if self._killed.is_set():
             self._kill_all()
         # A rank that returns waits for its agent before it exits, so one that is gone here, even with code 0, died.
-        codes = {rank: process.exitcode for rank, process in enumerate(self._processes())}
+        codes = {rank: process.exitcode for rank, process in self._by_rank()}
         dead = [self._failure(rank, code) for rank, code in codes.items() if code is not None]
         dead += self._stopped()
         if not dead:
@@ -191,7 +209,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[Failure]:
         """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
         now = time.monotonic()
-        stopped = [rank for rank, process in enumerate(self._processes()) if preload.is_stopped(process.pid)]
+        stopped = [rank for rank, process in self._by_rank() if preload.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
             Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
@@ -215,13 +233,14 @@ class GangAgent(LocalElasticAgent):
             return recorded
         if code < 0:
             return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
-        if not preload.is_running():
-            return Failure(
-                rank, code or 1, "the fork server died, and with it every worker; see logs/launcher.log", time.time()
-            )
+        if code == _UNKNOWN and preload.has_died(self.fork_server):
+            return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
             return Failure(rank, code or 1, error, time.time())
         return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
+
+    def _by_rank(self) -> list[tuple[int, BaseProcess]]:
+        return list(zip(self._ranks, self._processes(), strict=False))  # there are none before they started
 
     def _processes(self) -> list[BaseProcess]:
         context: Any = self._pcontext  # MultiprocessContext; `_pc` exists once its processes do
@@ -229,10 +248,10 @@ class GangAgent(LocalElasticAgent):
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of the one agent that a gang has: nobody to meet, a fresh store prefix per attempt."""
+    """Rendezvous of the one agent that a gang has on a node: nobody to meet, a fresh store prefix per attempt."""
 
-    def __init__(self, gang: str, attempt: int, store: JobStore) -> None:
-        self._gang = gang
+    def __init__(self, name: str, attempt: int, store: JobStoreClient) -> None:
+        self._name = name
         self._attempt = attempt
         self._endpoint = RendezvousStoreInfo(store.host, store.port)
         self._client: TCPStore = store.client()
@@ -245,7 +264,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        prefix = f"gang/{self._gang}/attempt{self._attempt}"
+        prefix = f"gang/{self._name}/attempt{self._attempt}"
         return RendezvousInfo(PrefixStore(prefix, self._client), 0, 1, self._endpoint)
 
     def is_closed(self) -> bool:
@@ -267,12 +286,15 @@ class OneNodeRendezvous(RendezvousHandler):
 class RankLogs(LogsSpecs):
     """`logs/ROLE/RANK.log` with stdout and stderr of a rank, appended to; RANK counts over all gangs of the role.
 
+    It also tells each rank its place in the whole gang; an agent knows only the ranks of its node.
+
     `worker_entry` opens the log: torchelastic's own redirection truncates, and cannot merge the two streams.
     """
 
-    def __init__(self, gang: GangSpec, attempt: int, run_dir: Path) -> None:
+    def __init__(self, gang: GangSpec, ranks: range, attempt: int, run_dir: Path) -> None:
         super().__init__(str(run_dir / "logs"))
         self._gang = gang
+        self._ranks = ranks
         self._attempt = attempt
         self._dir = run_dir / "logs" / gang.role
 
@@ -282,16 +304,20 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self._dir.mkdir(parents=True, exist_ok=True)
-        for rank, variables in envs.items():
+        errors = {}
+        for local_rank, variables in envs.items():
+            rank = self._ranks[local_rank]
             self._error_file(rank).unlink(missing_ok=True)
+            errors[local_rank] = str(self._error_file(rank))
             variables[LOG_VARIABLE] = str(self._dir / f"{self._label(rank)}.log")
             variables[ATTEMPT_VARIABLE] = str(self._attempt)
-            variables["TORCHELASTIC_ERROR_FILE"] = str(self._error_file(rank))
-        errors = {rank: str(self._error_file(rank)) for rank in envs}
+            variables["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
+            variables["RANK"] = variables["ROLE_RANK"] = str(rank)
+            variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
 
     def failure(self, rank: int, code: int) -> Failure | None:
-        """Return what a rank recorded as its last error; None if it recorded nothing."""
+        """Return what a rank of the gang recorded as its last error; None if it recorded nothing."""
         path = self._error_file(rank)
         try:
             message = json.loads(path.read_text())["message"]

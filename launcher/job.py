@@ -5,6 +5,7 @@ thread owns everything here: gang threads and signal handlers only put events in
 """
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
 from launcher import preload
-from launcher.launcher_log import keep_torch_off_the_terminal, logging_to
+from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
 from launcher.line_tail import EvaluationTail, MetricsTail
+from launcher.node_options import ONE_NODE, NodePlace
+from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
 from launcher.restart_log import RestartLog
@@ -48,10 +51,11 @@ from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from workers.config import RunConfig
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
+    from launcher.run_nodes import RunNodes
 
 ENTRYPOINT = "workers.main:run_worker"
 POLL_S = 0.5
@@ -69,6 +73,7 @@ def run_job(
     lineage: int,
     started_at: float,
     entrypoint: str = ENTRYPOINT,
+    place: NodePlace = ONE_NODE,
 ) -> int:
     """Run the job to its end; call it from the main thread.
 
@@ -80,23 +85,27 @@ def run_job(
         lineage: number of actor restores before this start.
         started_at: when the user's command started (unix time, s).
         entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
+        place: says how many nodes the run has; this is node 0.
     Returns:
         The exit code: 0 done, 1 failed, 75 stopped and resumable.
+    Raises:
+        ConfigError: another node cannot take part, or the job store cannot listen where it should.
+        RoleFailed: not all nodes came in time.
     """
     events: SimpleQueue[Event] = SimpleQueue()
     with stop_signals(lambda count: events.put(StopRequested(count))):  # SimpleQueue.put may be interrupted by itself
         with contextlib.ExitStack() as stack:
-            log_file = run_dir / "logs" / "launcher.log"
+            log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
             # The fork server imports torch on one core while this process does so on the other.
             os.environ.update(preload.environment(threads=config.launcher.threads_per_worker))
             preload.start(log_file)
             stack.callback(preload.stop)
             stack.enter_context(preload.hidden_main())
-            from launcher.job_store import JobStore  # imports torch
+            from launcher.run_nodes import RunNodes, open_store  # imports torch
 
             keep_torch_off_the_terminal()
-            store = JobStore()
+            store = open_store(place)
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
@@ -114,14 +123,20 @@ def run_job(
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )
-            run = _Run(config, job, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
-            finish = run.until_finished()
-        _say_how_it_ended(finish, run_dir, progress=progress, job=job)
+            nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
+            if finish is None:
+                run = _Run(config, nodes, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
+                finish = run.until_finished()
+            lines = _final_lines(finish, run_dir, progress=progress, job=job)
+            nodes.finish(finish.code, lines[-1])
+        for line in lines:
+            print_line(line, err=finish.code == FAILED)
     return finish.code
 
 
-def _say_how_it_ended(finish: Finish, run_dir: Path, *, progress: Progress, job: Job) -> None:
-    lines = final_lines(
+def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job) -> list[str]:
+    return final_lines(
         finish.code,
         finish.message,
         step=progress.last_finished_step,
@@ -131,8 +146,6 @@ def _say_how_it_ended(finish: Finish, run_dir: Path, *, progress: Progress, job:
         resumable=has_checkpoint(run_dir),
         evaluation=progress.last_evaluation,
     )
-    for line in lines:
-        print_line(line, err=finish.code == FAILED)
 
 
 class _Run:
@@ -141,7 +154,7 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        job: Job,
+        nodes: "RunNodes",
         run_dir: Path,
         *,
         store: "JobStore",
@@ -152,19 +165,21 @@ class _Run:
         from launcher.local_gangs import LocalGangs  # imports torch
 
         own = config.launcher
-        self._job = job
+        self._job = job = nodes.job
         self._run_dir = run_dir
         self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
-        self._host = LocalGangs(
+        self._host = nodes.hosts
+        local = LocalGangs(
             entrypoint=entrypoint,
             run_dir=run_dir,
             store=store,
-            log_file=run_dir / "logs" / "launcher.log",
-            exited=events.put,
+            log_file=launcher_log(run_dir),
+            exited=functools.partial(nodes.hosts.part_exited, HEAD),
         )
+        nodes.hosts.add({HEAD: local})
         self._store = store
         self._events = events
         self._progress = progress
@@ -243,8 +258,9 @@ class _Run:
             self._watch.forget(event.gang)
             if self._store.is_done():
                 self._supervisor.handle(LastStepDone())
+        is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
         finish = self._apply(self._supervisor.handle(event))
-        if finish is None and event == StopRequested(1):
+        if finish is None and event == StopRequested(1) and is_first:
             self._progress.note("stopping: saving the last completed step (Ctrl-C again: at once)")
         return finish
 
@@ -280,6 +296,7 @@ class _Run:
         self._gone.discard(name)
         self._restarts.started_again(name)
         self._store.set_restarts(self._restarts.summary())
+        self._store.forget(self._specs[name])
         self._host.start(self._specs[name], attempt)
 
     def _restore(self) -> Finish | None:
@@ -312,14 +329,13 @@ class _Run:
         self._progress.update(self._statuses)
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers complain about since the last look."""
+        """Return what trainers and controllers complain about since the last look."""
         new = []
-        for gang in self._specs.values():
-            if gang.role in TRAINERS and (text := self._store.warning(gang.name, 0)) != self._warnings.get(
-                gang.name, ""
-            ):
-                self._warnings[gang.name] = text
-                new.append(text or f"{gang.name}: over")
+        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
+            text = self._store.warning(name, 0)
+            if text != self._warnings.get(name, ""):
+                self._warnings[name] = text
+                new.append(text or f"{name}: that is over")
         return new
 
     def _missing(self) -> list[str]:

@@ -7,7 +7,8 @@
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
     restarts           JSON of `launcher.restart_log.RestartLog`                 launcher -> `asyncflow status`
-    gang/NAME/attemptN/...   the elastic agent's own keys
+    gang/NAME/nodeK/attemptN/...   the elastic agent's own keys
+    launcher/...       between launchers of several nodes, see `launcher.node_head`
 
 Imports torch: only `launcher.job` imports it, after the config is accepted. One client per thread: a blocked call
 stalls all others on the same client.
@@ -22,24 +23,48 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.job import GangSpec
-from asyncflow.store_server import LOOPBACK, connect_store, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import connect_store, serve_store
 from launcher.progress import STARTING, Status
 from launcher.run_events import Phase
 
 TIMEOUT = timedelta(seconds=60)
 
 
-class JobStore:
+class JobStoreClient:
+    """Where the job store is, and a client of it; what a launcher on another node has."""
+
+    def __init__(self, host: str, port: int, client: TCPStore | None = None) -> None:
+        """Args:
+        host, port: of the server.
+        client: to use; None: a new one.
+        """
+        self.host = host
+        self.port = port
+        self._store = self.client() if client is None else client
+
+    def client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
+        """Connect once more, for a thread of its own."""
+        return connect_store(self.host, self.port, timeout)
+
+    def left(self, gang: str, rank: int) -> str | None:
+        """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
+        key = f"left/{gang}/{rank}"
+        return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
+
+
+class JobStore(JobStoreClient):
     """The server and the main thread's client."""
 
-    def __init__(self, host: str = LOOPBACK) -> None:
-        self.host: str = host
-        self._store, self.port = serve_store(host, TIMEOUT)
-        self._seen: list[str] = []
+    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Serve at an address of this host.
 
-    def client(self) -> TCPStore:
-        """Connect once more, for a thread of its own."""
-        return connect_store(self.host, self.port, TIMEOUT)
+        Raises:
+            OSError: the port is taken.
+        """
+        server, port = serve_store(host, TIMEOUT, port)
+        super().__init__(host, port, server)
+        self._seen: list[str] = []
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -48,11 +73,6 @@ class JobStore:
     def is_done(self) -> bool:
         """Return whether the last step is trained and saved."""
         return bool(self._store.check(["done"]))
-
-    def left(self, gang: str, rank: int) -> str | None:
-        """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
-        key = f"left/{gang}/{rank}"
-        return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
 
     def forget(self, gang: GangSpec) -> None:
         """A gang starts again: what its ranks said before they ended counts no more."""

@@ -1,4 +1,4 @@
-"""`logs/launcher.log`: the launcher's own log, so that the terminal stays the user's."""
+"""The launcher's own log, so that the terminal stays the user's."""
 
 import contextlib
 import logging
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+
+def launcher_log(run_dir: Path, node: int = 0) -> Path:
+    """Return where the launcher of a node writes its log: `logs/launcher.log`, or `logs/launcher-K.log` on node K."""
+    return run_dir / "logs" / (f"launcher-{node}.log" if node else "launcher.log")
 
 
 @contextlib.contextmanager

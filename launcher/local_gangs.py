@@ -1,4 +1,4 @@
-"""The gangs that run on this host: starts, ends and joins them, attempt after attempt.
+"""The `GangHost` of this node: starts, ends and joins gangs, attempt after attempt.
 
 Owned by one thread, which is the launcher's main one: the fork server lives as long as the thread that started it.
 Imports torch, so it is imported after the config is accepted.
@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncflow.job import GangSpec
 from launcher import preload
 from launcher.gang import Gang
-from launcher.job_store import JobStore
+from launcher.job_store import JobStoreClient
 from launcher.run_events import GangExited
 
 logger = logging.getLogger(__name__)
@@ -26,32 +26,33 @@ class LocalGangs:
         *,
         entrypoint: str,
         run_dir: Path,
-        store: JobStore,
+        store: JobStoreClient,
         log_file: Path,
         exited: Callable[[GangExited], None],
+        node: int = 0,
     ) -> None:
         """Args:
         entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
         run_dir: of the run.
         store: of the job.
         log_file: of the fork server, should it have to be started again.
-        exited: is called, by other threads, when a gang is gone.
+        exited: is called, by other threads, when this node's ranks of a gang are gone.
+        node: this node.
         """
         self._entrypoint = entrypoint
         self._run_dir = run_dir
         self._store = store
         self._log_file = log_file
         self._exited = exited
+        self._node = node
         self._gangs: dict[str, Gang] = {}
 
     def start(self, gang: GangSpec, attempt: int) -> None:
-        """Start all ranks; returns at once. An earlier attempt is gone."""
+        """Start this node's ranks; returns at once. An earlier attempt is gone."""
         if not preload.is_running():
             logger.warning("the fork server is gone; starting another")
             preload.stop()
             preload.start(self._log_file)
-        if attempt:
-            self._store.forget(gang)
         self._gangs[gang.name] = Gang(
             gang,
             attempt,
@@ -59,6 +60,7 @@ class LocalGangs:
             run_dir=self._run_dir,
             store=self._store,
             exited=self._exited,
+            node=self._node,
         )
         self._gangs[gang.name].start()
 

@@ -28,6 +28,7 @@ class Preflight:
         num_prompts: rows of the data.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
+        num_nodes: of the run.
     """
 
     config: RunConfig
@@ -37,39 +38,36 @@ class Preflight:
     num_prompts: int
     num_held_out: int
     num_parameters: int
+    num_nodes: int = 1
 
 
-def check_run(config: RunConfig) -> Preflight:
+def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     """Check roles, devices, batch sizes, users' functions, model and data, the cheap ones first.
+
+    Args:
+        config: resolved.
+        num_nodes: of the run, each like this one.
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    tasks = _check_settings(config)
+    devices = _usable_devices(config)
+    gangs = place_gangs(config, devices, num_nodes=num_nodes)
+    num_prompts, num_held_out = _check_files(config)
+    num_parameters = count_parameters(Path(config.model.path))
+    return Preflight(config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, num_nodes)
+
+
+def check_node(config: RunConfig) -> Devices:
+    """Check on a node other than node 0 what `check_run` does, but for the placement; returns this node's devices.
 
     Raises:
         ConfigError: the first thing that does not hold.
     """
-    from workers.data import read_prompt_rows
-    from workers.model_files import check_model_dir
-    from workers.prompt_check import check_prompts
-    from workers.rewards.load import check_reward
-    from workers.user_function import check_function
-
-    tasks = _place_tasks(config)
-    check_batch_sizes(config)
-    _check_clients(config)
-    _check_queue(config)
-    _check_fill(config)
-    _check_export(config)
-    _check_sim(config)
-    _check_evaluate(config)
+    _check_settings(config)
     devices = find_devices(config.launcher.device)
-    gangs = place_gangs(config, devices)
-    check_reward(config.reward)
-    for number, task in enumerate(config.tasks):
-        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
-    check_model_dir(Path(config.model.path))
-    _check_positions(config)
-    rows = read_prompt_rows(Path(config.data.path), config.data)
-    check_prompts(rows, config.data, model_dir=Path(config.model.path))
-    num_held_out = _check_held_out(config)
-    return Preflight(config, devices, gangs, tasks, len(rows), num_held_out, count_parameters(Path(config.model.path)))
+    _check_files(config)
+    return devices
 
 
 def count_parameters(model_dir: Path) -> int:
@@ -84,6 +82,50 @@ def count_parameters(model_dir: Path) -> int:
     for file in sorted(model_dir.glob("*.safetensors")):
         tensors.update(read_safetensors_header(file))
     return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+
+
+def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
+    """Check what the configuration alone decides; returns the tasks."""
+    tasks = _place_tasks(config)
+    check_batch_sizes(config)
+    _check_clients(config)
+    _check_queue(config)
+    _check_fill(config)
+    _check_export(config)
+    _check_sim(config)
+    _check_evaluate(config)
+    return tasks
+
+
+def _usable_devices(config: RunConfig) -> Devices:
+    """Return the devices of this node that ranks may use; the other nodes must have as many."""
+    devices, wanted = find_devices(config.launcher.device), config.launcher.devices_per_node
+    if devices.kind == "cpu" or not wanted:
+        return devices
+    if wanted > devices.count:
+        raise ConfigError(
+            f"launcher.devices_per_node: {wanted}, but this node has {devices.count} {devices.kind} devices; set it to "
+            f"{devices.count} or less"
+        )
+    return Devices(devices.kind, wanted)
+
+
+def _check_files(config: RunConfig) -> tuple[int, int]:
+    """Check users' functions, the model and the data; returns the numbers of prompts and of held-out prompts."""
+    from workers.data import read_prompt_rows
+    from workers.model_files import check_model_dir
+    from workers.prompt_check import check_prompts
+    from workers.rewards.load import check_reward
+    from workers.user_function import check_function
+
+    check_reward(config.reward)
+    for number, task in enumerate(config.tasks):
+        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
+    check_model_dir(Path(config.model.path))
+    _check_positions(config)
+    rows = read_prompt_rows(Path(config.data.path), config.data)
+    check_prompts(rows, config.data, model_dir=Path(config.model.path))
+    return len(rows), _check_held_out(config)
 
 
 def _check_positions(config: RunConfig) -> None:

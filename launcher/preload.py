@@ -11,29 +11,34 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from asyncflow.lifeline import STOP_SIGNALS
+
 logger = logging.getLogger(__name__)
 
 LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
 LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
 
+_DYING_S = 1.0
+_LOOK_S = 0.02
+
 _forkserver: Any = forkserver._forkserver  # its process id and its end are not public
 
 
 def environment(*, threads: int) -> dict[str, str]:
-    """Return the variables that launcher and workers of a one-node run need before they import torch.
+    """Return the variables that launcher and workers need before they import torch.
 
     Args:
         threads: intra-op threads per worker; forked workers also call `torch.set_num_threads`.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        "GLOO_SOCKET_IFNAME": "lo",
         # Each TCPStore client looks its peer's name up; with a slow resolver that costs seconds a connection.
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         "OMP_NUM_THREADS": str(threads),
@@ -58,18 +63,24 @@ def start(log_file: Path) -> int:
     }
     # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
     quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
-    with _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
+    with _stop_signals_blocked(), _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
         resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(["launcher.preloaded"])
-    with _set(variables):
+    with _stop_signals_blocked(), _set(variables):  # again, because `ensure_running` lets two of them in
         forkserver.ensure_running()
+    _forkserver.ensure_running = _check_running
     return int(_forkserver._forkserver_pid)
+
+
+def server_pid() -> int:
+    """Return the process id of the fork server; 0: there is none."""
+    return _forkserver._forkserver_pid or 0
 
 
 def is_running() -> bool:
     """Return whether the fork server lives; it is not reaped here, `multiprocessing` does that."""
-    pid = _forkserver._forkserver_pid
-    if pid is None:
+    pid = server_pid()
+    if not pid:
         return False
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -104,6 +115,32 @@ def stop() -> None:
     _forkserver._stop()
 
 
+def has_died(pid: int) -> bool:
+    """Return whether a fork server is gone, or replaced; waits a moment, for its pipes close before it is.
+
+    Args:
+        pid: of the server whose pipe just closed, or that refused.
+    """
+    deadline = time.monotonic() + _DYING_S
+    while pid == server_pid() and is_running():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _check_running() -> None:
+    """Take the place of `ForkServer.ensure_running`, which every start of a worker calls, in whichever thread.
+
+    It would start another server, which would die with that thread; only `start` may do that.
+
+    Raises:
+        ConnectionRefusedError: there is no server to fork a worker.
+    """
+    if not is_running():
+        raise ConnectionRefusedError("the fork server is gone")
+
+
 @contextlib.contextmanager
 def hidden_main() -> Iterator[None]:
     """Keep `multiprocessing` from running the launcher's main script again in every worker that is forked inside."""
@@ -113,6 +150,20 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Have the processes that are started inside begin with these signals blocked; in this one they only wait.
+
+    A scheduler sends them to every process at once. The fork server ignores them as soon as it can; the tracker keeps
+    those blocked that `multiprocessing` does not think of (USR1, HUP).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

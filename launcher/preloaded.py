@@ -46,6 +46,7 @@ def prepare() -> None:
     os.setpgid(0, 0)
     for number in (*STOP_SIGNALS, worker_entry.STACKS_SIGNAL):  # children inherit it, until they are ready for more
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them until now
     log = os.open(os.environ.pop(LOG_VARIABLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.job import GangSpec
-from launcher.run_events import DONE, FAILED, RESUMABLE
+from launcher.run_events import FAILED, RESUMABLE
 
 STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""
@@ -194,10 +194,10 @@ def final_lines(
     if evaluation is not None:
         lines.append(f"held-out accuracy: {accuracy_text(evaluation)} at step {evaluation['step']}")
     progress = f"step {step}/{last_step}, {_clock(elapsed_s)}"
-    if code != DONE and resumable:
+    if code == RESUMABLE or (code == FAILED and resumable):
         lines.append(f"resume with: asyncflow-launch --resume {shlex.quote(str(run_dir))}")
     if code == RESUMABLE and not resumable:
-        lines.append("there is no checkpoint yet: start it again instead of resuming it")
+        lines.append("there is no checkpoint yet: resumed, it starts again from step 1")
     if code == FAILED:
         lines += [f"logs: {run_dir / 'logs'}", f"failed ({progress}): {message}"]
     elif code == RESUMABLE:

@@ -1,29 +1,46 @@
 """One `asyncflow-launch` command from arguments to a started run: resolve, check everything, and only then write.
 
 Request --accept()--> Accepted --describe()--> text of --dry-run
-                               '-start()-----> run directory, processes, exit code
+        |                      '-start()-----> run directory, processes, exit code
+        '-follow()--> NodeRun, on any node but node 0
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError
 from launcher.config import load_config
 from launcher.dry_run import describe
+from launcher.node_options import ONE_NODE, NodePlace
+from launcher.node_run import NodeRun
 from launcher.paths import user_path
-from launcher.preflight import Preflight, check_run
+from launcher.preflight import Preflight, check_node, check_run
 from launcher.recipes import find_recipe
-from launcher.resume import Checkpoint, check_resume, find_checkpoint, rewind_run
+from launcher.resume import (
+    LATEST,
+    Checkpoint,
+    check_not_running,
+    check_resume,
+    find_checkpoint,
+    next_lineage,
+    rewind_run,
+    rewind_to_start,
+    unsaved_run,
+)
 from launcher.rundir import (
+    CHECKPOINTS,
     CONFIG_FILE,
+    RUNS,
     check_new_run_dir,
     check_writable,
     create_run_dir,
     default_run_dir,
+    discard_run_dir,
     held_run_dir,
     rewrite_run_dir,
 )
+from workers.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,11 @@ class Accepted:
         source: the configuration file.
         run_dir: absolute.
         checked: what the configuration resolves to.
-        checkpoint: to continue from, or None for a new run.
+        checkpoint: to continue from, or None for a run that begins with step 1.
         default_run_dir: whether the user left the directory to us.
+        started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
+        place: this launcher's node, which is node 0, and their number.
+        arguments: of the command, but for those that say which node it is.
     """
 
     source: Path
@@ -43,11 +63,23 @@ class Accepted:
     checked: Preflight
     checkpoint: Checkpoint | None
     default_run_dir: bool = False
+    started_over: bool = False
+    place: NodePlace = ONE_NODE
+    arguments: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
-        resume_from = str(self.checkpoint.path) if self.checkpoint else ""
-        return describe(self.checked, source=self.source, run_dir=self.run_dir, resume_from=resume_from)
+        resume_from = "step 0: it saved nothing yet" if self.started_over else ""
+        if self.checkpoint is not None:
+            resume_from = str(self.checkpoint.path)
+        return describe(
+            self.checked,
+            source=self.source,
+            run_dir=self.run_dir,
+            resume_from=resume_from,
+            place=self.place,
+            arguments=self.arguments,
+        )
 
     def start(self, started_at: float) -> int:
         """Write the run directory (or cut it back), run the job, return the exit code.
@@ -58,20 +90,39 @@ class Accepted:
         from launcher.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        if checkpoint is None:
+        if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
-            if checkpoint is not None:
-                rewind_run(checkpoint)
-                rewrite_run_dir(run_dir, config)
-            return run_job(
-                config,
-                self.checked.gangs,
-                run_dir,
-                resume_from=str(checkpoint.path) if checkpoint else "",
-                lineage=checkpoint.lineage + 1 if checkpoint else 0,
-                started_at=started_at,
-            )
+            lineage = self._cut_back()
+            try:
+                return run_job(
+                    config,
+                    self.checked.gangs,
+                    run_dir,
+                    resume_from=str(checkpoint.path) if checkpoint else "",
+                    lineage=lineage,
+                    started_at=started_at,
+                    place=self.place,
+                )
+            except AsyncFlowError:  # the nodes did not come together
+                if checkpoint is None and not self.started_over:
+                    discard_run_dir(run_dir)
+                raise
+
+    def _cut_back(self) -> int:
+        """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
+        from launcher.progress import print_line
+
+        if self.checkpoint is None and not self.started_over:
+            return 0
+        lineage = next_lineage(self.run_dir, self.checkpoint)
+        if self.checkpoint is not None:
+            rewind_run(self.checkpoint)
+        else:
+            print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
+            rewind_to_start(self.run_dir)
+        rewrite_run_dir(self.run_dir, self.checked.config)
+        return lineage
 
 
 @dataclass(frozen=True)
@@ -84,9 +135,10 @@ class Request:
     run_dir: str | None = None
     resume: str | None = None
     steps: int | None = None
+    place: NodePlace = ONE_NODE
 
     def accept(self) -> Accepted:
-        """Resolve and check; write nothing.
+        """Resolve and check what node 0 needs; write nothing.
 
         Raises:
             ConfigError: the first thing that does not hold.
@@ -97,25 +149,82 @@ class Request:
             where = error.filename or "the working directory"
             raise ConfigError(f"{where}: {error.strerror}; correct the path or its permissions") from error
 
+    def follow(self) -> NodeRun:
+        """Resolve and check what any other node needs. What does not hold here is for node 0 to say, too.
+
+        Raises:
+            ConfigError: the nodes have not been told where to meet.
+        """
+        run_dir = self._given_run_dir()
+        assert run_dir is not None, "several nodes have one"
+        try:
+            _, config = self._load(run_dir)
+            devices = check_node(config)
+        except ConfigError as error:
+            return NodeRun(self.place, run_dir, complaint=str(error))
+        except OSError as error:
+            return NodeRun(self.place, run_dir, complaint=f"{error.filename}: {error.strerror}")
+        return NodeRun(self.place, run_dir, config.launcher, devices)
+
     def _given_run_dir(self) -> Path | None:
-        return user_path(self.run_dir, "--run-dir") if self.run_dir is not None else None
+        """Return the directory that the user named; on several nodes, the one where all launchers meet."""
+        if self.run_dir is not None:
+            return user_path(self.run_dir, "--run-dir")
+        if self.place.count == 1:
+            return None
+        if self.resume not in (None, LATEST):
+            target = user_path(self.resume or "", "--resume")
+            return target.parent.parent if target.parent.name == CHECKPOINTS else target
+        if self.place.job_id:
+            return (RUNS / f"slurm-{self.place.job_id}").resolve()
+        raise ConfigError(
+            "--run-dir: is missing; launchers of several nodes meet in the run's directory, so give all of them the "
+            "same, on a file system that they share"
+        )
+
+    def _arguments(self) -> tuple[str, ...]:
+        given = {"--roles": self.roles, "--run-dir": self.run_dir, "--resume": self.resume, "--steps": self.steps}
+        arguments = [self.config] if self.config is not None else []
+        arguments += [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        return (*arguments, *(word for override in self.overrides for word in ("--set", override)))
 
     def _accept_new(self) -> Accepted:
-        source = find_recipe(self.config)
-        config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
         given = self._given_run_dir()
+        source, config = self._load(given)
         run_dir = given if given is not None else default_run_dir(config.name, datetime.now())
         check_new_run_dir(run_dir)
-        return Accepted(source, run_dir, check_run(config), None, default_run_dir=given is None)
+        checked = check_run(config, num_nodes=self.place.count)
+        return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
+        unsaved = unsaved_run(target, self._given_run_dir())
+        if unsaved is not None:
+            return self._accept_started_over(unsaved)
         checkpoint = find_checkpoint(target, self._given_run_dir())
-        own = checkpoint.run_dir / CONFIG_FILE
-        if self.config is None and not own.is_file():
-            raise ConfigError(f"--resume: {checkpoint.run_dir} has no {CONFIG_FILE}; give CONFIG")
-        source = find_recipe(self.config) if self.config is not None else own
-        config = load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
-        checked = check_run(config)
+        source, config = self._load(checkpoint.run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
         check_resume(checkpoint, config)
         check_writable(checkpoint.run_dir)
-        return Accepted(source, checkpoint.run_dir, checked, checkpoint)
+        return self._accepted(source, checkpoint.run_dir, checked, checkpoint)
+
+    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        source, config = self._load(run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
+        check_not_running(run_dir)
+        check_writable(run_dir)
+        return replace(self._accepted(source, run_dir, checked), started_over=True)
+
+    def _accepted(
+        self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None
+    ) -> Accepted:
+        return Accepted(source, run_dir, checked, checkpoint, place=self.place, arguments=self._arguments())
+
+    def _load(self, run_dir: Path | None) -> tuple[Path, RunConfig]:
+        """Return CONFIG, or the configuration that a resumed run has, and what it says."""
+        if self.resume is None or self.config is not None or run_dir is None:
+            source = find_recipe(self.config)
+        else:
+            source = run_dir / CONFIG_FILE
+            if not source.is_file():
+                raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
+        return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)

@@ -1,7 +1,6 @@
 """Takes a run that goes on back to its newest valid checkpoint, while the trainer's processes are not there."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError
@@ -29,7 +28,7 @@ def restore_run(run_dir: Path, job: Job) -> tuple[Job, Restored | RestoreFailed]
         else:
             rewind_to_start(run_dir)
         source = "" if checkpoint is None else str(checkpoint.path)
-        job = replace(job, lineage=job.lineage + 1, resume_from=source)
+        job = job.changed(lineage=job.lineage + 1, resume_from=source)
         job.save(run_dir)
     except (AsyncFlowError, OSError) as error:
         logger.exception("the run cannot go back to a checkpoint")

@@ -6,8 +6,11 @@ a run goes on from an older one, `rewind_run` sets them aside with all that is n
 directory with the next lineage. Restoring state is the workers' part, not done here.
 
     find_checkpoint -> check_resume -> (everything else accepted) -> rewind_run -> start
+
+A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0: `rewind_to_start`.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -17,10 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import user_path
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, METRICS_FILE, RUNS, UPDATES_FILE
+from launcher.rundir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    METRICS_FILE,
+    RUNS,
+    UPDATES_FILE,
+    has_checkpoint,
+)
 from launcher.yaml_file import read_yaml
 from workers.checkpoint_files import HF, META_FILE, CheckpointMeta, damages
 from workers.config import RunConfig
@@ -93,6 +105,29 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     return checkpoint
 
 
+def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
+    """Return the run that `--resume TARGET` means if it never saved anything, else None.
+
+    A run whose checkpoints cannot be read is not one: to start that again would throw away what they hold.
+
+    Args:
+        target: as in `find_checkpoint`.
+        run_dir: as in `find_checkpoint`.
+    Raises:
+        ConfigError: `latest` without any run, or a path that the system cannot look at.
+    """
+    path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
+    is_other = run_dir is not None and run_dir != path
+    return path if (path / CONFIG_FILE).is_file() and not is_other and not has_checkpoint(path) else None
+
+
+def check_not_running(run_dir: Path) -> None:
+    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    pid = running_launcher(run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
+
+
 def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that `config` may continue from `checkpoint`; write nothing.
 
@@ -104,9 +139,7 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     from workers.data import data_hash
     from workers.model_files import model_fingerprint
 
-    pid = running_launcher(checkpoint.run_dir)
-    if pid is not None:
-        raise ConfigError(f"--resume: {checkpoint.run_dir} is still running (launcher process {pid}); stop it first")
+    check_not_running(checkpoint.run_dir)
     if config.steps <= checkpoint.step:
         raise ConfigError(
             f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
@@ -166,15 +199,36 @@ def running_launcher(run_dir: Path) -> int | None:
     """Return the process id of the launcher that runs `run_dir` now, or None.
 
     A launcher that was killed leaves `job.json` behind; its process id may since belong to somebody else, who then
-    started later than the job did.
+    started later than the job did. The process id of another host says nothing here: from there the lock of
+    `held_run_dir` keeps a second launcher out, where the file system has locks.
     """
     try:
         job = json.loads((run_dir / JOB_FILE).read_text())
-        pid, started_at = int(job["launcher_pid"]), float(job["started_at"])
+        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != HostClock.measure().host:
         return None
     process_start = _process_start(pid)
     return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
+    """Return the lineage of a run that goes on: newer than any that was, also if nothing of the last one was saved.
+
+    A launcher that was killed leaves its lineage in `job.json`; one that ended itself, in the metrics. Call it before
+    the run is cut back.
+
+    Args:
+        run_dir: of the run.
+        checkpoint: from which it goes on; None: from its beginning.
+    """
+    left = [-1 if checkpoint is None else checkpoint.lineage]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left.append(int(json.loads((run_dir / JOB_FILE).read_text())["lineage"]))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        left.append(int(json.loads((run_dir / METRICS_FILE).read_bytes().splitlines()[-1])["lineage"]))
+    return max(left) + 1
 
 
 def rewind_run(checkpoint: Checkpoint) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import reprlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def check_new_run_dir(path: Path) -> None:
     """
     held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
     if held:
-        advice = f"continue it with --resume {path}" if has_checkpoint(path) else "remove it (it has no checkpoint)"
+        resumable = has_checkpoint(path) or CONFIG_FILE in held
+        advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
         raise ConfigError(
             f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
         )
@@ -121,6 +122,16 @@ def rewrite_run_dir(path: Path, config: RunConfig) -> Path:
     except OSError as error:
         raise _cannot_write(path, error) from error
     return path
+
+
+def discard_run_dir(path: Path) -> None:
+    """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
+    (path / CONFIG_FILE).unlink(missing_ok=True)
+    for log in (path / "logs").glob("launcher*.log"):
+        log.unlink(missing_ok=True)
+    for directory in (*(path / name for name in DIRECTORIES), path):
+        with suppress(OSError):  # something of the user's is in it
+            directory.rmdir()
 
 
 @contextmanager

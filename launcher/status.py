@@ -153,12 +153,14 @@ def ask_status(run_dir: Path) -> RunStatus:
         raise ConfigError(f"run directory: nothing runs in {run_dir}; a finished run's numbers are in metrics.jsonl")
     from torch.distributed import DistError  # imports torch
 
+    from asyncflow.network import choose_interfaces
     from asyncflow.store_server import connect_store
     from asyncflow.transport.handshake import Credentials
     from tq.client.queue_client import QueueClient
     from weightsync.agent_status import ask_agent
 
     job = Job.load(run_dir)
+    choose_interfaces(job.store_host)
     config = RunConfig.load(run_dir).tq.model_copy(update={"request_timeout_s": _TIMEOUT_S})
     try:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))

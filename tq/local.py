@@ -25,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.store_server import LOOPBACK, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import serve_store
 from tq.address import QueueAddress
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, TaskConfig

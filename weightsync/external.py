@@ -8,9 +8,10 @@
         while feed.wait_newer(held, timeout_s=600):
             held = feed.load(engine.load_weights, newer_than=held) or held
 
-Reads shared memory of the agent: same host and same user as the run. It never writes to a run directory.
+Reads shared memory of the agent: same host and same user as that. It never writes to a run directory.
 """
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from asyncflow.errors import ConfigError, TransportError, WeightSyncError
 from asyncflow.job import Job
+from asyncflow.network import GLOO_INTERFACE, interface_towards, is_loopback
 from asyncflow.store_server import connect_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.agent_status import ask_agent
@@ -101,6 +103,8 @@ def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeo
     agents = [gang.name for gang in job.of_role(_ROLE)]
     if agents and agent not in agents:
         raise ConfigError(f"weights: {run_dir} has no agent {agent!r}; it has {' '.join(agents)}")
+    if not is_loopback(job.store_host):
+        os.environ.setdefault(GLOO_INTERFACE, interface_towards(job.store_host))
     if not _store_answers(job, timeout_s):
         raise WeightSyncError(f"{name}: the run in {run_dir} is over, although its job.json is still there")
     try:
@@ -115,7 +119,7 @@ def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeo
 def _is_over(run_dir: Path, job: Job) -> bool:
     """Whether the run that was attached to is gone; another one may have begun in its directory."""
     try:
-        return Job.load(run_dir) != job or not _store_answers(job, _LOOK_S)
+        return Job.load(run_dir).secret != job.secret or not _store_answers(job, _LOOK_S)
     except (ConfigError, OSError):
         return True
 

@@ -202,6 +202,8 @@ class LauncherConfig(Settings):
     """Where model ranks run; `auto`: the accelerator that is there, else the CPU."""
     threads_per_worker: int = Field(1, ge=1)
     """Intra-op threads of every worker on the CPU."""
+    devices_per_node: int = Field(0, ge=0)
+    """Accelerators of every node that ranks may use, from the first on; 0: as many as node 0 has."""
     external_gangs: tuple[str, ...] = ()
     """Gangs (e.g. `rollout-1`) that the user starts by hand with the `torchrun` line that `--dry-run` prints."""
     start_timeout_s: float = Field(300.0, gt=0)
@@ -258,7 +260,9 @@ class RunConfig(Settings):
     def save(self, run_dir: Path) -> None:
         """Write the resolved `config.yaml`."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        (run_dir / "config.yaml").write_text(text)
+        beside = run_dir / ".config.yaml.tmp"
+        beside.write_text(text)
+        beside.replace(run_dir / "config.yaml")  # launchers of other nodes may be reading it
 
     @staticmethod
     def load(run_dir: Path) -> "RunConfig":

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
+from asyncflow.network import choose_interfaces
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
@@ -59,12 +60,14 @@ class WorkerContext:
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))
         self.attempt = int(os.environ.get("ASYNCFLOW_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        self.node = self.gang.nodes[self.rank]
         self.name = f"{gang}/{self.rank}"
+        choose_interfaces(self.job.store_host)
         self.stopping = threading.Event()
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
         self.exiting = threading.Event()
         """Services leave too."""
-        self._clock = self.job.clock.here()
+        self._clock = self.job.local_clock()
         self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
@@ -117,7 +120,9 @@ class WorkerContext:
 
     def queue_client(self) -> QueueClient:
         """Return this process's access to the queue."""
-        return QueueClient(self.credentials(), self.name, config=self.config.tq, stop=self.stopping)
+        return QueueClient(
+            self.credentials(), self.name, config=self.config.tq, stop=self.stopping, attempt=self.attempt
+        )
 
     def report(self, state: str, detail: str = "", *, step: int | None = None, version: int | None = None) -> None:
         """Say what this rank does from now on; the next heartbeat carries it.

@@ -38,7 +38,7 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     broadcaster = None
     if config.path == "broadcast":
         broadcaster = Broadcaster(
-            context.credentials(), _agent(context), context.name, plan, context.rank,
+            context.credentials(), _lead(context), context.name, plan, context.rank,
             device=context.device, epoch=epoch, timeout_s=config.timeout_s,
         )  # fmt: skip
     return WeightSender(
@@ -79,10 +79,15 @@ def open_receiver(
         context.credentials(), _agent(context), name, needs,
         device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
         takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, guest=guest,
-        member=member, lead=_agent(context), timeout_s=config.timeout_s, timeline=context.timeline,
+        member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 
 
 def _agent(context: WorkerContext) -> str:
-    """Return this node's weight agent; a run has one node, so it also says who takes part in broadcasts."""
+    """Return this node's weight agent."""
+    return next(gang.name for gang in context.job.of_role(WEIGHTS) if context.node in gang.parts)
+
+
+def _lead(context: WorkerContext) -> str:
+    """Return the agent that says who takes part in broadcasts, the same one for all nodes."""
     return context.job.of_role(WEIGHTS)[0].name

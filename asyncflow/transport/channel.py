@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroupGloo
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import DeadlineExceeded, TransportError
+from asyncflow.network import GLOO_INTERFACE, LOOPBACK
 from asyncflow.transport.cuts import cut, cut_bytes, place
 from asyncflow.transport.frame import (
     FRAME_BYTES,
@@ -71,10 +72,10 @@ _IN_FLIGHT = 2  # messages of one payload: packing one overlaps with sending the
 @cache
 def gloo_device() -> Any:
     """Return this process's one Gloo device: one thread and one descriptor however many channels share it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interfaces = os.environ.get(GLOO_INTERFACE)
+    if interfaces:  # PyTorch takes several, with commas; a pair needs one
+        return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
+    return ProcessGroupGloo.create_device(hostname=LOOPBACK)
 
 
 def gloo_group(

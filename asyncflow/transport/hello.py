@@ -1,7 +1,8 @@
 """What two ends say before the first request, to find out whether they can share memory.
 
-Same host means: same boot, same namespace of process ids, and the peer's arena could really be mapped (which user ids,
-a sandbox or a limit on addresses may forbid).
+Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own
+are hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses
+may forbid).
 """
 
 import os
@@ -20,7 +21,7 @@ class Hello(msgspec.Struct):
     """Who an end is.
 
     Attributes:
-        host: names boot and namespace of process ids.
+        host: names boot and namespaces.
         pid: in that namespace.
         arena: what this end will write payloads to; None: shared memory is switched off.
         pipe: where this end reads frames; None as `arena`.
@@ -48,10 +49,10 @@ def wants_sharing(*, configured: bool) -> bool:
 
 
 def this_host() -> str:
-    """Return a name for this boot of the machine and this namespace of process ids.
+    """Return a name for this boot of the machine and the namespaces that this process is in.
 
     Raises:
         OSError: the platform has no such things.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net"))])

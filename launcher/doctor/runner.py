@@ -189,6 +189,5 @@ class _Child:
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what workers of a run have, but the user's own choice of interfaces, which is among what is checked."""
-    workers = {name: value for name, value in environment(threads=1).items() if name != "GLOO_SOCKET_IFNAME"}
-    return {**env, **workers}
+    """Return what workers of a run have; the user's own choice of interfaces is among what is checked."""
+    return {**env, **environment(threads=1)}

@@ -18,12 +18,15 @@ from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
 
 SECRET = b"the job's secret"
+HOST_VARIABLE = "TEST_STORE_HOST"
+"""Where the test's store is, if it is not on loopback."""
 
 
 def credentials(port: int, timeout_s: float = 20.0) -> Credentials:
     """Connect to the test's store."""
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    host = os.environ.get(HOST_VARIABLE, "127.0.0.1")
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return Credentials(store, SECRET, timeout_s)
 
 

@@ -136,7 +136,6 @@ def touch_torch(run_dir: str, gang: str) -> None:
         "main": getattr(sys.modules["__main__"], "__file__", None),
         "sys_path": sys.path,
         "environment": dict(os.environ),
-        "gloo_interface": os.environ["GLOO_SOCKET_IFNAME"],
         "threads": torch.get_num_threads(),
         "rank": os.environ["RANK"],
     }

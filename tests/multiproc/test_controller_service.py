@@ -11,7 +11,17 @@ from asyncflow.transport.handshake import Credentials
 from tq import ControllerService, TaskSpec
 from tq.config import QueueConfig
 from tq.control import controller
-from tq.messages import CONTROLLER_REPLIES, Message, RegisterUnit, RowsCreated, UnitAccepted, WatchLost
+from tq.messages import (
+    CONTROLLER_REPLIES,
+    FetchRows,
+    GetQueueStats,
+    Join,
+    Message,
+    RegisterUnit,
+    RowsCreated,
+    UnitAccepted,
+    WatchLost,
+)
 from tq.timers import Timer, Timers
 
 GRACE_S = 1234.0
@@ -40,11 +50,15 @@ class Bench:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
+        self._opened: list[Connection] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start the service, for the first time or again."""
         config = QueueConfig(unit_grace_s=GRACE_S)
         tasks = [TaskSpec("train", frozenset({"x"}))]
-        self.service = ControllerService(credentials, "controller-0", tasks=tasks, config=config)
+        self.service = ControllerService(self._credentials, "controller-0", tasks=tasks, config=config)
         self.timers: WatchedTimers = self.service._timers  # type: ignore[assignment]
-        self._opened: list[Connection] = []
 
     def connection(self, name: str) -> Connection:
         self._opened.append(Connection(self._credentials, "controller-0", name, CONTROLLER_REPLIES))
@@ -105,3 +119,37 @@ def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
     watcher.close()
     until(lambda: bench.timers.running(WATCH_S) == [False])
     until(lambda: not bench.service._state._losses.watchers)
+
+
+def test_restarted_controller_does_not_wait_for_a_consumer_whose_next_start_is_there(bench: Bench) -> None:
+    for owner in ("rollout@0.dead", "reader@dead"):
+        ask(bench.connection(owner), Join(owner, []))
+    bench.service.close()  # and so did not see its consumers leave
+    bench.start()
+    assert waiting_for(bench) == "reader@dead rollout@0.dead"
+    ask(bench.connection("reader"), Join("reader@new", []))
+    ask(bench.connection("rollout"), Join("rollout@1.new", []))
+    assert waiting_for(bench) == "reader@dead", "another client may have that name"
+    bench.service.close()
+    bench.start()
+    assert waiting_for(bench) == "reader@dead reader@new rollout@1.new"
+
+
+def test_leases_of_an_earlier_start_return_when_the_next_one_joins(bench: Bench) -> None:
+    ask(bench.unit(), RowsCreated("storage-0", 1, [0], [0], ["x"], [1], 4))
+    stopped = bench.connection("rollout")
+    ask(stopped, Join("rollout@0.dead", []))
+    assert ask(stopped, FetchRows("train", "rollout@0.dead", 1, 0, WAIT_S)).rows == [0]
+    other = bench.connection("rollout")
+    ask(other, Join("rollout@0.other", []))
+    assert ask(other, GetQueueStats()).tasks[0].leased == 1
+    ask(other, Join("rollout@1.new", []))
+    assert ask(other, GetQueueStats()).tasks[0].leased == 0
+
+
+def waiting_for(bench: Bench) -> str:
+    """Return whom a restarted controller waits for."""
+    reply = ask(bench.connection("other"), FetchRows("train", "other@1", 1, 0, timeout_s=0.0))
+    prefix = "the controller was restarted and waits for "
+    assert reply.waiting_for.startswith(prefix)
+    return str(reply.waiting_for.removeprefix(prefix))

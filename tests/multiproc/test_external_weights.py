@@ -24,7 +24,8 @@ import configs
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, WeightSyncError
 from asyncflow.job import GangSpec, Job
-from asyncflow.store_server import LOOPBACK, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import serve_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box
@@ -195,8 +196,15 @@ def test_feed_gives_versions_as_they_come_and_takes_nobodys_turn(run: Run) -> No
 
 def test_wait_ends_when_another_run_has_taken_the_directory(run: Run) -> None:
     with connect_weights(run.dir, "engine") as feed:
-        replace(run.job, lineage=1).save(run.dir)
+        replace(run.job, secret=b"another".hex()).save(run.dir)
         assert not feed.wait_newer(None, timeout_s=DEADLINE_S)
+
+
+def test_run_that_went_back_to_a_checkpoint_is_not_over(run: Run) -> None:
+    with connect_weights(run.dir, "engine") as feed:
+        run.job.changed(lineage=1).save(run.dir)
+        run.publish(1, lineage=1)
+        assert feed.wait_newer(None, timeout_s=DEADLINE_S)
 
 
 def test_nothing_runs_there(tmp_path: Path) -> None:

@@ -194,15 +194,40 @@ def test_all_start_again_after_the_death_of_the_fork_server(launch: Launch) -> N
     launcher = launch("obey_phase")
     pids = launcher.wait_for_workers(5)
     launcher.read_until("started 5 workers")
-    children = psutil.Process(launcher.process.pid).children()
-    (server,) = [child for child in children if "forkserver" in " ".join(child.cmdline())]
-    server.kill()
+    fork_servers(launcher)[0].kill()
     again = launcher.wait_for_others(pids)
     assert not set(again.values()) & set(pids.values())
     launcher.collect()
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.finish()[0] == 75
     assert_all_gone(launcher)
+
+
+def test_all_start_although_the_fork_server_dies_when_it_is_asked_for_them(launch: Launch) -> None:
+    launcher = launch("obey_phase", max_restarts=5)
+    for _ in range(2):
+        eventually((launcher.run_dir / "job.json").exists, "the moment of the start", launcher)
+        server = eventually(lambda: fork_servers(launcher), "the fork server", launcher)[0]
+        server.kill()
+        eventually(lambda server=server: server not in fork_servers(launcher), "its end", launcher)  # type: ignore[misc]
+    launcher.wait_for_others(dict.fromkeys(launcher.names(), 0))
+    launcher.collect()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 75
+    assert_all_gone(launcher)
+
+
+def fork_servers(launcher: Launcher) -> list[psutil.Process]:
+    """Return the fork server, if there is one."""
+    children = psutil.Process(launcher.process.pid).children()
+    return [child for child in children if _is_fork_server(child)]
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return "forkserver" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> None:
@@ -292,6 +317,17 @@ def test_stop_is_resumable_and_leaves_nothing(launch: Launch, number: signal.Sig
     assert code == 75
     assert output.splitlines()[-1].startswith("stopped (step 0/2")
     assert time.monotonic() - requested_at < 5
+    assert_all_gone(launcher)
+
+
+def test_signal_that_a_scheduler_sends_to_every_process_is_one_stop(launch: Launch) -> None:
+    launcher = launch("obey_phase")
+    launcher.wait_for_workers(5)
+    for process in (*launcher.descendants, launcher.process):
+        process.send_signal(signal.SIGUSR1)
+    code, output = launcher.finish()
+    assert code == 75
+    assert "Traceback" not in output
     assert_all_gone(launcher)
 
 
@@ -405,6 +441,5 @@ def test_worker_is_set_up_for_work(launch: Launch) -> None:
     assert facts["main"] is None
     assert facts["rank"] == "1"
     assert facts["threads"] == 1
-    assert facts["gloo_interface"] == "lo"
     assert str(launcher.run_dir.parent) not in facts["sys_path"]
     assert "" not in facts["sys_path"]

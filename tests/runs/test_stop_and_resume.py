@@ -58,6 +58,22 @@ def test_stop_signal_saves_the_last_step_and_exits_75_within_10_s(tmp_path: Path
     command.check_ledger(run_dir, groups_per_step=8, last=last + 2)
 
 
+def test_signal_to_every_process_of_a_run_stops_it_like_one_to_the_launcher(tmp_path: Path) -> None:
+    """Slurm signals all processes of a step: TERM when it preempts the job, USR1 as `srun` hands it on."""
+    run_dir = tmp_path / "run"
+    with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+        command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
+        family = command.descendants(process.pid)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            for one in family:
+                one.send_signal(number)
+            process.send_signal(number)
+        out, err = process.communicate(timeout=command.DEADLINE_S)
+    assert (process.returncode, err) == (75, "")
+    assert out.splitlines()[-1].startswith("stopped (step ")
+    command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
+
+
 def test_kill_of_the_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(SHARED_MEMORY.iterdir())
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:

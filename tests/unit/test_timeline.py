@@ -49,8 +49,8 @@ def test_span_that_fails_is_recorded(tmp_path: Path) -> None:
 
 def test_spans_of_a_host_are_aligned_although_its_wall_clock_was_set_between_two_starts(tmp_path: Path) -> None:
     launcher = HostClock.measure(wall=lambda: 10_000.0)
-    outer = Timeline(tmp_path / "outer.jsonl", launcher.here(wall=lambda: 10_001.0))
-    inner = Timeline(tmp_path / "inner.jsonl", launcher.here(wall=lambda: 10_002.0 + 3600))
+    outer = Timeline(tmp_path / "outer.jsonl", HostClock.of_this_host([launcher], wall=lambda: 10_001.0))
+    inner = Timeline(tmp_path / "inner.jsonl", HostClock.of_this_host([launcher], wall=lambda: 10_002.0 + 3600))
     with outer.span("outer"), inner.span("inner"):
         pass
     outer.close()
@@ -61,9 +61,9 @@ def test_spans_of_a_host_are_aligned_although_its_wall_clock_was_set_between_two
 
 def test_process_on_another_host_aligns_its_own_clock() -> None:
     launcher = HostClock(host="another", offset_s=-1e9)
-    there = launcher.here(wall=lambda: 10_000.0)
+    there = HostClock.of_this_host([launcher], wall=lambda: 10_000.0)
     assert there.now() == pytest.approx(10_000, abs=60)
-    assert there.here(wall=lambda: 0.0) == there
+    assert HostClock.of_this_host([launcher, there], wall=lambda: 0.0) == there
 
 
 def test_span_costs_microseconds() -> None:

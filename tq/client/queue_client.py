@@ -73,18 +73,26 @@ class QueueClient:
     """One consumer or producer. Its leases live as long as its heartbeats."""
 
     def __init__(
-        self, credentials: Credentials, name: str, *, config: QueueConfig, stop: threading.Event | None = None
+        self,
+        credentials: Credentials,
+        name: str,
+        *,
+        config: QueueConfig,
+        stop: threading.Event | None = None,
+        attempt: int | None = None,
     ) -> None:
         """Args:
         credentials: store and secret.
         name: of this process, for messages; need not be unique.
         config: limits and deadlines.
         stop: once set, services that are gone are not waited for.
+        attempt: how often a process of this name was started before. It says that there is one at a time, so that the
+            leases of earlier ones return as soon as this one asks for something. None: there may be several.
         """
         self._config = config
         self._held = HeldLeases()
         self._services = QueueServices(
-            credentials, name, config=config, stop=stop or threading.Event(), held=self._held
+            credentials, name, config=config, stop=stop or threading.Event(), held=self._held, attempt=attempt
         )
         self._loads = UnitLoads()
 

@@ -6,7 +6,6 @@ A controller that restarts is waited for and joined again; so is any other servi
 """
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from tq.client.held_leases import HeldLeases
 from tq.config import QueueConfig
 from tq.directory import Directory, allocate_rows, reserve_rows
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
+from tq.owner import new_owner
 from tq.service_channels import ServiceChannels, await_reply
 
 _BEATS_PER_TIMEOUT = 4
@@ -51,6 +51,7 @@ class QueueServices:
         config: QueueConfig,
         stop: threading.Event,
         held: HeldLeases,
+        attempt: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -59,9 +60,10 @@ class QueueServices:
         config: limits and deadlines.
         stop: once set, services that are gone are not waited for.
         held: what to tell a controller when it is joined.
+        attempt: see `tq.owner`.
         clock: seconds, for deadlines.
         """
-        self.owner = f"{name}@{secrets.token_hex(4)}"
+        self.owner = new_owner(name, attempt)
         """The consumer with its incarnation."""
         self._credentials = credentials
         self._config = config

@@ -78,6 +78,7 @@ from tq.messages import (
     UnitLoss,
     WatchLost,
 )
+from tq.owner import replaces
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class ControllerService:
         self._orders = UnitOrders(
             credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, failed=self._fail
         )
-        self._client = QueueClient(credentials, name, config=config)
+        self._client = QueueClient(credentials, name, config=config, attempt=starts)
         self._questions = None
         if not self._lead:
             self._questions = LeadQuestions(
@@ -305,13 +306,17 @@ class ControllerService:
     def _join(self, message: Join, call: Call) -> None:
         self._durable.add("owner", message.owner)
         with self._lock:
-            answers = []
+            gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
+            self._sessions.gone(gone)
+            self._awaited.difference_update(gone)
+            answers = [answer for other in gone for answer in self._handle(OwnerGone(other))]
             if self._sessions.elsewhere(call.session.number, message.owner):
-                answers = self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
+                answers += self._handle(OwnerGone(message.owner))  # what its broken channel was told never arrived
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
             answers += self._handle(message, self._calls.keep(call))
         self._send(answers)
+        self._forget(gone)
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)

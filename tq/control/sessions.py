@@ -85,6 +85,10 @@ class Sessions:
         self._forget(owners, ())
         return owners
 
+    def gone(self, owners: Iterable[str]) -> None:
+        """Forget consumers of which it is known that they are gone; those that are not known are left out."""
+        self._forget([owner for owner in owners if owner in self._owners], ())
+
     def _forget(self, owners: Iterable[str], units: Iterable[str]) -> None:
         for name in owners:
             del self._owners[name]

@@ -138,13 +138,19 @@ def test_last_line_says_how_it_ended(code: int, message: str, last: str) -> None
     assert ("resume with: asyncflow-launch --resume runs/x" in lines) == (code != 0)
 
 
-def test_no_resume_line_without_a_checkpoint() -> None:
+def test_what_resuming_means_without_a_checkpoint() -> None:
     lines = final_lines(75, "stopped", step=0, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=False)
     assert lines == [
         "run directory: x",
-        "there is no checkpoint yet: start it again instead of resuming it",
+        "resume with: asyncflow-launch --resume x",
+        "there is no checkpoint yet: resumed, it starts again from step 1",
         "stopped (step 0/60, 0:01)",
     ]
+
+
+def test_a_failure_without_a_checkpoint_is_not_told_to_be_resumed() -> None:
+    lines = final_lines(1, "no", step=0, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=False)
+    assert lines == ["run directory: x", "logs: x/logs", "failed (step 0/60, 0:01): no"]
 
 
 def test_resume_line_can_be_pasted_into_a_shell() -> None:

@@ -13,9 +13,11 @@ from launcher.resume import (
     cut_lines,
     find_checkpoint,
     newest_checkpoint,
+    next_lineage,
     rewind_run,
     rewind_to_start,
     running_launcher,
+    unsaved_run,
 )
 from workers.checkpoint_files import CheckpointMeta, describe
 
@@ -145,6 +147,37 @@ def test_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
             find_checkpoint(target, run_dir)
 
 
+def test_run_that_saved_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs/a")
+    assert [unsaved_run("latest", None), unsaved_run("latest", run), unsaved_run("runs/a", None)] == [run] * 3
+    assert unsaved_run(str(run), tmp_path / "other") is None
+    assert unsaved_run("latest", tmp_path / "missing") is None
+    make_checkpoint(run, 10)
+    assert unsaved_run("latest", run) is None
+
+
+def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    (run / "checkpoints/step_000010/meta.json").write_text("{")
+    assert unsaved_run("latest", run) is None
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        find_checkpoint("latest", run)
+
+
+def test_rewind_to_the_start_leaves_no_step_and_takes_the_next_lineage_after_a_kill(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_steps(run / "metrics.jsonl", 1, 2)
+    write_steps(run / "ledger.jsonl", 1, 1, 2, 2)
+    write_steps(run / "evaluation.jsonl", 0, 2)
+    rewind_to_start(run)
+    assert steps_in(run / "metrics.jsonl") == steps_in(run / "ledger.jsonl") == []
+    assert steps_in(run / "evaluation.jsonl") == [0]
+    assert next_lineage(run, None) == 0
+    make_job(run, os.getpid(), time.time())
+    assert next_lineage(run, None) == 1
+
+
 def test_another_run_dir_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "run", 10), make_run(tmp_path / "other", 10)
     with pytest.raises(ConfigError, match=r"--run-dir: .*leave --run-dir out"):
@@ -198,9 +231,11 @@ def test_broken_line_in_the_middle_is_refused_and_the_file_kept(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def make_job(run_dir: Path, pid: int, started_at: float) -> None:
+def make_job(run_dir: Path, pid: int, started_at: float, *, host: str | None = None) -> None:
     run_dir.mkdir(exist_ok=True)
-    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, HostClock.measure()).save(run_dir)
+    clock = HostClock.measure()
+    clock = HostClock(host or clock.host, clock.offset_s)
+    Job("127.0.0.1", 1, "00", pid, (), 0, "", 1, started_at, clock).save(run_dir)
 
 
 def test_live_launcher_is_seen(tmp_path: Path) -> None:
@@ -215,4 +250,9 @@ def test_launcher_that_is_gone_or_whose_process_id_was_reused_is_not_running(tmp
     make_job(tmp_path, ended.pid, time.time())
     assert running_launcher(tmp_path) is None
     make_job(tmp_path, os.getpid(), time.time() - 10 * 24 * 3600)
+    assert running_launcher(tmp_path) is None
+
+
+def test_process_id_of_another_host_is_not_looked_up_here(tmp_path: Path) -> None:
+    make_job(tmp_path, os.getpid(), time.time(), host="another boot")
     assert running_launcher(tmp_path) is None

@@ -32,9 +32,7 @@ def test_missing_and_unrelated_directories_may_become_runs(tmp_path: Path) -> No
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", "ledger.jsonl", "updates.jsonl", "checkpoints", "logs"]
-)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "updates.jsonl", "checkpoints", "logs"])
 def test_directory_with_any_part_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=rf"already holds a run \({name}\); remove it \(it has no checkpoint\), or"):
@@ -42,9 +40,13 @@ def test_directory_with_any_part_of_a_run_is_refused(tmp_path: Path, name: str) 
 
 
 def test_resume_is_advised_where_there_is_something_to_resume(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"continue it with --resume {tmp_path}, or choose another --run-dir"):
-        check_new_run_dir(tmp_path)
+    saved, unsaved = tmp_path / "saved", tmp_path / "unsaved"
+    (saved / "checkpoints" / "step_000001").mkdir(parents=True)
+    unsaved.mkdir()
+    (unsaved / "config.yaml").touch()
+    for run_dir in (saved, unsaved):
+        with pytest.raises(ConfigError, match=rf"continue it with --resume {run_dir}, or choose another --run-dir"):
+            check_new_run_dir(run_dir)
 
 
 @pytest.mark.parametrize("name", ["", " ", ".x", "a/b", "a\nb", "a\0b", "\x1b[31m", "x" * 201])

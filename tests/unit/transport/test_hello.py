@@ -1,11 +1,13 @@
 """When two ends share memory, and when not."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from asyncflow.errors import TransportError
 from asyncflow.transport.frame import Frame, FrameKind, Limits, Route
-from asyncflow.transport.hello import SWITCH, Verdict
+from asyncflow.transport.hello import SWITCH, Verdict, this_host
 from asyncflow.transport.sharing import Sharing
 
 LIMITS = Limits(arena_bytes=2**20)
@@ -58,3 +60,9 @@ def test_platform_without_namespaces_uses_the_wire(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("asyncflow.transport.sharing.this_host", missing)
     assert not Sharing("other", LIMITS).usable
+
+
+def test_host_is_named_by_its_boot_and_its_namespaces() -> None:
+    boot, *spaces = this_host().split("/")
+    assert len(boot) == 36
+    assert spaces == [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]

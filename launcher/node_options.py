@@ -1,0 +1,140 @@
+"""Which node of a run this launcher is: by `--nnodes`, `--node-rank` and `--head`, or by Slurm's variables. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncflow.errors import ConfigError
+from launcher.node_list import expand_nodelist
+
+_MOST_NODES = 4096
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One launcher's place among those of its run; the default is a run on one node.
+
+    Attributes:
+        count: nodes of the run, each with one launcher.
+        rank: of this one; node 0 is the head.
+        head_host: name or address of node 0, as the user gave it; "": node 0 chooses.
+        head_port: where its job store listens; 0: on any free port.
+        hints: how the scheduler calls node 0; tried when the user said nothing.
+        job_id: the scheduler's; "" without one.
+    """
+
+    count: int = 1
+    rank: int = 0
+    head_host: str = ""
+    head_port: int = 0
+    hints: tuple[str, ...] = ()
+    job_id: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this launcher starts and ends the run."""
+        return self.rank == 0
+
+
+ONE_NODE = NodePlace()
+
+
+def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env: Mapping[str, str]) -> NodePlace:
+    """Return this launcher's place.
+
+    What the user says counts more than what Slurm says. Slurm's variables count where `srun` started the command; an
+    interactive shell in an allocation is one node.
+
+    Args:
+        nnodes, node_rank, head: the options, None where they are not given.
+        env: the environment.
+    Raises:
+        ConfigError: an option or variable that cannot be, two that contradict each other, or one that is missing.
+    """
+    host, port = _head(head)
+    if nnodes is not None and not 1 <= nnodes <= _MOST_NODES:
+        raise ConfigError(f"--nnodes: {nnodes} is not a number of nodes; give 1 to {_MOST_NODES}")
+    if nnodes is not None and (nnodes == 1 or node_rank is not None):
+        return _named(nnodes, node_rank or 0, host, port)
+    step = _slurm_step(env)
+    if step is None:
+        if nnodes is not None:
+            raise ConfigError(f"--node-rank: is missing; give each of the {nnodes} nodes its own, 0 to {nnodes - 1}")
+        if node_rank is not None:
+            raise ConfigError(f"--node-rank: {node_rank} needs --nnodes, the number of nodes")
+        return ONE_NODE
+    if nnodes not in (None, step.count):
+        raise ConfigError(f"--nnodes: {nnodes}, but srun started the command on {step.count}; leave --nnodes out")
+    rank = step.rank if node_rank is None else node_rank
+    place = _named(step.count, rank, host, port)
+    return place if step.count == 1 else NodePlace(place.count, rank, host, port, step.hints, step.job_id)
+
+
+def _named(count: int, rank: int, host: str, port: int) -> NodePlace:
+    if not 0 <= rank < count:
+        what = "must be 0, there is one node" if count == 1 else f"must be 0 to {count - 1}"
+        raise ConfigError(f"--node-rank: {rank} {what} (--nnodes {count})")
+    return NodePlace(count, rank, host, port) if count > 1 else ONE_NODE
+
+
+def _head(text: str | None) -> tuple[str, int]:
+    if text is None:
+        return "", 0
+    matched = re.fullmatch(r"(?P<host>[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,9}))?", text)
+    if matched is None:
+        raise ConfigError(f"--head: {text!r} is not HOST or HOST:PORT, a name or an IPv4 address; e.g. node1:29400")
+    port = matched["port"]
+    if port is not None and not 1 <= int(port) <= _HIGHEST_PORT:
+        raise ConfigError(f"--head: {text!r} has no port from 1 to {_HIGHEST_PORT}; correct it, or leave it out")
+    return matched["host"], int(port or 0)
+
+
+@dataclass(frozen=True)
+class _SlurmStep:
+    count: int
+    rank: int
+    hints: tuple[str, ...]
+    job_id: str
+
+
+def _slurm_step(env: Mapping[str, str]) -> _SlurmStep | None:
+    """Return what `srun` says; None: it did not start this process."""
+    in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+    count = _number(env, "SLURM_STEP_NUM_NODES") if in_step else None
+    count = _number(env, "SLURM_NNODES") if count is None else count
+    if not in_step:
+        if count is not None and count > 1 and "SLURM_PROCID" in env:
+            raise ConfigError(
+                f"--nnodes: this job has {count} nodes, but srun did not start the command; put `srun "
+                f"--ntasks-per-node=1` before it, or give --nnodes 1"
+            )
+        return None
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS")
+    tasks = _number(env, "SLURM_NTASKS") if tasks is None else tasks
+    count = 1 if count is None else count
+    if tasks is not None and tasks != count:
+        raise ConfigError(
+            f"srun: {tasks} tasks on {count} node{'s' if count > 1 else ''}, but every node takes one launcher; use "
+            f"srun --ntasks-per-node=1"
+        )
+    rank = _number(env, "SLURM_NODEID")
+    rank = _number(env, "SLURM_PROCID") if rank is None else rank
+    if rank is None:
+        if count == 1:
+            return None
+        raise ConfigError("--node-rank: is missing, and so is SLURM_NODEID; give it")
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    names = expand_nodelist(nodelist)[:1] if nodelist else ()
+    address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    job_id = env.get("SLURM_JOB_ID", "")
+    return _SlurmStep(count, rank, tuple(filter(None, (*names, address))), job_id)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None or text == "":
+        return None
+    if not (text.isdecimal() and text.isascii()):
+        raise ConfigError(f"{name}: {text!r} is not a number; give --nnodes and --node-rank instead")
+    return int(text)

@@ -1,0 +1,90 @@
+"""`asyncflow sbatch`: the command line of the batch script. Each import of ours is made when the command runs."""
+
+import click
+
+from launcher.exits import OneLineCommand, errors_as_exits
+
+
+@click.command("sbatch", cls=OneLineCommand)
+@click.argument("config", required=False)
+@click.option("--roles", metavar="R:N,...", help="Ranks per role over all nodes, e.g. rollout:8,actor:4,ref:2.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes; one launcher runs on each.")
+@click.option("--time", "time_limit", required=True, metavar="T", help="Time limit of one start, e.g. 24:00:00.")
+@click.option("--partition", default="", metavar="P", help="Partition of the cluster.")
+@click.option("--account", default="", metavar="A", help="Account to charge.")
+@click.option("--gres", default="", metavar="G", help="Devices of each node, e.g. gpu:8 or npu:8.")
+@click.option(
+    "--cpus-per-task", type=click.IntRange(1), metavar="N", help="Cores of each node.  [default: whole nodes]"
+)
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Repeatable.")
+@click.option("--steps", type=int, metavar="N", help="Number of the last step.")
+@click.option("--run-dir", metavar="DIR", help="Run directory, seen by all nodes.  [default: runs/NAME-TIMESTAMP]")
+@click.option("--resume", metavar="latest|DIR", help="Continue a run; also with other --roles and --nodes.")
+@click.option(
+    "--max-requeues", type=click.IntRange(0), default=20, show_default=True, help="Restarts until the job gives up."
+)
+@click.option(
+    "--signal-s",
+    type=click.IntRange(1, 65535),
+    default=120,
+    show_default=True,
+    help="Stop and save so long before the time limit (s).",
+)
+@click.option("--setup", metavar="FILE", help="Bash lines to run first: module load, conda activate, set_env.sh.")
+@click.option(
+    "--sbatch-arg", "sbatch_args", metavar="ARG", multiple=True, help="A further option of sbatch. Repeatable."
+)
+@click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
+def sbatch_command(
+    config: str | None,
+    *,
+    roles: str | None,
+    nodes: int,
+    time_limit: str,
+    partition: str,
+    account: str,
+    gres: str,
+    cpus_per_task: int | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    run_dir: str | None,
+    resume: str | None,
+    max_requeues: int,
+    signal_s: int,
+    setup: str | None,
+    sbatch_args: tuple[str, ...],
+    submit: bool,
+) -> None:
+    """Print a batch script that runs CONFIG on a Slurm cluster, across time limits and preemptions, until it is done.
+
+    CONFIG is checked as at a start; only devices are left to the nodes. The run directory is made, since Slurm's log
+    goes there.
+    """
+    with errors_as_exits():
+        from launcher.request import Request
+        from launcher.slurm.batch_request import BatchRequest
+        from launcher.slurm.script import script_text
+        from launcher.slurm.submit import make_run_dir
+        from launcher.slurm.submit import submit as submit_script
+
+        job = BatchRequest(
+            Request(config=config, roles=roles, overrides=overrides, run_dir=run_dir, resume=resume, steps=steps),
+            nodes=nodes,
+            time_limit=time_limit,
+            partition=partition,
+            account=account,
+            gres=gres,
+            cpus_per_task=cpus_per_task or 0,
+            signal_s=signal_s,
+            max_requeues=max_requeues,
+            sbatch_args=sbatch_args,
+            setup=setup,
+        ).accept()
+        script = script_text(job)
+        if submit:
+            number = submit_script(script, job.run_dir)
+            click.echo(f"submitted job {number}; its log: {job.run_dir / f'slurm-{number}.out'}")
+            return
+        click.echo(script, nl=False)
+        if make_run_dir(job.run_dir):
+            click.echo(f"made {job.run_dir}, where Slurm will write its log", err=True)

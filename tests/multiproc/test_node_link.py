@@ -1,0 +1,241 @@
+"""Node 0 and another launcher over a real job store: what they say arrives, and nobody else can say anything."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncflow.clock import HostClock
+from asyncflow.errors import ConfigError, RoleFailed, TransportError
+from asyncflow.job import GangSpec, Job
+from launcher.job_store import JobStore
+from launcher.node_follower import Inbound
+from launcher.node_head import EVENTS, NodeHead, beat_key, orders_key
+from launcher.node_link import HeadLink
+from launcher.node_messages import (
+    DumpStacks,
+    FinishRun,
+    Hello,
+    KillPart,
+    Left,
+    PartExited,
+    Refuse,
+    StartPart,
+    StopAsked,
+)
+from launcher.node_roll import NodeRoll, needed_devices
+from launcher.node_wire import Sealer
+from launcher.run_events import GangExited, NodeLost, StopRequested
+
+DEADLINE_S = 30.0
+SECRET = "5ec7e7"
+CLOCK = HostClock("another boot", 1000.0)
+REF = GangSpec("ref-0", "ref", 0, 1, ("npu:0",), (1,))
+
+
+class Run:
+    """Node 0 of a run on two nodes, and what it was told."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.store = JobStore()
+        self.job = Job(self.store.host, self.store.port, SECRET, os.getpid(), (REF,), 0, "", 3, 4.5, CLOCK, revision=7)
+        self.job.save(run_dir)
+        self.told: SimpleQueue[Any] = SimpleQueue()
+        self.head = NodeHead(
+            self.store,
+            SECRET,
+            NodeRoll(2, needed_devices([REF], 2), "1.0"),
+            clock=CLOCK,
+            run_dir=run_dir,
+            part_exited=lambda node, exited: self.told.put((node, exited)),
+            report=self.told.put,
+        )
+        self.links: list[HeadLink] = []
+
+    def join(self, **changes: Any) -> tuple[Any, "SimpleQueue[Inbound]"]:
+        """Join as node 1; returns the link, or what came instead, and the inbox."""
+        inbox: SimpleQueue[Inbound] = SimpleQueue()
+        hello = msgspec.structs.replace(Hello(1, 2, "me", "host-1", "", "1.0", "npu", 8), **changes)
+        link = HeadLink.join(self.job, hello, inbox, threading.Event())
+        self.links += [link] if isinstance(link, HeadLink) else []
+        return link, inbox
+
+    def next(self) -> Any:
+        """Return what node 0 is told next."""
+        return self.told.get(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        """End both sides."""
+        for link in self.links:
+            link.send(Left())
+            assert link.close(DEADLINE_S)
+        self.head.end(None)
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.close()
+
+
+def joined(run: Run) -> tuple[HeadLink, "SimpleQueue[Inbound]"]:
+    """Return the link of node 1 once the run can begin."""
+    link, inbox = run.join()
+    assert run.head.gather(DEADLINE_S, lambda: False) == ""
+    return link, inbox
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Return the condition's first true value."""
+    end, never = time.monotonic() + DEADLINE_S, threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < end, what
+        never.wait(0.01)
+    return value
+
+
+def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
+    link, inbox = joined(run)
+    node = run.head.hosts()[1]
+    node.start(REF, 2)
+    node.dump_stacks()
+    node.kill("ref-0")
+    orders = [inbox.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert orders == [StartPart("ref-0", 2, 7), DumpStacks(), KillPart("ref-0")]
+    link.send(StopAsked(1))
+    link.send(PartExited("ref-0", 1, "ValueError: no", 0, 5.0, True, False))
+    assert run.next() == StopRequested(1)
+    assert run.next() == (1, GangExited("ref-0", 1, "ValueError: no", 0, 5.0, final=True))
+    ending = threading.Thread(target=run.head.finish, args=(75, "stopped"))
+    ending.start()
+    assert inbox.get(timeout=DEADLINE_S) == FinishRun(75, "stopped")
+    link.send(Left())
+    ending.join(DEADLINE_S)
+    assert not ending.is_alive()
+    assert run.told.empty()
+
+
+def test_clock_is_aligned_to_node_0(run: Run) -> None:
+    link, _ = joined(run)
+    (node,) = run.head.nodes()
+    assert (node.rank, node.host, node.address, node.clock) == (1, "host-1", "127.0.0.1", link.clock)
+    assert link.clock.offset_s == pytest.approx(CLOCK.offset_s, abs=1.0)
+    assert "ahead of node 0's" in run.head.warnings()[0]
+
+
+def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
+    link, inbox = joined(run)
+    token = run.head._roll.token(1)
+    stranger = run.store.client()
+    guess, other = Sealer(b"guess", "head", token), Sealer(b"guess", token, "head")
+    for data in (b"", b"noise", guess.seal(FinishRun(0, "done")), guess.seal(StartPart("ref-0", 0, 0))):
+        stranger.queue_push(orders_key(token), data)
+    hello = Hello(1, 2, "you", "evil", "", "1.0", "npu", 8, "it is all wrong")
+    for data in (b"", b"noise", other.seal(StopAsked(2)), Sealer(b"guess", "1.b", "head").seal(hello)):
+        stranger.queue_push(EVENTS, data)
+    stranger.set(beat_key(token), other.seal())
+    run.head.hosts()[1].kill("ref-0")
+    assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
+    link.send(StopAsked(1))
+    assert run.next() == StopRequested(1)
+    assert link.lost() == ""
+    assert run.told.empty()
+
+
+def test_order_that_somebody_took_away_is_missed(run: Run) -> None:
+    link, inbox = joined(run)
+    token, node = run.head._roll.token(1), run.head.hosts()[1]
+    node.kill("ref-0")
+    assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
+    run.head._links[token].orders.seal(KillPart("ref-0"))  # never arrives
+    node.kill("ref-0")
+    assert "1 messages of head are missing" in until(link.lost, "the link is lost")
+
+
+def test_event_that_somebody_took_away_loses_its_node(run: Run) -> None:
+    link, _ = joined(run)
+    link._events.seal(StopAsked(1))  # never arrives
+    link.send(StopAsked(2))
+    assert run.next() == NodeLost("node 1 (host-1)")
+
+
+def test_launcher_that_leaves_before_the_end_is_lost(run: Run) -> None:
+    link, _ = joined(run)
+    link.send(Left())
+    assert run.next() == NodeLost("node 1 (host-1)")
+
+
+def test_launcher_without_signs_of_life_is_lost(run: Run) -> None:
+    link, _ = joined(run)
+    link._closing.set()  # its thread gives no more
+    assert run.next() == NodeLost("node 1 (host-1)")
+
+
+def test_node_0_without_signs_of_life_is_lost(run: Run) -> None:
+    link, _ = joined(run)
+    run.head._closing.set()
+    assert until(link.lost, "node 0 is lost") == "it gives no sign of life"
+
+
+def test_gone_job_store_is_noticed_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    link, _ = joined(run)
+    run.head._closing.set()
+    store, run.store = run.store, None  # type: ignore[assignment]
+    run.head.close()
+    del run.head, store
+    assert "its job store does not answer" in until(link.lost, "node 0 is lost")
+    assert link.close(DEADLINE_S)
+
+
+def test_node_that_cannot_take_part_is_told_and_ends_the_run(run: Run) -> None:
+    answer, _ = run.join(num_devices=0, device="cpu")
+    assert isinstance(answer, Refuse)
+    with pytest.raises(ConfigError) as caught:
+        run.head.gather(DEADLINE_S, lambda: False)
+    assert str(caught.value) == answer.reason
+    assert answer.reason.startswith("node 1 (host-1): it has no accelerator, but 1 npu devices are used there")
+
+
+def test_second_launcher_with_the_same_number_is_sent_away(run: Run) -> None:
+    joined(run)
+    answer, _ = run.join(launcher="other")
+    assert answer == Refuse("node 1 is host-1 already; give every node its own number", True)
+    assert run.told.empty()
+
+
+def test_launcher_that_joins_when_the_run_is_over_is_sent_away(run: Run) -> None:
+    run.head.finish(0, "done")
+    answer, _ = run.join()
+    assert answer == Refuse("the run is over", True)
+
+
+def test_run_of_another_secret_lets_nobody_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.node_link.ANSWER_TIMEOUT_S", 0.3)
+    run.job = Job(run.store.host, run.store.port, "00", 1, (REF,), 0, "", 3, 4.5, CLOCK)
+    with pytest.raises(TransportError, match=r"node 0 does not answer at 127\.0\.0\.1"):
+        run.join()
+
+
+def test_node_0_waits_for_everybody_until_its_deadline_or_a_stop(run: Run) -> None:
+    with pytest.raises(RoleFailed, match=r"node 1 of 2: did not join within 0\.2 s"):
+        run.head.gather(0.2, lambda: False)
+    assert run.head.gather(DEADLINE_S, lambda: True) == "stopped"
+
+
+def test_everybody_is_told_why_the_run_did_not_begin(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    _, inbox = joined(run)
+    ending = threading.Thread(target=run.head.end, args=(ConfigError("node 2: no model"),))
+    ending.start()
+    assert inbox.get(timeout=DEADLINE_S) == FinishRun(2, "Error: node 2: no model")
+    run.close()
+    ending.join(DEADLINE_S)
+    assert not ending.is_alive()

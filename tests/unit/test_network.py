@@ -1,0 +1,100 @@
+"""Which addresses and interfaces are used."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncflow import network
+from asyncflow.errors import ConfigError
+from asyncflow.network import address_to_listen_on, address_towards, choose_interfaces, interface_towards
+
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+eth0 00000000 0100000A 0003 0 0 100 00000000 0 0 0
+wifi 00000000 0200000A 0003 0 0 600 00000000 0 0 0
+eth0 0000000A 00000000 0001 0 0 100 00FFFFFF 0 0 0
+ib0 0001000A 00000000 0001 0 0 0 00FFFFFF 0 0 0
+gone 0002000A 00000000 0000 0 0 0 00FFFFFF 0 0 0
+no 0003000A 00000000 0201 0 0 0 00FFFFFF 0 0 0
+"""
+"""As the kernel writes them on a little-endian machine: 10.0.0.0/24 is 0000000A/00FFFFFF."""
+
+
+@pytest.fixture
+def routes(tmp_path: Path) -> Path:
+    path = tmp_path / "route"
+    path.write_text(ROUTES)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("10.0.0.7", "eth0"),
+        ("10.0.1.1", "ib0"),
+        ("192.168.1.1", "eth0"),
+        ("10.0.2.1", "eth0"),
+        ("10.0.3.1", "eth0"),
+    ],
+)
+def test_most_specific_route_that_is_up_leads_there(routes: Path, address: str, interface: str) -> None:
+    assert interface_towards(address, routes) == interface
+
+
+def test_host_that_no_route_leads_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "route").write_text(ROUTES.splitlines()[0])
+    with pytest.raises(
+        ConfigError, match=r"GLOO_SOCKET_IFNAME: no interface of this host leads to 10\.0\.0\.1; set it"
+    ):
+        interface_towards("10.0.0.1", tmp_path / "route")
+
+
+def test_one_node_stays_on_loopback_whatever_the_user_set() -> None:
+    env = {"GLOO_SOCKET_IFNAME": "eth7"}
+    choose_interfaces("127.0.0.1", env)
+    assert env == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_several_nodes_use_the_way_to_the_store_unless_the_user_said_otherwise(
+    routes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "interface_towards", lambda address: interface_towards(address, routes))
+    env = {"NCCL_SOCKET_IFNAME": "^docker0", "HCCL_SOCKET_IFNAME": ""}
+    choose_interfaces("10.0.1.5", env)
+    assert env == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "^docker0", "HCCL_SOCKET_IFNAME": "ib0"}
+    said = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), "mine")
+    choose_interfaces("8.8.8.8", said)
+    assert set(said.values()) == {"mine"}
+
+
+def test_named_host_must_be_this_one() -> None:
+    assert address_to_listen_on("127.0.0.1") == "127.0.0.1"
+    assert address_to_listen_on("localhost") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--head: 198\.51\.100\.7 is no address of this host, which is node 0"):
+        address_to_listen_on("198.51.100.7")
+    with pytest.raises(ConfigError, match=r"--head: 'nobody\.invalid' cannot be resolved"):
+        address_to_listen_on("nobody.invalid")
+
+
+def test_hint_counts_where_it_is_an_address_of_this_host_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_is_own", lambda address: address in ("127.0.1.1", "10.0.0.5", "10.0.9.9"))
+    monkeypatch.setattr(network, "address_towards", lambda _: "10.0.9.9")
+    names = {"other": "10.0.0.4", "debian": "127.0.1.1", "mine": "10.0.0.5"}
+
+    def resolve(host: str) -> str:
+        if host not in names:
+            raise socket.gaierror("unknown")
+        return names[host]
+
+    monkeypatch.setattr(network, "resolve", resolve)
+    assert address_to_listen_on("", ["nobody", "other", "debian", "mine"]) == "10.0.0.5"
+    assert address_to_listen_on("", ["nobody", "other", "debian"]) == "10.0.9.9"
+
+
+def test_host_without_any_network_has_all_nodes_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_candidates", lambda _: ["127.0.0.1"])
+    assert address_to_listen_on("") == "127.0.0.1"
+
+
+def test_own_address_towards_loopback_is_loopback() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
