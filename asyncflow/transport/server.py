@@ -222,7 +222,7 @@ class ChannelServer:
                     is_server=True,
                     peer=ask.client,
                     limits=self._limits,
-                    timeout_s=self._credentials.timeout_s,
+                    timeout_s=self._credentials.meeting_s,
                 )
             finally:  # both ends have met, or never will
                 for name in pair.list_keys():

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 
 from chaos_parts.fault import Fault, Lab, Seen, gave_up, is_named, recovers, went_on
 
@@ -67,9 +68,19 @@ def rollout_runs_out_of_file_handles(lab: Lab) -> Seen:
         return went_on(run)
 
 
+def port_is_taken(lab: Lab) -> Seen:
+    """Somebody else listens where the head of a run on two nodes should: the command ends and says so."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with lab.run(arguments=["--nnodes", "2", "--node-rank", "0", "--head", f"127.0.0.1:{port}"]) as run:
+            run.hurt()
+            return gave_up(run, "--head", str(port), code=2)
+
+
 FAULTS: tuple[Fault, ...] = (
     recovers(clock_jumps_back),
     recovers(clock_jumps_ahead),
     is_named(too_few_file_handles_from_the_start),
     recovers(rollout_runs_out_of_file_handles),
+    is_named(port_is_taken),
 )

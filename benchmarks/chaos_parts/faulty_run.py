@@ -52,6 +52,7 @@ class Setup:
         roles: ranks per role.
         settings: beyond `SETTINGS`.
         resume: continue the run in the same directory.
+        arguments: of the command, beyond those.
         prefix: a command that runs the launcher, e.g. in a namespace of its own.
         root: the file system of the run, as seen from here.
         environment: beyond this process's.
@@ -61,6 +62,7 @@ class Setup:
     roles: str = "rollout:2,actor:1"
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
+    arguments: Sequence[str] = ()
     prefix: Sequence[str] = ()
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class FaultyRun:
         roles = ["--roles", setup.roles]
         command = [*setup.prefix, sys.executable, "-c", _COMMAND, *source, "--steps", str(setup.steps), *roles]
         self._process = subprocess.Popen(
-            [*command, *overrides],
+            [*command, *overrides, *setup.arguments],
             cwd=self._cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **setup.environment, _MARK: self._mark}, errors="replace",
         )  # fmt: skip
@@ -129,6 +131,8 @@ class FaultyRun:
         self._kill_all()
         self._process.wait()
         self._reader.join(5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     @property
     def launcher(self) -> int:
