@@ -5,9 +5,7 @@ python benchmarks/chaos.py [--json] [--short] [--only PART ...] [--kills N] [--s
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from importlib import import_module
 from pathlib import Path

@@ -4,6 +4,7 @@ Its processes are the launcher's descendants; who is who says the log that a wor
 asked but its files.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -113,10 +114,8 @@ class LaunchedRun:
 
     def send(self, pid: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Send a signal to one process of the run; returns when (monotonic s)."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
         now = time.monotonic()
         if pid == self.pid and number == signal.SIGKILL:
             assert self._process is not None
