@@ -1,5 +1,6 @@
 """`asyncflow sbatch` on a real Slurm: a job ends, is stopped, cancelled, loses its node, and goes on where it was."""
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -7,8 +8,6 @@ import pytest
 from chaos_parts.local_slurm import COMMAND, LocalSlurm, kill, wait_until
 from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
 
-SEVERAL_NODES = False
-"""Whether launchers find each other by Slurm's variables; until they do, no test has more than one node."""
 GROUPS = 8
 SMALL = (
     "--time", "20", "--cpus-per-task", "1", "--set", f"schedule.rollout_batch_size={GROUPS}",
@@ -17,6 +16,7 @@ SMALL = (
 EXACT = LedgerFaults(skipped=0, twice=0)
 SAVED_OFTEN = ("--set", "checkpoint.interval=4", "--set", "checkpoint.export_hf=false")
 ENDLESS = ("--steps", "100000")
+TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
 LAST = 80
 MANY = ("--steps", str(LAST))
 """More than are finished before a signal arrives, few enough to wait for."""
@@ -158,49 +158,59 @@ def test_job_gives_up_after_its_last_restart(slurm: LocalSlurm, tmp_path: Path) 
     assert any((run_dir / "checkpoints").iterdir())
 
 
-if SEVERAL_NODES:
-    TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
+def launcher(slurm: LocalSlurm, job: int, node: str) -> psutil.Process:
+    """Return the launcher on a node, the first process of the job's step there; the batch script is in no step."""
+    of_step = []
+    for process in slurm.processes(job):
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            if "SLURM_STEP_ID" in variables and variables["SLURM_NODEID"] == node:
+                of_step.append(process)
+    return min(of_step, key=lambda process: process.create_time())
 
-    def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, cwd=tmp_path)
-        wait_for_step(run_dir, 2)
-        slurm.preempt(job)
-        slurm.wait_for_restart(job, 1)
-        assert said(run_dir, job).count("Exited with exit code 75") == 2
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
 
-    def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
-        """A launcher that is killed ends the job resumably, on whichever node it was; nobody waits for ever."""
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
-        for restart, node in ((1, "0"), (2, "1")):
-            wait_for_step(run_dir, last_step(run_dir) + 3)
-            launchers = [one for one in slurm.processes(job) if one.environ().get("SLURM_NODEID") == node]
-            kill(min(launchers, key=lambda one: one.create_time()))
-            slurm.wait_for_restart(job, restart)
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
+def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, cwd=tmp_path)
+    wait_for_step(run_dir, 2)
+    slurm.preempt(job)
+    slurm.wait_for_restart(job, 1)
+    assert said(run_dir, job).count("Exited with exit code 75") == 2
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
 
-    def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
-        wait_for_step(run_dir, 5)
-        node = slurm.facts(job)["BatchHost"]
-        slurm.kill_node(node)
-        slurm.wait_for_restart(job, 1)
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
-        slurm.revive_node(node)
 
-    def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
-        on_both = ("--sbatch-arg", "--nodelist=n1,n2")
-        jobs = [
-            slurm.submit("--run-dir", name, *TWO_NODES, *ENDLESS, *SMALL, *on_both, cwd=tmp_path) for name in ("a", "b")
-        ]
-        for name in ("a", "b"):
-            wait_for_step(tmp_path / name, 3)
-        for job in jobs:
-            slurm.cancel(job)
-            wait_until(lambda job=job: not slurm.processes(job), "the end of the job", deadline_s=10)
+def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """A launcher that is killed ends the job resumably, on whichever node it was; nobody waits for ever."""
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
+    for restart, node in ((1, "0"), (2, "1")):
+        wait_for_step(run_dir, last_step(run_dir) + 3)
+        kill(launcher(slurm, job, node))
+        slurm.wait_for_restart(job, restart)
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
+
+
+def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
+    wait_for_step(run_dir, 5)
+    node = slurm.facts(job)["BatchHost"]
+    slurm.kill_node(node)
+    slurm.wait_for_restart(job, 1)
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
+    slurm.revive_node(node)
+
+
+def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
+    on_both = ("--sbatch-arg", "--nodelist=n1,n2")
+    jobs = [
+        slurm.submit("--run-dir", name, *TWO_NODES, *ENDLESS, *SMALL, *on_both, cwd=tmp_path) for name in ("a", "b")
+    ]
+    for name in ("a", "b"):
+        wait_for_step(tmp_path / name, 3)
+    for job in jobs:
+        slurm.cancel(job)
+        wait_until(lambda job=job: not slurm.processes(job), "the end of the job", deadline_s=10)
