@@ -1,13 +1,11 @@
 """AsyncFlow under fire: kill -9 of everything that a run is made of, and what is left of the run afterwards.
 
-    python benchmarks/chaos.py [--json] [--short] [--only PART ...] [--kills N] [--seed N]
+python benchmarks/chaos.py [--json] [--short] [--only PART ...] [--kills N] [--seed N]
 """
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -44,12 +42,15 @@ def main() -> int:
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
     figures: dict[str, Any] = {}
     details = {}
     given.keep.mkdir(parents=True, exist_ok=True)
     for name in given.only:
         module, function = PARTS[name]
-        result = getattr(import_module(f"chaos_parts.{module}"), function)(Options(given.short, given.seed, given.kills, given.keep, say))
+        result = getattr(import_module(f"chaos_parts.{module}"), function)(
+            Options(given.short, given.seed, given.kills, given.keep, say)
+        )
         figures |= result.figures
         details |= result.details
     print(json.dumps({**figures, "details": details}, indent=1, default=str))

@@ -1,4 +1,4 @@
-"""`actor_recover_s_max`: a rank of the actor is killed in the middle of a quickstart run; rollouts keep their processes.
+"""`actor_recover_s_max`: a rank of the actor is killed in the middle of a quickstart run; rollouts stay.
 
     actor_recover_s   from the kill to the end of the next optimizer step, less the model's load time
     load_s            from the process's start to its first span of work, as it was when the run started

@@ -53,7 +53,10 @@ def run(options: Options) -> Result:
                     details["problems"].append(f"{units} units: the loss of step {first['step']} is another one")
             details[f"{name}, {units} units"] = said
             options.say(f"elastic: {name}, {units} units: {said}")
-    figures = {"skipped": sum(one.skipped for one in audits), "twice": sum(one.twice + one.updates_twice for one in audits)}
+    figures = {
+        "skipped": sum(one.skipped for one in audits),
+        "twice": sum(one.twice + one.updates_twice for one in audits),
+    }
     return Result(figures, {"elastic": details})
 
 

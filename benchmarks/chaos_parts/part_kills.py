@@ -1,6 +1,6 @@
 """`kills skipped twice accuracy`: random SIGKILLs over all processes of a quickstart run, the launcher's too.
 
-A run of every role that the quickstart can have, two storage units, two controllers, weight agent, fork server, launcher.
+A run of every role that the quickstart can have, two units, two controllers, weight agent, fork server, launcher.
 Between two kills the run finishes a step, or, three times in ten, nobody waits for that: then the next process dies
 while others are being started again, restored, or saved. Whenever the launcher is gone it is started with `--resume
 latest`, as a user's loop around the command would. A run without kills, with the same seed, is made first.
@@ -78,7 +78,9 @@ class _Fire:
         self._before = self.run.last_step()
         self._killed_at = self.run.send(next(one.pid for one in members if one.name == victim))
         self.kills.append(killed)
-        self.options.say(f"kill {len(self.kills)}: {victim} at step {killed.step}{' (hurried)' if moment.hurried else ''}")
+        self.options.say(
+            f"kill {len(self.kills)}: {victim} at step {killed.step}{' (hurried)' if moment.hurried else ''}"
+        )
         self.keep_running()
 
     def keep_running(self) -> None:
@@ -165,7 +167,9 @@ def _result(fire: _Fire, calm: LaunchedRun) -> Result:
         "audit": asdict(found),
         "accuracy_left_alone": final_accuracy(calm.lines("metrics.jsonl")),
         "held_out": [_held_out(each) for each in (fire.run, calm)],
-        "next_step_s": {name: {"median": statistics.median(each), "worst": max(each)} for name, each in next_step_s.items()},
+        "next_step_s": {
+            name: {"median": statistics.median(each), "worst": max(each)} for name, each in next_step_s.items()
+        },
         "kills": [asdict(killed) for killed in fire.kills],
     }
     return Result(figures, {"kills": details})

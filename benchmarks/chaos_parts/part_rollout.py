@@ -89,7 +89,9 @@ class _Watched:
         while recovered is None or back is None:
             status, now = self._look(), time.time()
             if now - sent > _DEADLINE_S:
-                raise RuntimeError(f"{name} after {number.name}: not back within {_DEADLINE_S:g} s: {status.as_text(now)}")
+                raise RuntimeError(
+                    f"{name} after {number.name}: not back within {_DEADLINE_S:g} s: {status.as_text(now)}"
+                )
             detected = self._run.logged_at(f"GangExited(gang='{name}'", logged)
             if detected is not None:
                 recovered = recovered or self._answers.back_at(detected, rate=SHARE * rate, window_s=_WINDOW_S)

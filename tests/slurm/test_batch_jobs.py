@@ -7,8 +7,6 @@ import pytest
 from chaos_parts.local_slurm import COMMAND, LocalSlurm, kill, wait_until
 from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
 
-SEVERAL_NODES = True
-"""Whether launchers find each other by Slurm's variables; until they do, no test has more than one node."""
 GROUPS = 8
 SMALL = (
     "--time", "20", "--cpus-per-task", "1", "--set", f"schedule.rollout_batch_size={GROUPS}",
@@ -158,49 +156,52 @@ def test_job_gives_up_after_its_last_restart(slurm: LocalSlurm, tmp_path: Path) 
     assert any((run_dir / "checkpoints").iterdir())
 
 
-if SEVERAL_NODES:
-    TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
+TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
 
-    def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, cwd=tmp_path)
-        wait_for_step(run_dir, 2)
-        slurm.preempt(job)
-        slurm.wait_for_restart(job, 1)
-        assert said(run_dir, job).count("Exited with exit code 75") == 2
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
 
-    def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
-        """A launcher that is killed ends the job resumably, on whichever node it was; nobody waits for ever."""
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
-        for restart, node in ((1, "0"), (2, "1")):
-            wait_for_step(run_dir, last_step(run_dir) + 3)
-            launchers = [one for one in slurm.processes(job) if one.environ().get("SLURM_NODEID") == node]
-            kill(min(launchers, key=lambda one: one.create_time()))
-            slurm.wait_for_restart(job, restart)
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
+def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, cwd=tmp_path)
+    wait_for_step(run_dir, 2)
+    slurm.preempt(job)
+    slurm.wait_for_restart(job, 1)
+    assert said(run_dir, job).count("Exited with exit code 75") == 2
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
 
-    def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
-        run_dir = tmp_path / "run"
-        job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
-        wait_for_step(run_dir, 5)
-        node = slurm.facts(job)["BatchHost"]
-        slurm.kill_node(node)
-        slurm.wait_for_restart(job, 1)
-        slurm.wait_for(job, "COMPLETED")
-        check_ledger(slurm, run_dir, last=LAST)
-        slurm.revive_node(node)
 
-    def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
-        on_both = ("--sbatch-arg", "--nodelist=n1,n2")
-        jobs = [
-            slurm.submit("--run-dir", name, *TWO_NODES, *ENDLESS, *SMALL, *on_both, cwd=tmp_path) for name in ("a", "b")
-        ]
-        for name in ("a", "b"):
-            wait_for_step(tmp_path / name, 3)
-        for job in jobs:
-            slurm.cancel(job)
-            wait_until(lambda job=job: not slurm.processes(job), "the end of the job", deadline_s=10)
+def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """A launcher that is killed ends the job resumably, on whichever node it was; nobody waits for ever."""
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
+    for restart, node in ((1, "0"), (2, "1")):
+        wait_for_step(run_dir, last_step(run_dir) + 3)
+        in_step = [one for one in slurm.processes(job) if "SLURM_STEP_ID" in one.environ()]  # not the batch script
+        kill(min((one for one in in_step if one.environ()["SLURM_NODEID"] == node), key=lambda one: one.create_time()))
+        slurm.wait_for_restart(job, restart)
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
+
+
+def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
+    wait_for_step(run_dir, 5)
+    node = slurm.facts(job)["BatchHost"]
+    slurm.kill_node(node)
+    slurm.wait_for_restart(job, 1)
+    slurm.wait_for(job, "COMPLETED")
+    check_ledger(slurm, run_dir, last=LAST)
+    slurm.revive_node(node)
+
+
+def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
+    on_both = ("--sbatch-arg", "--nodelist=n1,n2")
+    jobs = [
+        slurm.submit("--run-dir", name, *TWO_NODES, *ENDLESS, *SMALL, *on_both, cwd=tmp_path) for name in ("a", "b")
+    ]
+    for name in ("a", "b"):
+        wait_for_step(tmp_path / name, 3)
+    for job in jobs:
+        slurm.cancel(job)
+        wait_until(lambda job=job: not slurm.processes(job), "the end of the job", deadline_s=10)
