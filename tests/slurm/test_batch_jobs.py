@@ -158,9 +158,6 @@ def test_job_gives_up_after_its_last_restart(slurm: LocalSlurm, tmp_path: Path) 
     assert any((run_dir / "checkpoints").iterdir())
 
 
-TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
-
-
 def launcher(slurm: LocalSlurm, job: int, node: str) -> psutil.Process:
     """Return the launcher on a node, the first process of the job's step there; the batch script is in no step."""
     of_step = []
