@@ -92,6 +92,6 @@ class RoleFailed(AsyncFlowError):
 
 
 class LastSaveFailed(CheckpointError):
-    """A run ends, and what it trained since its last checkpoint cannot be saved; nor could it be at another start."""
+    """At its end a run cannot save what it trained since its last checkpoint; to start again would end the same way."""
 
     final = True

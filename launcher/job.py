@@ -120,7 +120,9 @@ def run_job(
             )
             job.save(run_dir)
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
-            progress = stack.enter_context(Progress(gangs, last_step=config.steps, started_at=started_at))
+            progress = stack.enter_context(
+                Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
+            )
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
@@ -139,7 +141,7 @@ def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job)
         finish.message,
         step=progress.last_finished_step,
         last_step=job.last_step,
-        elapsed_s=time.time() - job.started_at,
+        elapsed_s=job.clock.now() - job.started_at,
         run_dir=run_dir,
         resumable=has_checkpoint(run_dir),
         evaluation=progress.last_evaluation,

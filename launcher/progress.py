@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,11 +211,25 @@ class Progress:
     """The command's output while the run goes on; a context manager around it."""
 
     def __init__(
-        self, gangs: Sequence[GangSpec], *, last_step: int, started_at: float, console: Console | None = None
+        self,
+        gangs: Sequence[GangSpec],
+        *,
+        last_step: int,
+        started_at: float,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """Args:
+        gangs: of the run.
+        last_step: its number.
+        started_at: when the command started (unix time, s).
+        console: None: the terminal.
+        clock: unix time (s) that goes on evenly, whatever becomes of the wall clock.
+        """
         self._gangs = gangs
         self._last_step = last_step
         self._started_at = started_at
+        self._clock = clock
         self._console = console or Console(highlight=False)
         self._metrics: Metrics | None = None
         self._evaluation: Metrics | None = None
@@ -247,7 +261,7 @@ class Progress:
 
     def ready(self, num_workers: int) -> None:
         """All ranks are at work."""
-        self._say(f"started {num_workers} workers in {time.time() - self._started_at:.1f} s")
+        self._say(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
         """A step was finished."""
@@ -285,12 +299,12 @@ class Progress:
             print_line(text)
 
     def _render(self) -> Group:
-        now = time.time()
+        now = time.time()  # statuses have the wall's
         table = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
             table.add_row(Text(role, style="bold"), Text(count), Text(activity), Text(version, style="cyan"))
         lines: list[Text | Table] = [
-            Text(headline(self._metrics, self._last_step, now - self._started_at, self._evaluation)),
+            Text(headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)),
             table,
         ]
         return Group(*lines, *([Text(self._note, style="yellow")] if self._note else []))

@@ -22,6 +22,7 @@ _WAITS = {
     "wait for weights": "waiting for weights",
     "wait for peers": "waiting for peers",
     "wait for rows": "waiting for data",
+    "wait for checkpoint": "waiting for disk",
 }
 CATEGORIES = ("busy", *_WAITS.values(), "other")
 """Of an account; `other`: no span covers it."""

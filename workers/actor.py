@@ -55,6 +55,8 @@ class Actor:
         self._checkpointer = _open_checkpointer(context)
         if context.job.resume_from:
             self._checkpointer.restore(self._engine, Path(context.job.resume_from), seed=config.seed)
+        if context.rank == 0:
+            context.warn("")  # what an earlier start of this gang could not save is past
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 STARTING = "starting"
+STORE_TIMEOUT_S = 30.0
+"""How long the job store may take to answer or to let a thread connect, whatever is waited for in it (s)."""
 
 
 @dataclass
@@ -113,7 +115,8 @@ class WorkerContext:
     def credentials(self) -> Credentials:
         """Return what opens channels of this job."""
         timeout_s = self.config.launcher.start_timeout_s
-        return Credentials(self.new_store(), bytes.fromhex(self.job.secret), timeout_s)
+        store = self.new_store(min(timeout_s, STORE_TIMEOUT_S))  # its clones connect with this deadline
+        return Credentials(store, bytes.fromhex(self.job.secret), timeout_s)
 
     def queue_client(self) -> QueueClient:
         """Return this process's access to the queue."""
@@ -171,7 +174,7 @@ class WorkerContext:
         return waiting
 
     def _beat(self) -> None:
-        store = self.new_store(timeout_s=30)
+        store = self.new_store(STORE_TIMEOUT_S)
         try:
             while True:
                 self._say(store)

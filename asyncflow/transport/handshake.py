@@ -29,6 +29,7 @@ from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.frame import UNREADABLE
 
 _NONCE_BYTES = 16
+_MEETING_S = 60.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
@@ -66,14 +67,20 @@ class Credentials:
         """Return a store client of its own, since a blocked wait stalls other calls on the same client.
 
         Raises:
-            TransportError: the job store is gone.
+            TransportError: the job store cannot be reached.
         """
         try:
             store: dist.TCPStore = self.store.clone()  # type: ignore[attr-defined]
         except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error
+            reason = str(error).partition("\n")[0]
+            raise TransportError(f"the job store cannot be reached; is the launcher gone? ({reason})") from error
         store.set_timeout(timedelta(seconds=timeout_s or self.timeout_s))
         return store
+
+    @property
+    def meeting_s(self) -> float:
+        """How long two ends that proved themselves may take to meet (s); both are there, so less than for a start."""
+        return min(self.timeout_s, _MEETING_S)
 
     @contextmanager
     def borrowed_store(self) -> Iterator[dist.TCPStore]:

@@ -179,7 +179,10 @@ class ChannelServer:
             except UNREADABLE:
                 logger.warning("%s: an ask that cannot be read was dropped", self._service)
                 continue
-            threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
+            except RuntimeError as error:  # no more threads: this one must go on, the client asks again
+                logger.warning("%s: %s was not heard: %s", self._service, ask.client, error)
 
     def _greet(self, ask: Ask) -> None:
         with self._lock:
@@ -219,7 +222,7 @@ class ChannelServer:
                     is_server=True,
                     peer=ask.client,
                     limits=self._limits,
-                    timeout_s=self._credentials.timeout_s,
+                    timeout_s=self._credentials.meeting_s,
                 )
             finally:  # both ends have met, or never will
                 for name in pair.list_keys():

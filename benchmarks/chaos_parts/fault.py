@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_parts.faulty_run import Ended, FaultyRun, Setup
+from chaos_parts.small_disk import SmallDisks
 from launcher.verify import verify_run
 
 NAMED_WITHIN_S = 30.0
@@ -60,7 +61,12 @@ class Lab:
 
     def run(self, **setup: Any) -> FaultyRun:
         """Return a run that is not started yet; see `Setup`."""
-        return FaultyRun(self.run_dir, Setup(**setup))
+        return FaultyRun(self.run_dir, Setup(**setup), cwd=self.directory)
+
+    def run_on(self, disks: SmallDisks, *, below: str = "", **setup: Any) -> FaultyRun:
+        """Return a run among small disks, in a directory `below` this one."""
+        run_dir = self.directory / below / "run"
+        return FaultyRun(run_dir, Setup(prefix=disks.prefix, root=disks.root, **setup), cwd=self.directory)
 
     def module(self, name: str, source: str) -> None:
         """Write a module of the user's beside the run."""

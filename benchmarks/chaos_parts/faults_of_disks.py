@@ -2,52 +2,30 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from chaos_parts.fault import Fault, Lab, Outcome, Seen, gave_up, is_named, judge_named, recovers, went_on
-from chaos_parts.faulty_run import FaultyRun
+from chaos_parts.small_disk import fill, small_disks
 
 _SOON = 3
 _SAVED = 12
 """A run of so many steps has checkpoints of steps 5, 10 and 12; the last two are kept."""
 
 
-_OWN_MOUNTS = ("unshare", "--map-root-user", "--mount")
-"""Runs a command that may mount, which nobody else sees."""
-
-
-def _mount_small_disk(run: FaultyRun, where: Path, size: str) -> Path:
-    """Mount a new file system for a run with `_OWN_MOUNTS`; returns it as seen from here."""
-    enter = ["nsenter", "--target", str(run.launcher), "--user", "--mount", "--preserve-credentials"]
-    subprocess.run([*enter, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], check=True)
-    return Path(f"/proc/{run.launcher}/root{where}")
-
-
-def _fill(disk: Path) -> Path:
-    """Write until nothing fits any more; returns the file that takes the room."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (2**20, 2**12, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
-    return filler
+_NO_ROOM = "cannot be written"
 
 
 def disk_is_full_during_a_save(lab: Lab) -> Seen:
     """No room for checkpoints for a while: a warning says so, the run goes on, old ones stay, later ones come again."""
-    with lab.run(prefix=_OWN_MOUNTS, steps=60) as run:
+    with small_disks() as disks, lab.run_on(disks, steps=60) as run:
         run.wait_for_step(1)
-        disk = _mount_small_disk(run, lab.run_dir / "checkpoints", "40m")
+        disk = disks.mount(lab.run_dir / "checkpoints", "40m")
         run.wait(lambda: any(disk.glob("step_*")), "a checkpoint")
         first = next(disk.glob("step_*"))
-        filler = _fill(disk)
+        filler = fill(disk)
         run.hurt()
-        run.wait(lambda: "cannot be written" in run.output, "a warning", within_s=40.0)
+        run.wait(lambda: _NO_ROOM in run.output, "a warning", within_s=40.0)
         if not first.is_dir():
             return Seen(Outcome.WRONG, "the old checkpoint is gone")
         filler.unlink()
@@ -55,23 +33,38 @@ def disk_is_full_during_a_save(lab: Lab) -> Seen:
 
 
 def disk_is_full_for_everything(lab: Lab) -> Seen:
-    """No room for ledger, metrics, logs: the run cannot prove what it trains, so it ends and says why."""
-    mount = 'mount -t tmpfs -o size=40m tmpfs . && cd "$PWD" && exec "$0" "$@"'
-    with lab.run(prefix=[*_OWN_MOUNTS, "sh", "-c", mount], steps=10_000) as run:
-        disk = Path(f"/proc/{run.launcher}/root{lab.directory}")
-        run.wait(lambda: (disk / "run" / "metrics.jsonl").exists(), "the first step")
-        _fill(disk)
-        run.hurt()
-        return gave_up(run, "actor rank 0", "No space left on device")
+    """No room for ledger, metrics, logs, checkpoints for a while: a warning, lines wait, nothing is lost or torn."""
+    with small_disks() as disks:
+        (lab.directory / "disk").mkdir()
+        disk = disks.mount(lab.directory / "disk", "40m")
+        with lab.run_on(disks, below="disk", steps=60) as run:
+            run.wait_for_step(_SOON)
+            filler = fill(disk)
+            run.hurt()
+            run.wait(lambda: _NO_ROOM in run.output, "a warning", within_s=40.0)
+            filler.unlink()
+            return went_on(run, steps=60)
+
+
+def disk_stays_full(lab: Lab) -> Seen:
+    """No room for ledger, metrics, logs, checkpoints to the end: the run ends and says what is lost."""
+    with small_disks() as disks:
+        (lab.directory / "disk").mkdir()
+        disk = disks.mount(lab.directory / "disk", "40m")
+        with lab.run_on(disks, below="disk", steps=60) as run:
+            run.wait_for_step(_SOON)
+            fill(disk)
+            run.hurt()
+            return gave_up(run, "actor rank 0", "No space left on device")
 
 
 def disk_is_full_for_logs(lab: Lab) -> Seen:
     """No room for logs, and a rollout that starts again wants to write one: it works without."""
-    with lab.run(prefix=_OWN_MOUNTS) as run:
+    with small_disks() as disks, lab.run_on(disks) as run:
         run.wait_for_step(1)
-        disk = _mount_small_disk(run, lab.run_dir / "logs", "1m")
+        disk = disks.mount(lab.run_dir / "logs", "1m")
         (disk / "rollout").mkdir()
-        _fill(disk)
+        fill(disk)
         run.hurt(run.pid("rollout-0"))
         return went_on(run)
 
@@ -199,7 +192,8 @@ def every_checkpoint_is_damaged(lab: Lab) -> Seen:
 
 FAULTS: tuple[Fault, ...] = (
     recovers(disk_is_full_during_a_save),
-    is_named(disk_is_full_for_everything),
+    recovers(disk_is_full_for_everything),
+    is_named(disk_stays_full),
     recovers(disk_is_full_for_logs),
     is_named(run_directory_is_removed),
     is_named(data_file_is_removed),

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 
 from chaos_parts.fault import Fault, Lab, Seen, gave_up, is_named, recovers, went_on
 
@@ -58,7 +59,7 @@ def too_few_file_handles_from_the_start(lab: Lab) -> Seen:
 
 def rollout_runs_out_of_file_handles(lab: Lab) -> Seen:
     """A rollout may open no file any more, then a storage unit dies: what needs it starts again."""
-    with lab.run(settings={"tq.num_storage_units": 2}) as run:
+    with lab.run(settings={"tq.num_storage_units": 2, "tq.request_timeout_s": 10}) as run:
         run.wait_for_step(_SOON)
         rollout = run.pid("rollout-0")
         _, hard = resource.prlimit(rollout, resource.RLIMIT_NOFILE)
@@ -67,9 +68,19 @@ def rollout_runs_out_of_file_handles(lab: Lab) -> Seen:
         return went_on(run)
 
 
+def port_is_taken(lab: Lab) -> Seen:
+    """Somebody else listens where the head of a run on two nodes should: the command ends and says so."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with lab.run(arguments=["--nnodes", "2", "--node-rank", "0", "--head", f"127.0.0.1:{port}"]) as run:
+            run.hurt()
+            return gave_up(run, "--head", str(port), code=2)
+
+
 FAULTS: tuple[Fault, ...] = (
     recovers(clock_jumps_back),
     recovers(clock_jumps_ahead),
     is_named(too_few_file_handles_from_the_start),
     recovers(rollout_runs_out_of_file_handles),
+    is_named(port_is_taken),
 )

@@ -52,7 +52,9 @@ class Setup:
         roles: ranks per role.
         settings: beyond `SETTINGS`.
         resume: continue the run in the same directory.
+        arguments: of the command, beyond those.
         prefix: a command that runs the launcher, e.g. in a namespace of its own.
+        root: the file system of the run, as seen from here.
         environment: beyond this process's.
     """
 
@@ -60,7 +62,9 @@ class Setup:
     roles: str = "rollout:2,actor:1"
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
+    arguments: Sequence[str] = ()
     prefix: Sequence[str] = ()
+    root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -89,11 +93,19 @@ class Ended:
 
 
 class FaultyRun:
-    """A context manager around one command; the working directory is the run directory's parent."""
+    """A context manager around one command."""
 
-    def __init__(self, run_dir: Path, setup: Setup) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, setup: Setup, *, cwd: Path) -> None:
+        """Args:
+        run_dir: absolute; as the run sees it.
+        setup: how it is started.
+        cwd: working directory.
+        """
+        self.run_dir = setup.root / run_dir.relative_to("/")
+        """As seen from here."""
+        self._given = run_dir
         self._setup = setup
+        self._cwd = cwd
         self._mark = secrets.token_hex(8)
         self._lines: list[str] = []
         self._store: TCPStore | None = None
@@ -101,14 +113,14 @@ class FaultyRun:
 
     def __enter__(self) -> "FaultyRun":
         setup = self._setup
-        source = ["--resume", str(self.run_dir)] if setup.resume else ["quickstart", "--run-dir", str(self.run_dir)]
+        source = ["--resume", str(self._given)] if setup.resume else ["quickstart", "--run-dir", str(self._given)]
         settings = {**SETTINGS, **setup.settings}
         overrides = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
         roles = ["--roles", setup.roles]
         command = [*setup.prefix, sys.executable, "-c", _COMMAND, *source, "--steps", str(setup.steps), *roles]
         self._process = subprocess.Popen(
-            [*command, *overrides],
-            cwd=self.run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*command, *overrides, *setup.arguments],
+            cwd=self._cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **setup.environment, _MARK: self._mark}, errors="replace",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -119,6 +131,8 @@ class FaultyRun:
         self._kill_all()
         self._process.wait()
         self._reader.join(5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     @property
     def launcher(self) -> int:

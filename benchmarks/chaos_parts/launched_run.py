@@ -4,6 +4,7 @@ Its processes are the launcher's descendants; who is who says the log that a wor
 asked but its files.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
+_OTHER_COMMANDS = Path(sys.executable).parent / "asyncflow"
 LAUNCHER, FORK_SERVER, TRACKER = "launcher", "fork server", "resource tracker"
 STARTING = "a starting worker"
 _POLL_S = 0.02
@@ -112,10 +114,8 @@ class LaunchedRun:
 
     def send(self, pid: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Send a signal to one process of the run; returns when (monotonic s)."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
         now = time.monotonic()
         if pid == self.pid and number == signal.SIGKILL:
             assert self._process is not None
@@ -205,6 +205,13 @@ class LaunchedRun:
             lines = file.read().decode(errors="replace").splitlines()
         stamp = next((line[:_STAMP] for line in lines if text in line), None)
         return None if stamp is None else datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+    def verify(self) -> list[str]:
+        """Return what `asyncflow verify` finds wrong."""
+        done = subprocess.run(
+            [_OTHER_COMMANDS, "verify", str(self.run_dir)], capture_output=True, text=True, check=False
+        )
+        return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()
 
     def last_words(self) -> str:
         """Return the end of what it printed."""

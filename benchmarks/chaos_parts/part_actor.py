@@ -1,4 +1,4 @@
-"""`actor_recover_s_max`: a rank of the actor is killed in the middle of a quickstart run; rollouts keep their processes.
+"""`actor_recover_s_max`: a rank of the actor is killed in the middle of a quickstart run; rollouts stay.
 
     actor_recover_s   from the kill to the end of the next optimizer step, less the model's load time
     load_s            from the process's start to its first span of work, as it was when the run started
@@ -67,13 +67,13 @@ def run(options: Options) -> Result:
             launched.wait_for_step((number + 1) * (_INTERVAL + 2) + 1, deadline_s=_DEADLINE_S)
             recoveries.append(_kill(launched, f"actor-{number % 2}", load_s))
             options.say(f"actor: {recoveries[-1]}")
-        code = launched.wait_for_end(deadline_s=_DEADLINE_S)
+        launched.end_with(0, deadline_s=_DEADLINE_S)
     ledger = launched.lines("ledger.jsonl")
     found = audit(ledger, launched.lines("updates.jsonl"))
     stalest = max(line["staleness"] for line in ledger)
     problems = [f"{each.victim}: a rollout was started again" for each in recoveries if not each.rollouts_kept]
-    problems += [f"the command ended with {code}"] if code else []
     problems += [f"staleness {stalest}, bound {_MAX_STALENESS}"] if stalest > _MAX_STALENESS else []
+    problems += launched.verify()
     details: dict[str, Any] = {
         "recoveries": [asdict(each) for each in recoveries], "staleness_max": stalest, "audit": asdict(found),
         "problems": problems,

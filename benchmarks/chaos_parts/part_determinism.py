@@ -1,7 +1,7 @@
 """`sha_equal`: with `deterministic: true` a run that crashes ends with the same parameters as one that does not.
 
 Three quickstart runs in mode `periodic`: one is left alone; of one the launcher is killed at step 17, and the command
-started again with `--resume latest`; of one a rank of the actor, so that the run itself goes back to its checkpoint. The
+started again with `--resume latest`; of one a rank of the actor, so that the run itself goes back. The
 interval is such that both lose steps. Compared is SHA-256 over the names, types, shapes and values of the last
 checkpoint's parameters.
 """

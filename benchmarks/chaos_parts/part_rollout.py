@@ -40,8 +40,10 @@ _SETTINGS = {
     "checkpoint__interval": 0,
 }
 _STEPS = 100_000
+_WARM_UP_STEPS = 4
 _POLL_S = 0.25
-_BEFORE_S = 8.0
+_RATE_S, _SHORT_RATE_S = 8.0, 3.0
+"""How long the throughput is measured before and after (s)."""
 _WINDOW_S = 2.0
 _DEADLINE_S = 120.0
 
@@ -71,8 +73,9 @@ class Loss:
 class _Watched:
     """A run that is asked for its status all the time."""
 
-    def __init__(self, run: LaunchedRun) -> None:
+    def __init__(self, run: LaunchedRun, *, rate_s: float) -> None:
         self._run = run
+        self._rate_s = rate_s
         self._answers = Throughput()
 
     def lose(self, name: str, number: signal.Signals) -> tuple[Loss, float, float]:
@@ -89,7 +92,9 @@ class _Watched:
         while recovered is None or back is None:
             status, now = self._look(), time.time()
             if now - sent > _DEADLINE_S:
-                raise RuntimeError(f"{name} after {number.name}: not back within {_DEADLINE_S:g} s: {status.as_text(now)}")
+                raise RuntimeError(
+                    f"{name} after {number.name}: not back within {_DEADLINE_S:g} s: {status.as_text(now)}"
+                )
             detected = self._run.logged_at(f"GangExited(gang='{name}'", logged)
             if detected is not None:
                 recovered = recovered or self._answers.back_at(detected, rate=SHARE * rate, window_s=_WINDOW_S)
@@ -110,10 +115,10 @@ class _Watched:
 
     def _rate(self) -> float:
         """Look for a while; return the answers per second."""
-        end = time.time() + _BEFORE_S
+        end = time.time() + self._rate_s
         while time.time() < end:
             self._look()
-        return self._answers.rate(end - _BEFORE_S, end)
+        return self._answers.rate(end - self._rate_s, end)
 
     def _look(self) -> RunStatus:
         """Ask once, after a moment."""
@@ -134,8 +139,8 @@ def run(options: Options) -> Result:
     losses = []
     with LaunchedRun(options.directory / "rollout") as launched:
         launched.start(*arguments, *overrides(**_SETTINGS))
-        launched.wait_for_step(3, deadline_s=_DEADLINE_S)
-        watched = _Watched(launched)
+        launched.wait_for_step(_WARM_UP_STEPS, deadline_s=_DEADLINE_S)
+        watched = _Watched(launched, rate_s=_SHORT_RATE_S if options.short else _RATE_S)
         for name, number in (("rollout-1", signal.SIGKILL), ("rollout-2", signal.SIGSTOP)):
             loss, start, end = watched.lose(name, number)
             spans = RunTimeline.read(launched.run_dir).spans

@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
 
-from chaos_parts.local_slurm import LocalSlurm, local_slurm, wait_until
+from chaos_parts.local_slurm import COMMAND, LocalSlurm, local_slurm, wait_until
 from chaos_parts.run_files import last_step, ledger_faults
 
 GROUPS_PER_STEP = 8
@@ -72,6 +72,7 @@ def preempt_cycles(number: int, *, seed: int = 0) -> dict[str, Any]:
         last = last_step(run_dir) + 2
         finished = _finish(slurm, cwd, last)
         faults = ledger_faults(run_dir, groups_per_step=GROUPS_PER_STEP, last=last)
+        slurm.call(str(COMMAND), "verify", str(run_dir))  # raises when it finds something
     return {
         "cycles": [asdict(cycle) for cycle in cycles],
         "requeues": len(cycles),

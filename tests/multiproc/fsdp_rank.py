@@ -67,7 +67,10 @@ def run(root: Path, mode: str, rank: int, num_ranks: int) -> None:
         ]
     assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
     torch.save(shards, root / f"shards-{mode}-{num_ranks}-{rank}.pt")
-    engine.export_hf(root / f"export-{mode}-{num_ranks}")
+    saved = root / f"saved-{mode}-{num_ranks}"
+    dcp.save(engine.state_dict(), checkpoint_id=saved)
+    if rank == 0:
+        engine.export_hf(root / f"export-{mode}-{num_ranks}", saved)
 
 
 def forward(root: Path, rank: int, num_ranks: int) -> None:

@@ -20,7 +20,7 @@ def _by_broadcast(weight_run: WeightRun) -> None:
 def broadcast_to(run: WeightRun, version: Version, *receivers: object) -> float:
     """Publish a version and see it loaded; returns the longest time that a rank was held up (s)."""
     held_up = [max(each) for each in ask_all(run.trainers, "publish", version)]
-    assert ask_all(receivers, "load", version.step) == [(version, True)] * len(receivers)
+    assert ask_all(receivers, "load_from", version) == [(version, True)] * len(receivers)
     return max(held_up)
 
 

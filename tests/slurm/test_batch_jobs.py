@@ -1,10 +1,11 @@
 """`asyncflow sbatch` on a real Slurm: a job ends, is stopped, cancelled, loses its node, and goes on where it was."""
 
+import contextlib
 from pathlib import Path
 
 import psutil
 import pytest
-from chaos_parts.local_slurm import LocalSlurm, kill, wait_until
+from chaos_parts.local_slurm import COMMAND, LocalSlurm, kill, wait_until
 from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
 
 GROUPS = 8
@@ -15,6 +16,7 @@ SMALL = (
 EXACT = LedgerFaults(skipped=0, twice=0)
 SAVED_OFTEN = ("--set", "checkpoint.interval=4", "--set", "checkpoint.export_hf=false")
 ENDLESS = ("--steps", "100000")
+TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
 LAST = 80
 MANY = ("--steps", str(LAST))
 """More than are finished before a signal arrives, few enough to wait for."""
@@ -27,6 +29,12 @@ def said(run_dir: Path, job: int) -> str:
     return (run_dir / f"slurm-{job}.out").read_text()
 
 
+def check_ledger(slurm: LocalSlurm, run_dir: Path, *, last: int) -> None:
+    """Every group of steps 1 to `last` was trained once, by our own count and by that of `asyncflow verify`."""
+    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=last) == EXACT
+    slurm.call(str(COMMAND), "verify", str(run_dir))
+
+
 def wait_for_step(run_dir: Path, step: int) -> None:
     wait_until(lambda: last_step(run_dir) >= step, f"step {step} of {run_dir.name}")
 
@@ -37,7 +45,7 @@ def test_finished_run_ends_the_job_with_0(slurm: LocalSlurm, tmp_path: Path) -> 
     facts = slurm.wait_for(job, "COMPLETED")
     assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "0")
     assert "done (step 4/4" in said(run_dir, job).splitlines()[-1]
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=4) == EXACT
+    check_ledger(slurm, run_dir, last=4)
 
 
 def test_failed_run_ends_the_job_with_its_code(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -70,7 +78,7 @@ def test_signal_ahead_of_the_limit_saves_and_the_job_goes_on_by_itself(slurm: Lo
     assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "1")
     lineages = [line["lineage"] for line in lines(run_dir / "metrics.jsonl")]
     assert lineages == [0] * stopped_at + [1] * (LAST - stopped_at)
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
 
 
 def test_signal_while_the_launcher_starts_costs_nothing(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ def test_signal_while_the_launcher_starts_costs_nothing(slurm: LocalSlurm, tmp_p
     slurm.wait_for_restart(job, 1)
     slurm.wait_for(job, "COMPLETED")
     assert not (run_dir / "checkpoints/abandoned").exists()
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=4) == EXACT
+    check_ledger(slurm, run_dir, last=4)
 
 
 def test_cancelled_job_leaves_nothing_and_does_not_come_back(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -100,7 +108,7 @@ def test_cancelled_job_leaves_nothing_and_does_not_come_back(slurm: LocalSlurm, 
         slurm.call("sbatch", "--parsable", "run/run.sbatch", "--resume", "latest", "--steps", str(last), cwd=tmp_path)
     )
     slurm.wait_for(again, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=last) == EXACT
+    check_ledger(slurm, run_dir, last=last)
 
 
 def test_job_that_is_preempted_by_a_better_one_goes_on_after_it(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_job_that_is_preempted_by_a_better_one_goes_on_after_it(slurm: LocalSlur
     slurm.call("srun", "--partition=main", "--nodes=3", "--exclusive", "true")
     slurm.wait_for_restart(job, 1)
     slurm.wait_for(job, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
 
 
 def test_two_jobs_on_one_node_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -135,7 +143,7 @@ def test_job_whose_node_dies_goes_on_elsewhere(slurm: LocalSlurm, tmp_path: Path
     slurm.wait_for_restart(job, 1)
     facts = slurm.wait_for(job, "COMPLETED")
     assert facts["NodeList"] != node
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
     slurm.revive_node(node)
 
 
@@ -150,7 +158,15 @@ def test_job_gives_up_after_its_last_restart(slurm: LocalSlurm, tmp_path: Path) 
     assert any((run_dir / "checkpoints").iterdir())
 
 
-TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
+def launcher(slurm: LocalSlurm, job: int, node: str) -> psutil.Process:
+    """Return the launcher on a node, the first process of the job's step there; the batch script is in no step."""
+    of_step = []
+    for process in slurm.processes(job):
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            if "SLURM_STEP_ID" in variables and variables["SLURM_NODEID"] == node:
+                of_step.append(process)
+    return min(of_step, key=lambda process: process.create_time())
 
 
 def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -161,7 +177,7 @@ def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tm
     slurm.wait_for_restart(job, 1)
     assert said(run_dir, job).count("Exited with exit code 75") == 2
     slurm.wait_for(job, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
 
 
 def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -170,11 +186,10 @@ def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, 
     job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
     for restart, node in ((1, "0"), (2, "1")):
         wait_for_step(run_dir, last_step(run_dir) + 3)
-        in_step = [one for one in slurm.processes(job) if "SLURM_STEP_ID" in one.environ()]  # not the batch script
-        kill(min((one for one in in_step if one.environ()["SLURM_NODEID"] == node), key=lambda one: one.create_time()))
+        kill(launcher(slurm, job, node))
         slurm.wait_for_restart(job, restart)
     slurm.wait_for(job, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
 
 
 def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -185,7 +200,7 @@ def test_run_over_two_nodes_goes_on_when_one_of_them_dies(slurm: LocalSlurm, tmp
     slurm.kill_node(node)
     slurm.wait_for_restart(job, 1)
     slurm.wait_for(job, "COMPLETED")
-    assert ledger_faults(run_dir, groups_per_step=GROUPS, last=LAST) == EXACT
+    check_ledger(slurm, run_dir, last=LAST)
     slurm.revive_node(node)
 
 

@@ -118,7 +118,7 @@ class QueueServices:
             PeerRefused, Superseded: it answered no.
         """
         wait_s = self.seconds(timeout_s) + GRACE_S
-        return self.controller(controller).call(message, timeout_s=wait_s)[0]
+        return self.controller(controller, wait_s).call(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
         """Like `call`, but a controller that is gone may come back meanwhile."""

@@ -213,7 +213,7 @@ class Fetches:
             return None
         lease = task.leases.by_token.get(share.token)
         rows = [row for row in share.rows if lease is not None and row in lease.rows]
-        if not self._at_hand(rows, fetch.owner, lease.readers if lease is not None else set()):
+        if not self._at_hand(rows):
             return None
         if lease is not None:
             task.leases.read(share.token, fetch.owner)
@@ -221,13 +221,16 @@ class Fetches:
         granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
         return granted
 
-    def _at_hand(self, rows: list[int], owner: str, readers: set[str]) -> bool:
-        """Whether all rows of a share can be read; lost ones must be put again for a reader that never had them."""
+    def _at_hand(self, rows: list[int]) -> bool:
+        """Whether all rows of a share can be read; lost ones must be put again.
+
+        Also for a reader that holds the share: if it asks once more, the unit died before it had read them.
+        """
         table = self._book.rows.rows
         away = [row for row in rows if not table[row].available]
-        if owner not in readers:
-            self._book.lost_now += [row for row in away if table[row].unit.lost]
-            self._book.wanted.update(row for row in away if table[row].unit.lost)
+        lost = [row for row in away if table[row].unit.lost]
+        self._book.lost_now += lost
+        self._book.wanted.update(lost)
         return not away
 
     def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> Granted:

@@ -254,7 +254,7 @@ class RowBook:
         self.quarantines.forget(partition)
 
     def lose(self, unit: UnitInfo) -> None:
-        """A unit is gone with its rows."""
+        """A unit is gone with its rows; whoever waits for a share with some of them is looked at again."""
         unit.online, unit.lost = False, True
         self.rows.dead_units.append(unit)
         if self.rows.units.get(unit.name) is unit:
@@ -263,6 +263,7 @@ class RowBook:
         self.lost.update(numbers)
         for number in numbers:
             self.refresh(number)
+            self._look_at_shares_with(number)
         self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
         self.lost_now += [number for number in numbers if number in self.rows.rows]
         self.losses_changed |= bool(numbers)
@@ -273,6 +274,7 @@ class RowBook:
             row = self.rows.rows[number]
             self.rows.move(row, self._lost_unit(), row.num_bytes)
             self.refresh(number)
+            self._look_at_shares_with(number)
         self.lost.update(numbers)
         self.lost_now += numbers
         self.losses_changed |= bool(numbers)
@@ -286,9 +288,7 @@ class RowBook:
         unit.online = online
         for number in self.rows.at_unit(unit):
             self.refresh(number)
-            for task in self.tasks.values():
-                if number in task.leases.holders:
-                    task.changed.add(self.rows.rows[number].partition)
+            self._look_at_shares_with(number)
 
     def needed(self) -> Iterator[int]:
         """Take the rows that were lost lately and that somebody must put again.
@@ -341,6 +341,11 @@ class RowBook:
         task = self.tasks.get(name)
         lease = None if task is None else task.leases.holder(number)
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
+
+    def _look_at_shares_with(self, number: int) -> None:
+        for task in self.tasks.values():
+            if number in task.leases.holders:
+                task.changed.add(self.rows.rows[number].partition)
 
     def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
         token = self.token()

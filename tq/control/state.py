@@ -139,10 +139,10 @@ class ControlState:
             Superseded: a lease is void; nothing changed.
         """
         self._apply(event, request)
-        self._report_losses()
         self._puts.admit()
         self._recover()
         self._fetches.wake()
+        self._report_losses()
         out, self._book.out = self._book.out, []
         return out
 

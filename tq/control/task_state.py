@@ -274,6 +274,8 @@ class TaskState:
         if index < len(part.rounds.formed):
             return part.rounds.formed[index]
         assert index == len(part.rounds.formed), "the caller checks that no round is skipped"
+        if any(round_.missing for round_ in part.rounds.formed):
+            return None  # their ranks have not asked since the restart, and what is left may be theirs
         rest = self._rest_ready(partition, part)
         full = part.queue.num_rows >= want.num_rows or 0 < want.token_budget <= part.queue.num_tokens
         if not part.queue.num_rows or not (rest or (full and not self.spec.barrier)):
@@ -315,6 +317,7 @@ class TaskState:
             known.shares[rank] = share
             known.round_rows = max(known.round_rows, len(share.rows))
             self.hold(share, partition)
+        self.changed.add(partition)  # whoever is a round ahead waits for this
 
     def hold(self, share: Share, partition: int) -> None:
         """A share is a lease from now on, if it has rows."""

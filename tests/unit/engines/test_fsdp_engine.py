@@ -189,11 +189,15 @@ def test_export_is_loaded_by_transformers(
     engine = make_engine(path)
     engine.forward_backward(batch, square_loss)
     engine.step(1.0)
-    engine.export_hf(tmp_path / "export")
+    dcp.save(engine.state_dict(), checkpoint_id=tmp_path / "saved")
+    expected = {name: value.clone() for name, value in weights(engine).items()}
+    engine.forward_backward(batch, square_loss)
+    engine.step(1.0)
+    engine.export_hf(tmp_path / "export", tmp_path / "saved")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     parameters = dict(loaded.named_parameters())
-    assert all(value.equal(parameters[name]) for name, value in weights(engine).items())
+    assert all(value.equal(parameters[name]) for name, value in expected.items())
     assert {"config.json", "tokenizer.json", "generation_config.json"} <= {
         p.name for p in (tmp_path / "export").iterdir()
     }

@@ -46,6 +46,7 @@ class ModelledQueue:
         self.lost: list[int] = []
         self.place = dict.fromkeys(RANKS, (PARTITIONS[0], 0))
         self.waiting: dict[int, int] = {}
+        self.unread: dict[int, int] = {}
         self.rounds: dict[tuple[int, int], Any] = {}
         self.ends: dict[int, int] = {}
         self.lives = dict.fromkeys((*OWNERS, "rank0", "rank1"), 0)
@@ -134,6 +135,7 @@ class ModelledQueue:
         assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
         assert len(lease.rows) <= lease.round_rows
         del self.waiting[event.rank]
+        self.unread.pop(event.rank, None)
         self.place[event.rank] = (event.partition, event.round_index + 1)
 
     # Units

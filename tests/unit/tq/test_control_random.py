@@ -101,11 +101,41 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         self.waiting[rank] = self.requests + 1
         self.ask(FetchRound("train", self.owner(f"rank{rank}"), partition, index, 2, rank, len(RANKS), 1))
 
+    @rule(rank=st.sampled_from(RANKS), name=st.sampled_from(UNITS), lost=st.booleans())
+    def unit_dies_before_a_rank_has_read(self, rank: int, name: str, lost: bool) -> None:
+        """The rank asks for its share once more, and can ack nothing of it before."""
+        self.calm_down(num_groups=3)
+        for task in TASKS[:2]:
+            self.ask(FetchRows(task.name, self.owner("a"), 99, 0, 1))
+            for held in [one for one in self.holds.get(self.owner("a"), {}).values() if one.task == task.name]:
+                self.finish(self.owner("a"), held, list(held.rows))
+            for unit in UNITS:
+                self.flush(unit)
+        self.fetch_round(rank)
+        step, index = self.place[rank]
+        holds = self.holds.get(self.owner(f"rank{rank}"), {}).values()
+        share = next((one for one in holds if (one.step, one.round_index) == (step, index - 1)), None)
+        if rank in self.waiting or share is None or len(share.rows) < share.share_rows:
+            return
+        if name in [self.where[share.token][row] for row in share.rows]:
+            self.break_channel(name, dies=True)
+            if lost:
+                self.unit_returns(name, lost=True)
+            self.place[rank] = (step, index - 1)
+            self.unread[rank] = share.token
+            self.fetch_round(rank)
+
     @precondition(lambda self: any(self.holds.values()))
     @rule(data=st.data())
     def work(self, data: st.DataObject) -> None:
         """A holder, dead or alive, finishes some rows of one unit."""
-        leases = [(owner, held) for owner, holds in self.holds.items() for held in holds.values() if held.rows]
+        unread = self.unread.values()
+        leases = [
+            (owner, held)
+            for owner, holds in self.holds.items()
+            for held in holds.values()
+            if held.rows and held.token not in unread
+        ]
         if leases:
             owner, held = data.draw(st.sampled_from(leases))
             rows = data.draw(st.lists(st.sampled_from(held.rows), unique=True, min_size=1))
@@ -136,7 +166,8 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
             self.fetch_round(rank)
         for owner in (self.owner(name), self.owner("rank0"), self.owner("rank1")):
             for held in list(self.holds.get(owner, {}).values()):
-                self.finish(owner, held, held.rows[: -(-share * len(held.rows) // 3)])
+                if held.token not in self.unread.values():
+                    self.finish(owner, held, held.rows[: -(-share * len(held.rows) // 3)])
 
     def calm_down(self, *, num_groups: int) -> None:
         """Everybody is up, no fence is open, and some groups are put."""
@@ -214,7 +245,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         self.put_missing()
         for owner, holds in list(self.holds.items()):
             for held in list(holds.values()):
-                if held.task == "train":
+                if held.task == "train" and held.token not in self.unread.values():
                     self.finish(owner, held, list(held.rows))
         for name in OWNERS:
             self.die(name)
@@ -231,14 +262,15 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
             self.flush(name)
 
     def put_missing(self) -> None:
-        """The producers put what was never confirmed, or was lost."""
+        """The producers put what the controller does not know, or said that it was lost."""
         unit = self.units["u0"]
         there = {
             row for one in self.units.values() for row in (*one.rows, *(r for f in one.finished.values() for r in f))
         }
         lost, self.lost = {*self.lost, *self.to_rows(self.to_put)}, []
         self.to_put = []
-        lost |= set(range(ROWS * len(PARTITIONS))) - there - self.trained
+        known = {row for rows in self.state.known_rows().values() for row in rows}
+        lost |= set(range(ROWS * len(PARTITIONS))) - there - self.trained - known
         for row in sorted(lost - there):
             self.announce(unit, [row], partition_of(row))
             self.flush("u0")

@@ -158,3 +158,17 @@ def test_trainers_channel_that_breaks_during_recovery_costs_it_nothing(make_worl
 
 def lease_of(token: int, rows: list[int]) -> Granted:
     return Granted("train", token, 1, rows, rows, ["storage-0"] * len(rows))
+
+
+def test_rank_that_is_a_round_ahead_waits_until_shares_of_earlier_rounds_are_dealt_again(make_world: World) -> None:
+    """Else it would get the other rank's rows in a round of its own, and ranks would not count the same rounds."""
+    train = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
+    world = make_world(train, first_token=1000, recovering=WHO)
+    world.open(2)
+    world.register("storage-0", [0, 1])
+    world.join("a", Held("train", 7, 1, [0], round_index=0, rank=0, num_ranks=2, round_rows=1, last=True, share_rows=1))
+    world.confirm_fences()
+    ahead = world.ask_round("train", 1, 0, owner="a")
+    assert ahead not in world.answers
+    assert world.granted(world.ask_round("train", 0, 1, owner="b")).rows == [1]
+    assert world.refused(ahead) == "partition_done"

@@ -257,6 +257,28 @@ def test_share_that_nobody_came_for_waits_for_its_lost_rows(make_world: World) -
     assert world.granted(request).rows == [1]
 
 
+@pytest.mark.parametrize("asks_again", ["after the loss", "while the unit is away"])
+def test_share_that_a_trainer_was_granted_and_could_not_read_waits_for_its_lost_rows(
+    make_world: World, asks_again: str
+) -> None:
+    world = make_world(TRAIN)
+    world.open(2)
+    world.put([0], "storage-0")
+    world.put([1], "storage-1")
+    first = [world.granted(world.ask_round("train", 0, rank, owner=f"rank-{rank}")) for rank in range(2)]
+    world.handle(UnitGone("storage-1"))
+    if asks_again == "while the unit is away":
+        request = world.ask_round("train", 0, 1, owner="rank-1")
+    world.handle(UnitLost("storage-1"))
+    if asks_again != "while the unit is away":
+        assert world.lost == [], "the trainer may have the row in hand"
+        request = world.ask_round("train", 0, 1, owner="rank-1")
+    assert world.lost == [1]
+    world.put([1], "storage-0")
+    again = world.granted(request)
+    assert (again.token, again.rows, again.units) == (first[1].token, [1], ["storage-0"])
+
+
 def test_rows_put_elsewhere_while_their_unit_is_away_move_there(make_world: World) -> None:
     """Their put may have reached this controller only: refusing it would leave them unknown to the others."""
     world = make_world(REF)

@@ -1,0 +1,20 @@
+"""`requeues skipped twice`: preempted, requeued and resumed again and again by a real Slurm; see `slurm_cycles.py`."""
+
+from transferqueue_parts.part import Result
+
+from chaos_parts.local_slurm import missing_programs
+from chaos_parts.options import Options
+from chaos_parts.slurm_cycles import preempt_cycles
+
+_CYCLES, _SHORT_CYCLES = 20, 2
+
+
+def run(options: Options) -> Result:
+    """Preempt; without Slurm on this machine there are no figures."""
+    if missing := missing_programs():
+        options.say(f"slurm: left out, this machine has no {' '.join(missing)}")
+        return Result({}, {"slurm": {"missing": missing}})
+    report = preempt_cycles(_SHORT_CYCLES if options.short else _CYCLES, seed=options.seed)
+    figures = {key: report[key] for key in ("requeues", "skipped", "twice")}
+    problems = [] if report["finished"] else ["the job did not finish after its last start"]
+    return Result(figures, {"slurm": {**report, "problems": problems}})
