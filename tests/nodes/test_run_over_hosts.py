@@ -89,6 +89,7 @@ def test_run_whose_host_died_goes_on_with_fewer(three_hosts: list[Host], tmp_pat
     run_dir = tmp_path / "run"
     launchers = launch(three_hosts, "--run-dir", run_dir, "--steps", 100000, *SMALL)
     begun(run_dir, launchers, 3)
+    eventually(lambda: any((run_dir / "checkpoints").glob("step_*")), "a checkpoint")
     launchers[1].kill()
     results = ends([launchers[0], launchers[2]], 60)
     assert [code for code, _ in results] == [75, 75], results
