@@ -11,7 +11,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup
 
 from asyncflow.device import connect_group
-from asyncflow.store_server import LOOPBACK, connect_store, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import connect_store, serve_store
 from transferqueue_parts.child import Child
 
 _TIMEOUT = timedelta(seconds=60)

@@ -10,7 +10,8 @@ from torch.distributed import PrefixStore
 
 import tq
 from asyncflow.device import connect_group
-from asyncflow.store_server import LOOPBACK, connect_store, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import connect_store, serve_store
 from tq.batch import Column
 from tq.client.replica import Replica
 from tq.config import ReplicaFetch

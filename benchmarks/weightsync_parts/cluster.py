@@ -13,7 +13,8 @@ import torch
 from transferqueue_parts.child import Child
 
 from asyncflow.errors import TransportError
-from asyncflow.store_server import LOOPBACK, serve_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import serve_store
 from tq.process_settings import serve_only
 from weightsync.agent.service import WeightAgent
 from weightsync.config import WeightSyncConfig

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.store_server import LOOPBACK, connect_store
+from asyncflow.network import LOOPBACK
+from asyncflow.store_server import connect_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.config import WeightSyncConfig
 from weightsync.version import Version
