@@ -8,6 +8,7 @@
     step_beside_vs_alone  a step while a checkpoint is written / without one
     written_s             from the beginning until the checkpoint is in place, with checksums
     write_bytes_per_s     of the state
+    cpu_s_per_gb          processor time of a save, copy and checksums included, per GB of the state
 
 Each round does everything in turn in the same processes; figures are ratios of medians over the rounds of the slowest
 rank. Steps compute for about a second on every rank. Progress goes to stderr.
@@ -43,7 +44,7 @@ def measure(rank_module: Any, options: Any) -> dict[str, list[float]]:
     return measured
 
 
-def figures_of(measured: dict[str, list[float]], *, state_bytes: int) -> dict[str, float]:
+def figures_of(measured: dict[str, list[float]], *, state_bytes: int, num_ranks: int) -> dict[str, float]:
     """Return the figures."""
     median = {kind: statistics.median(values) for kind, values in measured.items()}
     return {
@@ -55,6 +56,7 @@ def figures_of(measured: dict[str, list[float]], *, state_bytes: int) -> dict[st
         "step_beside_vs_alone": median["step_beside_s"] / median["step_s"],
         "written_s": median["written_s"],
         "write_bytes_per_s": state_bytes / median["written_s"],
+        "cpu_s_per_gb": median["cpu_s"] * num_ranks / (state_bytes / 1e9),
     }
 
 
@@ -72,7 +74,7 @@ def main() -> None:
         options = rank.Options(given.state_bytes, given.ranks, given.rounds, given.step_s, Path(directory))
         print(f"{given.rounds} rounds of {given.state_bytes / 1e9:.2f} GB on {given.ranks} ranks", file=sys.stderr)
         measured = measure(rank, options)
-    figures = figures_of(measured, state_bytes=given.state_bytes)
+    figures = figures_of(measured, state_bytes=given.state_bytes, num_ranks=given.ranks)
     if given.json:
         print(json.dumps({"figures": figures, "rounds": measured}))
     else:

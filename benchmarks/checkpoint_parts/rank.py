@@ -83,21 +83,30 @@ class RankBench:
         self._products = max(1, round(self._products * options.step_s / _timed(self._step)))
 
     def round(self, number: int) -> dict[str, float]:
-        """Return seconds: of a copy of the state, of a synchronous save, of what ours costs training."""
+        """Return seconds: of a copy of the state, of a synchronous save, of what ours costs training and processors."""
         found = {"memcpy_s": _timed(self._copy)}
         self._step()
         found["sync_stall_s"] = _timed(self._save_synchronously)
         found["step_s"] = _timed(self._step)
-        step = number + 1
+        step = 2 * number + 1
+        used = time.process_time()
+        self._begin(step)
+        self._saver.wait()
+        found["cpu_s"] = time.process_time() - used
+        self._step()
+        step += 1
         self._saver.take_stalled_s()
         began = time.monotonic()
-        self._saver.begin(self._engine, step, self._beside)  # type: ignore[arg-type]  # no whole engine
+        self._begin(step)
         found["step_beside_s"] = _timed(self._step)
         found["stall_s"] = self._saver.take_stalled_s()
         self._saver.wait()
         found["written_s"] = time.monotonic() - began
         assert self._saver.saved_step == step, self._saver.failure
         return found
+
+    def _begin(self, step: int) -> None:
+        self._saver.begin(self._engine, step, self._beside)  # type: ignore[arg-type]  # no whole engine
 
     def close(self) -> None:
         """End threads."""
