@@ -5,6 +5,7 @@ Called by `launcher.commands`. It only asks: nothing in the run changes.
 
 import contextlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -15,6 +16,7 @@ import msgspec
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.network import choose_interfaces, is_loopback
 from launcher.line_tail import LineTail
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.restart_log import RestartLog
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from weightsync.messages import AgentStatus
 
 _TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 2.0
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -149,11 +152,10 @@ def ask_status(run_dir: Path) -> RunStatus:
     """
     if not run_dir.is_dir():
         raise ConfigError(f"run directory: {run_dir} does not exist")
-    if running_launcher(run_dir) is None:
+    if running_launcher(run_dir) is None and not _answers_from_afar(run_dir):
         raise ConfigError(f"run directory: nothing runs in {run_dir}; a finished run's numbers are in metrics.jsonl")
     from torch.distributed import DistError  # imports torch
 
-    from asyncflow.network import choose_interfaces
     from asyncflow.store_server import connect_store
     from asyncflow.transport.handshake import Credentials
     from tq.client.queue_client import QueueClient
@@ -183,6 +185,18 @@ def ask_status(run_dir: Path) -> RunStatus:
     finally:
         client.close()
     return RunStatus(run_dir, job.gangs, ranks, controllers, units, weights, _newest_evaluation(run_dir), restarts)
+
+
+def _answers_from_afar(run_dir: Path) -> bool:
+    """Return whether the store of a run on several nodes answers, which may be another host's."""
+    try:
+        job = Job.load(run_dir)
+        if is_loopback(job.store_host):
+            return False
+        socket.create_connection((job.store_host, job.store_port), _PROBE_TIMEOUT_S).close()
+    except (ConfigError, OSError, ValueError, TypeError, KeyError):
+        return False
+    return True
 
 
 def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:

@@ -86,9 +86,8 @@ def gloo_group(
     Args:
         store: of this group alone.
         rank, size: of this process in it.
-        timeout: of every operation that is waited for without another one, and of the meeting, which the store's own
-            does not bound. Each rank must come within a fifth of it (some seconds at least), since Gloo waits five
-            times for one that came, and died before it was connected.
+        timeout: of operations, and of the meeting: ranks must come within a fifth of it (some seconds at least), since
+            Gloo waits five times for one that came and died before it was connected.
         num_threads: so many operations run at a time; the others wait for their turn.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

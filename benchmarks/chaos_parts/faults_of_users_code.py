@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from chaos_parts.fault import Fault, Lab, Seen, gave_up, is_named, recovers, went_on
+from chaos_parts.fault import Fault, Lab, Outcome, Seen, gave_up, is_named, recovers, went_on
 
 _SUSPECT = "6+9="
 """A prompt of the quickstart's data; 20 steps of 4 prompts see each of the 80 once."""
@@ -137,7 +137,10 @@ def users_task_hangs(lab: Lab) -> Seen:
 def rank_is_stuck(lab: Lab) -> Seen:
     """A rank waits for something that never ends, longer than operation_timeout_s, again and again: stacks, exit 1."""
     settings = {"launcher.operation_timeout_s": 3, "launcher.max_restarts": 0, "launcher.max_global_restarts": 1}
-    return _with_task(lab, "time.sleep(3600)", "no progress", timeout_s=3600, settings=settings)
+    seen = _with_task(lab, "time.sleep(3600)", "no progress", timeout_s=3600, settings=settings)
+    logs = {role: (lab.run_dir / "logs" / role / "0.log").read_text() for role in ("actor", "rollout", "controller")}
+    silent = [role for role, log in logs.items() if "(most recent call first)" not in log]
+    return Seen(Outcome.WRONG, f"no stacks in the logs of {', '.join(silent)}: {seen.detail}") if silent else seen
 
 
 def _with_task(

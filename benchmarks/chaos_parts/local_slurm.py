@@ -92,6 +92,12 @@ class LocalSlurm:
         """End it for good."""
         self.call("scancel", str(job))
 
+    def cancel_all(self) -> None:
+        """End every job that is left, and wait until their nodes are free."""
+        for job in self.call("squeue", "--noheader", "--format=%A").split():
+            self.cancel(int(job))
+        wait_until(lambda: not self.call("squeue", "--noheader"), "an empty queue", every_s=0.2)
+
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon and all steps that it runs, as a power cut does."""
         os.kill(int((self._directory / "run" / f"slurmd-{name}.pid").read_text()), signal.SIGKILL)

@@ -66,6 +66,10 @@ def test_run_stops_on_all_hosts_and_goes_on(three_hosts: list[Host], tmp_path: P
     job = Job.load(run_dir)
     assert job.gang("actor").nodes == (0, 0, 1, 1)
     assert [job.gang(f"rollout-{k}").nodes for k in range(2)] == [(2,), (2,)]
+    ((code, text),) = ends([three_hosts[2].start(COMMAND.with_name("asyncflow"), "status", run_dir, "--json")])
+    assert code == 0, text
+    status = json.loads(text[text.index("{") :])
+    assert len(status["units"]) == len(status["weights"]) == 3
     for host in three_hosts:
         assert host.listening() <= {host.address, "127.0.0.1"}
     launchers[1].send_signal(signal.SIGUSR1)
@@ -85,6 +89,7 @@ def test_run_whose_host_died_goes_on_with_fewer(three_hosts: list[Host], tmp_pat
     run_dir = tmp_path / "run"
     launchers = launch(three_hosts, "--run-dir", run_dir, "--steps", 100000, *SMALL)
     begun(run_dir, launchers, 3)
+    eventually(lambda: any((run_dir / "checkpoints").glob("step_*")), "a checkpoint")
     launchers[1].kill()
     results = ends([launchers[0], launchers[2]], 60)
     assert [code for code, _ in results] == [75, 75], results

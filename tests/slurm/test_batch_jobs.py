@@ -1,5 +1,6 @@
 """`asyncflow sbatch` on a real Slurm: a job ends, is stopped, cancelled, loses its node, and goes on where it was."""
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ SMALL = (
 EXACT = LedgerFaults(skipped=0, twice=0)
 SAVED_OFTEN = ("--set", "checkpoint.interval=4", "--set", "checkpoint.export_hf=false")
 ENDLESS = ("--steps", "100000")
+TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
 LAST = 80
 MANY = ("--steps", str(LAST))
 """More than are finished before a signal arrives, few enough to wait for."""
@@ -156,7 +158,15 @@ def test_job_gives_up_after_its_last_restart(slurm: LocalSlurm, tmp_path: Path) 
     assert any((run_dir / "checkpoints").iterdir())
 
 
-TWO_NODES = ("--nodes", "2", "--roles", "rollout:2,actor:2,ref:1")
+def launcher(slurm: LocalSlurm, job: int, node: str) -> psutil.Process:
+    """Return the launcher on a node, the first process of the job's step there; the batch script is in no step."""
+    of_step = []
+    for process in slurm.processes(job):
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            if "SLURM_STEP_ID" in variables and variables["SLURM_NODEID"] == node:
+                of_step.append(process)
+    return min(of_step, key=lambda process: process.create_time())
 
 
 def test_run_over_two_nodes_is_stopped_on_both_and_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
@@ -176,8 +186,7 @@ def test_run_over_two_nodes_survives_the_death_of_a_launcher(slurm: LocalSlurm, 
     job = slurm.submit("--run-dir", "run", *TWO_NODES, *MANY, *SMALL, *SAVED_OFTEN, cwd=tmp_path)
     for restart, node in ((1, "0"), (2, "1")):
         wait_for_step(run_dir, last_step(run_dir) + 3)
-        in_step = [one for one in slurm.processes(job) if "SLURM_STEP_ID" in one.environ()]  # not the batch script
-        kill(min((one for one in in_step if one.environ()["SLURM_NODEID"] == node), key=lambda one: one.create_time()))
+        kill(launcher(slurm, job, node))
         slurm.wait_for_restart(job, restart)
     slurm.wait_for(job, "COMPLETED")
     check_ledger(slurm, run_dir, last=LAST)

@@ -1,13 +1,15 @@
 """What `asyncflow status` prints."""
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
-from asyncflow.job import GangSpec
+from asyncflow.job import GangSpec, Job
 from launcher.progress import Status
 from launcher.restart_log import RestartLog
 from launcher.status import RunStatus, ask_status
@@ -75,6 +77,17 @@ def test_the_json_has_the_same_in_si_units() -> None:
     assert fields["controllers"][0]["tasks"][0]["acked"] == 4096
     assert fields["units"]["storage-0"]["bytes_in"] == 10**9
     assert fields["ranks"]["ref-0/0"]["state"] == "log-probs"
+
+
+def test_run_on_several_nodes_is_alive_when_its_store_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.status.is_loopback", lambda _: False)
+    clock = HostClock("another host", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        Job("127.0.0.1", store.getsockname()[1], "00", 1, (), 0, "", 1, 0.0, clock).save(tmp_path)
+        with pytest.raises(FileNotFoundError, match=r"config\.yaml"):  # it goes on
+            ask_status(tmp_path)
+    with pytest.raises(ConfigError, match="nothing runs in"):
+        ask_status(tmp_path)
 
 
 def test_a_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:

@@ -166,9 +166,7 @@ def test_rank_that_is_a_round_ahead_waits_until_shares_of_earlier_rounds_are_dea
     world = make_world(train, first_token=1000, recovering=WHO)
     world.open(2)
     world.register("storage-0", [0, 1])
-    world.join(
-        "a", Held("train", 7, 1, [0], round_index=0, rank=0, num_ranks=2, round_rows=1, last=True, share_rows=1)
-    )
+    world.join("a", Held("train", 7, 1, [0], round_index=0, rank=0, num_ranks=2, round_rows=1, last=True, share_rows=1))
     world.confirm_fences()
     ahead = world.ask_round("train", 1, 0, owner="a")
     assert ahead not in world.answers

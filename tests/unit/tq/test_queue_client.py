@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from asyncflow.errors import ConfigError, PeerRefused, TransportError
+from asyncflow.errors import ConfigError, DeadlineExceeded, PeerRefused, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
@@ -158,6 +158,13 @@ def test_units_that_are_slow_one_after_the_other_do_not_add_up(
     with pytest.raises(TransportError, match="storage-1 did not answer"):
         CALLS[call](client)
     assert services.now == pytest.approx(TIMEOUT_S, abs=0.1)
+
+
+def test_whoever_gives_up_says_who_waited_for_whom_and_how_long(client: QueueClient, services: Services) -> None:
+    services.answer_s = 2 * TIMEOUT_S
+    with pytest.raises(DeadlineExceeded, match=r"^\S+ tried for 10 s: storage-0 did not answer PutOutputs") as caught:
+        client.put("score", LEASE, LEASE.rows, Y)
+    assert caught.value.deadline
 
 
 def test_silent_unit_leaves_those_asked_after_it_some_time(client: QueueClient, services: Services) -> None:
