@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from transferqueue_parts.part import Result
 
 from chaos_parts.launched_run import LaunchedRun, overrides, pause
+from chaos_parts.live_run import LiveRun
 from chaos_parts.options import Options
 from chaos_parts.throughput import Throughput
 from launcher.run_timeline import RunTimeline, Span
-from launcher.status import RunStatus, ask_status
 
 NUM_ROLLOUTS = 4
 SHARE = 0.7
@@ -73,8 +73,9 @@ class Loss:
 class _Watched:
     """A run that is asked for its status all the time."""
 
-    def __init__(self, run: LaunchedRun, *, rate_s: float) -> None:
+    def __init__(self, run: LaunchedRun, live: LiveRun, *, rate_s: float) -> None:
         self._run = run
+        self._live = live
         self._rate_s = rate_s
         self._answers = Throughput()
 
@@ -90,15 +91,13 @@ class _Watched:
         self._run.send(before[name], number)
         recovered = back = None
         while recovered is None or back is None:
-            status, now = self._look(), time.time()
+            newest, now = self._look(), time.time()
             if now - sent > _DEADLINE_S:
-                raise RuntimeError(
-                    f"{name} after {number.name}: not back within {_DEADLINE_S:g} s: {status.as_text(now)}"
-                )
+                raise RuntimeError(f"{name} after {number.name}: not back within {_DEADLINE_S:g} s")
             detected = self._run.logged_at(f"GangExited(gang='{name}'", logged)
             if detected is not None:
                 recovered = recovered or self._answers.back_at(detected, rate=SHARE * rate, window_s=_WINDOW_S)
-                back = back or (now if _serves_newest(status, name, but=before[name]) else None)
+                back = back or (now if self._serves(name, newest, but=before[name]) else None)
         assert detected is not None
         rate_after, after = self._rate(), self._pids()
         loss = Loss(
@@ -115,18 +114,23 @@ class _Watched:
 
     def _rate(self) -> float:
         """Look for a while; return the answers per second."""
-        end = time.time() + self._rate_s
-        while time.time() < end:
+        self._look()
+        began = time.time()
+        while time.time() < began + self._rate_s:
             self._look()
-        return self._answers.rate(end - self._rate_s, end)
+        return self._answers.rate(began, time.time())
 
-    def _look(self) -> RunStatus:
-        """Ask once, after a moment."""
+    def _look(self) -> int:
+        """Count the answers, after a moment; returns the step of the newest weights."""
         pause(_POLL_S)
-        status = ask_status(self._run.run_dir)
-        done = [task.acked for one in status.controllers for task in one.tasks if task.task == "actor_rollout"]
-        self._answers.add(time.time(), sum(done))
-        return status
+        answers, newest = self._live.progress("actor_rollout")
+        self._answers.add(time.time(), answers)
+        return newest
+
+    def _serves(self, name: str, newest: int, *, but: int) -> bool:
+        """Return whether another process generates with the newest weights, or those of the step before."""
+        rank = self._live.status(name)
+        return rank.pid not in (0, but) and rank.at_work and rank.version >= newest - 1
 
     def _pids(self) -> dict[str, int]:
         """Return the process ids of the rollouts."""
@@ -140,14 +144,15 @@ def run(options: Options) -> Result:
     with LaunchedRun(options.directory / "rollout") as launched:
         launched.start(*arguments, *overrides(**_SETTINGS))
         launched.wait_for_step(_WARM_UP_STEPS, deadline_s=_DEADLINE_S)
-        watched = _Watched(launched, rate_s=_SHORT_RATE_S if options.short else _RATE_S)
-        for name, number in (("rollout-1", signal.SIGKILL), ("rollout-2", signal.SIGSTOP)):
-            loss, start, end = watched.lose(name, number)
-            spans = RunTimeline.read(launched.run_dir).spans
-            others = [f"rollout-{k}-0" for k in range(NUM_ROLLOUTS) if f"rollout-{k}" != name]
-            loss.idle_s = max(longest_gap(_generating(spans[other]), start, end) for other in others)
-            options.say(f"rollout: {loss}")
-            losses.append(loss)
+        with LiveRun(launched.run_dir) as live:
+            watched = _Watched(launched, live, rate_s=_SHORT_RATE_S if options.short else _RATE_S)
+            for name, number in (("rollout-1", signal.SIGKILL), ("rollout-2", signal.SIGSTOP)):
+                loss, start, end = watched.lose(name, number)
+                spans = RunTimeline.read(launched.run_dir).spans
+                others = [f"rollout-{k}-0" for k in range(NUM_ROLLOUTS) if f"rollout-{k}" != name]
+                loss.idle_s = max(longest_gap(_generating(spans[other]), start, end) for other in others)
+                options.say(f"rollout: {loss}")
+                losses.append(loss)
     figures = {
         "detect_s_max": max(loss.detect_s for loss in losses),
         "recover_s_max": max(loss.recover_s for loss in losses),
@@ -172,11 +177,3 @@ def longest_gap(spans: Iterable[tuple[float, float]], start: float, end: float) 
 
 def _generating(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in spans if span.name == "generate"]
-
-
-def _serves_newest(status: RunStatus, name: str, *, but: int) -> bool:
-    """Return whether a new process generates with the newest weights there are, or those one step before."""
-    rank = status.ranks.get((name, 0))
-    if rank is None or rank.pid in (0, but) or not rank.at_work or not status.controllers:
-        return False
-    return rank.version >= status.controllers[0].newest_version - 1

@@ -165,6 +165,16 @@ def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path
         find_checkpoint("latest", run)
 
 
+def test_lineage_of_a_resumed_run_is_newer_than_any_that_was_saved_or_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    checkpoint = find_checkpoint("latest", run)
+    assert next_lineage(run, checkpoint) == 1
+    (run / "metrics.jsonl").write_text('{"step": 10, "lineage": 0}\n{"step": 11, "lineage": 2}\n')
+    assert next_lineage(run, checkpoint) == 3, "steps of lineage 2 were shown, though not saved"
+    (run / "job.json").write_text('{"lineage": 4}')
+    assert next_lineage(run, checkpoint) == 5, "the launcher was killed before lineage 4 finished a step"
+
+
 def test_rewind_to_the_start_leaves_no_step_and_takes_the_next_lineage_after_a_kill(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_steps(run / "metrics.jsonl", 1, 2)
