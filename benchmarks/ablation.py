@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _FIRES = (
     ("periodic", 0, "in_order"),
@@ -68,7 +69,7 @@ def schedules(given: Given) -> dict[str, float]:
     means: dict[str, dict[str, float]] = {}
     for name in given.workloads:
         workload = WORKLOADS[name]
-        ideal = {"seed": 0, "steps": given.steps, "skip": given.skip}
+        ideal: dict[str, Any] = {"seed": 0, "steps": given.steps, "skip": given.skip}
         sequential_s = step_s(workload, max_staleness=0, sequential=True, **ideal)
         for schedule in given.schedules:
             bound = SCHEDULES[schedule]["max_staleness"]

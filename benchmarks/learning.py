@@ -15,6 +15,7 @@ mean over seeds, and from the lowest to the highest.
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def train(directory: Path, schedule: str, *, seed: int, steps: int) -> Metrics:
     settings = [f"schedule.mode={mode}", f"schedule.max_staleness={max_staleness}", f"seed={seed}",
                 "rollout.samples_per_step=0", "checkpoint.interval=0"]  # fmt: skip
     options = [part for setting in settings for part in ("--set", setting)]
-    command = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
+    command: list[str | Path] = [COMMAND, "quickstart", "--steps", str(steps), "--run-dir", str(directory), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{schedule}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -72,7 +73,7 @@ def figures_of(runs: Mapping[str, Sequence[Metrics]]) -> dict[str, float]:
 
 
 def _final_accuracy(metrics: Metrics) -> float:
-    return statistics.fmean(line["accuracy"] for line in metrics[-LAST_STEPS:])
+    return statistics.fmean(float(line["accuracy"]) for line in metrics[-LAST_STEPS:])
 
 
 def _half_width(one: Sequence[float], other: Sequence[float]) -> float:
@@ -83,7 +84,7 @@ def _half_width(one: Sequence[float], other: Sequence[float]) -> float:
     if not sum(parts):
         return 0.0
     freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
-    return _t_quantile(freedom) * sum(parts) ** 0.5
+    return _t_quantile(freedom) * math.sqrt(sum(parts))
 
 
 def _t_quantile(freedom: float) -> float:

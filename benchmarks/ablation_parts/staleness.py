@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.control.admission import AdmissionState
@@ -155,7 +156,7 @@ class _Life:
                     assert isinstance(reply, Granted | NoRows), reply
                     self._replies.pop(number)(reply)
                 case Fence(task, token):
-                    self._after(self._chance.uniform(0, 0.2), lambda t=task, n=token: self._tell(Fenced(t, n)))
+                    self._after(self._chance.uniform(0, 0.2), partial(self._tell, Fenced(task, token)))
 
     def _ask(self, event: Event, then: Callable[[Granted | NoRows], None]) -> None:
         number = next(self._requests)
@@ -193,7 +194,7 @@ class _Life:
             for row in reply.rows:
                 instance.running[row] = reply, instance.version
                 takes_s = _DECODE_S * self._lengths.tokens(row) * self._chance.uniform(0.9, 1.1)
-                self._after(takes_s, lambda row=row: self._finished(instance, life, row))
+                self._after(takes_s, partial(self._finished, instance, life, row))
         elif reply.reason is NoRowsReason.NEWER_VERSION:
             instance.needs = reply.newest_version
         self._after(0.0, lambda: self._fill(instance))
@@ -257,7 +258,7 @@ class _Life:
         self._admit()
         for instance in self._instances:
             delay_s, life, version = self._chance.expovariate(5), instance.life, self.version
-            self._after(delay_s, lambda i=instance, n=life, v=version: self._arrived(i, n, v))
+            self._after(delay_s, partial(self._arrived, instance, life, version))
         self._next_round()
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ def inject_faults(
         `faults`: how many; `faults_recovered` and `faults_named`: of those, which ended as they should, by recovery or
         by a named exit; `hangs`: which did not end; `each`: what was expected and seen.
     """
-    each = []
+    each: list[dict[str, Any]] = []
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
     for fault in chosen:
         began = time.monotonic()

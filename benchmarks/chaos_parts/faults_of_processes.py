@@ -180,7 +180,7 @@ class _Broadcasting:
     @staticmethod
     def _publishing(run: FaultyRun) -> bool:
         status = run.status("actor")
-        return status["state"] == "publishing weights" and status["idle_s"] > 0.5
+        return bool(status["state"] == "publishing weights" and status["idle_s"] > 0.5)
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -50,7 +50,9 @@ class LocalSlurm:
     def submit(self, *arguments: str, cwd: Path) -> int:
         """Run `asyncflow sbatch ARGUMENTS --submit`; return the job's number."""
         said = self.call(str(COMMAND), "sbatch", *arguments, "--submit", cwd=cwd)
-        return int(re.fullmatch(r"submitted job (\d+); .*\n", said)[1])
+        submitted = re.fullmatch(r"submitted job (\d+); .*\n", said)
+        assert submitted is not None, said
+        return int(submitted[1])
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
         """Run one of Slurm's commands; return what it says."""

@@ -52,7 +52,7 @@ def run(options: Options) -> Result:
     for units in _UNITS:
         resumed = _go_on(origin, units, _SHORT_MORE if options.short else _MORE)
         _judge(resumed, options, audits, details)
-    figures = {
+    figures: dict[str, float] = {
         "skipped": sum(one.skipped for one in audits),
         "twice": sum(one.twice + one.updates_twice for one in audits),
     }

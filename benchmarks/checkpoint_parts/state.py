@@ -28,7 +28,7 @@ class SyntheticEngine:
                 for k in range(_TENSORS)
             }
 
-        self._state = {"model": sharded(), "optimizer": {"first": sharded(), "second": sharded()}}
+        self._state: dict[str, Any] = {"model": sharded(), "optimizer": {"first": sharded(), "second": sharded()}}
 
     @property
     def local(self) -> list[Tensor]:

@@ -97,7 +97,7 @@ class Peer:
 
 def _tensor_dict(batch: MicroBatch) -> TensorDict:
     columns = {
-        name: torch.nested.as_nested_tensor(list(values.split(lengths.tolist())), layout=torch.jagged)
+        name: torch.nested.as_nested_tensor(list(torch.split(values, lengths.tolist())), layout=torch.jagged)
         for name, (values, lengths) in batch.columns.items()
     }
     return TensorDict(columns, batch_size=[batch.prompt_lengths_N.numel()])

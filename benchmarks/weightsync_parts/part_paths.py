@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from transferqueue_parts.part import Result
-from transferqueue_parts.samples import Samples, alternate
+from transferqueue_parts.samples import Measure, Samples, alternate
 
 from weightsync_parts.cluster import Cluster, ask, hear, tell
 from weightsync_parts.options import Options
@@ -53,7 +53,7 @@ def _compare(
         tell([*cluster.receivers, *cluster.trainers], "connect_raw", cluster.plan())
         hear([*cluster.receivers, *cluster.trainers])
         rounds = _Rounds(cluster)
-        sides = {
+        sides: dict[str, Measure] = {
             "raw": rounds.raw,
             "raw_4": partial(rounds.raw, 4),
             "broadcast": rounds.broadcast,

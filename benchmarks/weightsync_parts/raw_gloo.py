@@ -61,7 +61,7 @@ class RawReceiver:
 
 def _broadcast(group: ProcessGroup, memory: torch.Tensor, sizes: list[int], at_a_time: int) -> None:
     in_flight: deque[Work] = deque()
-    for bucket in memory.split(sizes):
+    for bucket in torch.split(memory, sizes):
         in_flight.append(group.broadcast([bucket]))
         if len(in_flight) == at_a_time:
             in_flight.popleft().wait()
