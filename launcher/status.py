@@ -17,6 +17,7 @@ import msgspec
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import choose_interfaces, is_loopback
+from asyncflow.size_text import size_text
 from launcher.line_tail import LineTail
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.restart_log import RestartLog
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 2.0
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class RunStatus:
             return "queue: it does not answer; it may be starting"
         lead = self.controllers[0]
         room = f" of {lead.row_limit}" if lead.row_limit else ""
-        bytes_room = f" of {_bytes(lead.byte_limit)}" if lead.byte_limit else ""
+        bytes_room = f" of {size_text(lead.byte_limit)}" if lead.byte_limit else ""
         parts = [
-            f"{lead.live_rows}{room} rows, {_bytes(lead.live_bytes)}{bytes_room} live",
+            f"{lead.live_rows}{room} rows, {size_text(lead.live_bytes)}{bytes_room} live",
             f"{lead.waiting_puts} puts wait for room",
             f"{lead.admitted_groups} groups admitted",
             f"weights of step {lead.newest_version}",
@@ -128,9 +128,9 @@ class RunStatus:
         rows: list[tuple[str, ...]] = [("UNIT", "ROWS", "HELD", "KEPT FOR CHECKPOINT", "IN", "OUT", "CHANNELS")]
         for name, unit in self.units.items():
             channels = f"{unit.shared_channels} shared memory, {unit.wire_channels} wire"
-            moved = (_bytes(unit.bytes_in), _bytes(unit.bytes_out))
+            moved = (size_text(unit.bytes_in), size_text(unit.bytes_out))
             rows.append(
-                (name, str(unit.num_rows), _bytes(unit.num_bytes), _bytes(unit.retained_bytes), *moved, channels)
+                (name, str(unit.num_rows), size_text(unit.num_bytes), size_text(unit.retained_bytes), *moved, channels)
             )
         return rows
 
@@ -139,7 +139,7 @@ class RunStatus:
         for name, agent in self.weights.items():
             serving = ", ".join(f"{who}: {version}" for who, version in sorted(agent.serving.items()))
             newest = "-" if agent.newest is None else str(agent.newest)
-            rows.append((name, newest, _bytes(agent.slot_bytes), _bytes(agent.fetched_bytes), serving or "-"))
+            rows.append((name, newest, size_text(agent.slot_bytes), size_text(agent.fetched_bytes), serving or "-"))
         return rows
 
 
@@ -207,11 +207,3 @@ def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
 def _ranks(job: Job, store: Any) -> dict[tuple[str, int], Status]:
     keys = {(gang.name, rank): f"status/{gang.name}/{rank}" for gang in job.gangs for rank in range(gang.num_ranks)}
     return {place: Status.from_json(json.loads(store.get(key))) for place, key in keys.items() if store.check([key])}
-
-
-def _bytes(number: float) -> str:
-    for unit in _UNITS[:-1]:
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} {_UNITS[-1]}"

@@ -3,7 +3,6 @@
 Called by `launcher.verify`; the judgement is that of `launcher.verify_checks` and its like.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from asyncflow.errors import CheckpointError, ConfigError
 from launcher.resume import running_launcher
 from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE
 from launcher.yaml_file import read_yaml
+from workers.checkpoint_files import CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.json_reader import Lines, read_lines
 from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
@@ -58,7 +58,7 @@ class SavedCheckpoint:
         path: of it.
         problem: why it is not complete; "": it is.
         step, lineage: of its `meta.json`.
-        updates: where -> number of optimizer updates that is said there.
+        updates: number of optimizer updates in its state.
         queue: group -> token hash, of the groups whose answers all were saved with it; as in the ledger.
     """
 
@@ -66,7 +66,7 @@ class SavedCheckpoint:
     problem: str = ""
     step: int = 0
     lineage: int = 0
-    updates: Mapping[str, int] | None = None
+    updates: int = 0
     queue: Mapping[int, str] | None = None
 
 
@@ -177,17 +177,16 @@ def _identities(run_dir: Path) -> list[tuple[int, int] | None]:
 
 
 def _checkpoint(path: Path, readers: Readers) -> SavedCheckpoint:
-    """Read one; `problem` says why it cannot be."""
+    """Read one, all of its files; `problem` says why it cannot be."""
     try:
-        meta = json.loads((path / "meta.json").read_text())
-        step, lineage = int(meta["step"]), int(meta["lineage"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return SavedCheckpoint(path, f"its meta.json cannot be read ({type(error).__name__}: {error})")
-    try:
-        updates = {"its state": readers.saved_updates(path / "dcp")}
-        queue = readers.saved_groups(path / "queue")
+        meta = CheckpointMeta.read(path)
     except CheckpointError as error:
-        return SavedCheckpoint(path, str(error), step, lineage)
-    if "optimizer_updates" in meta:
-        updates["its meta.json"] = int(meta["optimizer_updates"])
-    return SavedCheckpoint(path, "", step, lineage, updates, queue)
+        return SavedCheckpoint(path, str(error))
+    try:
+        damaged = [f"{name} {damage}" for name, damage in damages(path, meta.files).items()]
+        if damaged:
+            return SavedCheckpoint(path, "; ".join(damaged), meta.step, meta.lineage)
+        updates, queue = readers.saved_updates(path / "dcp"), readers.saved_groups(path / "queue")
+    except CheckpointError as error:
+        return SavedCheckpoint(path, str(error), meta.step, meta.lineage)
+    return SavedCheckpoint(path, "", meta.step, meta.lineage, updates, queue)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from asyncflow.errors import ConfigError
+from asyncflow.size_text import size_text
 from launcher.devices import Kind, find_devices
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
-from launcher.doctor.size_text import size_text
 
 CHECK = "devices"
 _TOOLS = {"cuda": "nvidia-smi", "npu": "npu-smi info"}

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncflow.size_text import size_text
 from launcher.doctor.file_systems import FileSystem, file_system_of
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
-from launcher.doctor.size_text import size_text
 
 CHECK = "disk"
 _PROBE_BYTES = 2**16

@@ -5,11 +5,12 @@ may still start. Constants were measured on quickstart runs with 8 to 23 workers
 data structures.
 """
 
+import math
 from collections.abc import Sequence
 
 from asyncflow.job import GangSpec
+from asyncflow.size_text import size_text
 from launcher.doctor.needs import Needs
-from launcher.doctor.size_text import size_text
 from launcher.preflight import Preflight
 from launcher.request import Accepted
 from workers.config import RunConfig
@@ -182,26 +183,37 @@ def queue_bytes(config: RunConfig) -> int:
     live, waiting = schedule.live_rows, 0
     if queue.retain_until_checkpoint and not queue.spill_directory:
         waiting = schedule.step_rows * (config.checkpoint.interval or config.steps)
-    row_bytes = (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
+    row_bytes = _row_bytes(config)
     return min(live * row_bytes, queue.max_live_bytes or live * row_bytes) + waiting * row_bytes
 
 
+def _row_bytes(config: RunConfig) -> int:
+    return (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
+
+
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
-    """Return the size of one checkpoint: 13 x P, and the Hugging Face export.
+    """Return the size of one checkpoint: 13 x P, the Hugging Face export, and the finished answers in the queue.
 
     Float32 weights and two moments of AdamW have 12; measured are 12.9 where input and output embeddings are one. A
-    reference that follows the policy adds one more copy of the model.
+    reference that follows the policy adds one more copy of the model. Answers count as if all were as long as allowed.
     """
     config = checked.config
     moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
     copies = int(config.checkpoint.export_hf) + int(moving_reference)
-    return _SAVED_PARAMETER_BYTES * _parameters(checked) + copies * model_bytes
+    answers = config.schedule.live_rows * _row_bytes(config)
+    return _SAVED_PARAMETER_BYTES * _parameters(checked) + copies * model_bytes + answers
 
 
 def num_checkpoints(config: RunConfig) -> int:
-    """Return how many checkpoints exist at most: those that are kept, and the next one while it is written."""
-    saves = -(-config.steps // config.checkpoint.interval) if config.checkpoint.interval else 1
-    return min(saves, config.checkpoint.keep_last + 1)
+    """Return how many checkpoints exist at most: those that are kept, and the next one while it is written.
+
+    Of the ones that `keep_every` keeps, the newest may be among the last.
+    """
+    keep = config.checkpoint
+    if not keep.interval:
+        return 1
+    kept_for_ever = config.steps // math.lcm(keep.interval, keep.keep_every) if keep.keep_every else 0
+    return min(-(-config.steps // keep.interval), keep.keep_last + 1 + kept_for_ever)
 
 
 def _parameters(checked: Preflight) -> int:

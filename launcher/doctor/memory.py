@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncflow.size_text import size_text
 from launcher.doctor.cgroup import Allowance, memory_allowance
 from launcher.doctor.finding import Finding
 from launcher.doctor.needs import Needs
-from launcher.doctor.size_text import size_text
 
 CHECK = "memory"
 _LEAST_BYTES = 2 * 10**9

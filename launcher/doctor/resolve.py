@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.size_text import size_text
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.messages import RESOLVE, Order, Refused, Resolved
 from launcher.doctor.needs import Needs, needs_of_machine
-from launcher.doctor.size_text import size_text
 
 
 def resolve(order: Order) -> Resolved | Refused:
@@ -34,9 +34,14 @@ def resolve(order: Order) -> Resolved | Refused:
 
 def _needs_of_run(order: Order) -> Needs:
     from launcher.doctor.estimate import needs_of
+    from launcher.node_options import ONE_NODE, NodePlace
     from launcher.request import Request
+    from launcher.rundir import RUNS
 
-    accepted = Request(order.config, order.roles, order.overrides, order.run_dir).accept()
+    place, run_dir = ONE_NODE, order.run_dir
+    if order.num_nodes > 1:
+        place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")  # it is not made
+    accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept()
     model_dir = Path(accepted.checked.config.model.path)
     model_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     return needs_of(accepted, model_bytes=model_bytes, num_nodes=order.num_nodes)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import TransportError
+from asyncflow.size_text import size_text
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
-from launcher.doctor.size_text import size_text
 
 if TYPE_CHECKING:
     from asyncflow.transport.arena import Arena

@@ -14,6 +14,7 @@ from launcher.verify_records import Prompts, Readers
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionState
 from tq.refill import QuarantineCause, Refill
+from workers.checkpoint_files import CheckpointMeta, FileEntry, describe
 from workers.config import RunConfig
 from workers.ledger_file import Ledger
 
@@ -112,8 +113,8 @@ class MadeRun:
             saved = run_dir / "checkpoints" / f"step_{step:06d}" / "dcp"
             saved.mkdir(parents=True)
             (saved / "updates").write_text(str(updates))
-            facts = {"step": step, "lineage": lineage, "optimizer_updates": updates}
-            (saved.parent / "meta.json").write_text(json.dumps(facts))
+            files = describe(saved.parent, ["dcp/updates"])
+            _meta(step, lineage, files).write(saved.parent)
         return run_dir
 
     def _quarantine(self, state: AdmissionState, open_groups: dict[int, int], step: int) -> Refill | None:
@@ -196,3 +197,15 @@ def make_run(seed: int, *, fill: str = "in_order", starts: int = 1, num_updates:
         run.start(chance.randint(4, 6))
         run.save()
     return run
+
+
+def _meta(step: int, lineage: int, files: dict[str, FileEntry]) -> CheckpointMeta:
+    return CheckpointMeta(
+        step=step,
+        lineage=lineage,
+        model_fingerprint="model",
+        data_hash="data",
+        num_ranks=1,
+        saved_at=0.0,
+        files=files,
+    )

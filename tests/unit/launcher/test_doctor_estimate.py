@@ -20,6 +20,8 @@ from launcher.doctor.estimate import (
     queue_bytes,
     threads,
 )
+from launcher.doctor.messages import Order, Refused, Resolved
+from launcher.doctor.resolve import resolve
 from launcher.placement import place_gangs
 from launcher.preflight import Preflight, check_run
 from launcher.recipes import find_recipe
@@ -27,6 +29,8 @@ from launcher.request import Accepted, Request
 
 WriteConfig = Callable[..., Path]
 PARAMETERS = 1_000_000
+ANSWERS = 294_912
+"""Bytes of the rows that the quickstart keeps alive: 1024 of 12 tokens of 24 bytes."""
 
 
 def preflight(*overrides: str, roles: str | None = None, recipe: str = "quickstart") -> Preflight:
@@ -117,9 +121,9 @@ def test_rows_of_the_queue() -> None:
 @pytest.mark.parametrize(
     ("overrides", "size"),
     [
-        ((), 13 * PARAMETERS + 7),
-        (("checkpoint.export_hf=false",), 13 * PARAMETERS),
-        (("algorithm.ref_update_interval=2",), 13 * PARAMETERS + 14),
+        ((), 13 * PARAMETERS + 7 + ANSWERS),
+        (("checkpoint.export_hf=false",), 13 * PARAMETERS + ANSWERS),
+        (("algorithm.ref_update_interval=2",), 13 * PARAMETERS + 14 + ANSWERS),
     ],
 )
 def test_a_checkpoint_has_weights_moments_and_exports(overrides: tuple[str, ...], size: int) -> None:
@@ -128,7 +132,13 @@ def test_a_checkpoint_has_weights_moments_and_exports(overrides: tuple[str, ...]
 
 @pytest.mark.parametrize(
     ("overrides", "number"),
-    [((), 3), (("steps=20",), 1), (("checkpoint.interval=0",), 1), (("checkpoint.keep_last=9",), 3)],
+    [
+        ((), 3),
+        (("steps=20",), 1),
+        (("checkpoint.interval=0",), 1),
+        (("checkpoint.keep_last=9",), 3),
+        (("steps=200", "checkpoint.keep_every=50"), 5),
+    ],
 )
 def test_checkpoints_at_the_same_time(overrides: tuple[str, ...], number: int) -> None:
     assert num_checkpoints(preflight(*overrides).config) == number
@@ -153,3 +163,15 @@ def test_needs_are_split_over_nodes(tmp_path: Path) -> None:
 def test_parts_that_are_empty_are_not_named(write_config: WriteConfig) -> None:
     accepted = Request(str(write_config())).accept()
     assert "broadcasts" not in needs_of(accepted, model_bytes=0, num_nodes=1).memory_parts
+
+
+@pytest.mark.parametrize("run_dir", [None, "shared"])
+def test_configuration_is_placed_on_as_many_nodes_as_there_are(
+    run_dir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.preflight.find_devices", lambda _: Devices("npu", 5))
+    given = None if run_dir is None else str(tmp_path / run_dir)
+    order = Order("quickstart", "rollout:6,actor:2,ref:1", ("weightsync.path=staged",), given)
+    two = resolve(replace(order, num_nodes=2))
+    assert isinstance(two, Resolved) and two.needs.num_nodes == 2
+    assert isinstance(resolve(order), Refused), "nine ranks, five devices"

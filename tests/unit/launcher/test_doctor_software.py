@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.size_text import size_text
 from launcher.doctor import accelerator, backends, engines, packages, slurm
 from launcher.doctor.accelerator import AcceleratorFacts, Device
 from launcher.doctor.backends import BackendFacts
@@ -16,7 +17,6 @@ from launcher.doctor.engines import EngineFacts, needed_libraries
 from launcher.doctor.finding import Finding, Level, reason
 from launcher.doctor.needs import Needs, needs_of_machine
 from launcher.doctor.packages import PackageFacts
-from launcher.doctor.size_text import size_text
 from launcher.doctor.slurm import SlurmFacts, nodes_of_job
 from launcher.doctor.view import as_json, as_text, failed, summary
 

@@ -194,3 +194,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, config: str | None) -> None:
 def test_numbers_are_named_as_ranges_and_many_are_counted() -> None:
     assert named([7, 1, 2, 3]) == "1-3, 7"
     assert named(range(0, 60, 2)).endswith("... (30 in all)")
+
+
+def test_checkpoint_with_a_changed_file_is_named(tmp_path: Path) -> None:
+    run = make_run(1)
+    run_dir = run.write(tmp_path)
+    saved = next((run_dir / "checkpoints").iterdir()) / "dcp" / "updates"
+    saved.write_text("9" * saved.stat().st_size)
+    report = report_of(run_dir)
+    assert [one.name for one in report.checks if not one.ok] == ["checkpoints"]
+    assert "dcp/updates was changed (checksum" in check(report, "checkpoints").problems[0]
