@@ -93,7 +93,7 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     path = user_path(target, "--resume")
     if not path.is_dir():
         raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
-    is_checkpoint = (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
+    is_checkpoint = _is_checkpoint(path)
     if is_checkpoint and path.parent.name != CHECKPOINTS:
         raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
     checkpoint = _verified_or_refused(path) if is_checkpoint else _newest_in(path)
@@ -118,7 +118,8 @@ def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     """
     path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
     is_other = run_dir is not None and run_dir != path
-    return path if (path / CONFIG_FILE).is_file() and not is_other and not has_checkpoint(path) else None
+    is_run = (path / CONFIG_FILE).is_file() and not _is_checkpoint(path)
+    return path if is_run and not is_other and not has_checkpoint(path) else None
 
 
 def check_not_running(run_dir: Path) -> None:
@@ -328,6 +329,11 @@ def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.war
         except CheckpointError as error:
             tell(f"checkpoint passed over: {error}")
     return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a directory is a checkpoint, valid or not. It has the configuration of its run, too."""
+    return (path / META_FILE).exists() or _STEP_DIR.fullmatch(path.name) is not None
 
 
 def _newest_in(run_dir: Path) -> Checkpoint:

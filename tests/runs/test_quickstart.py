@@ -78,7 +78,16 @@ def test_streaming_trains_before_the_steps_last_sample_exists(tmp_path: Path) ->
 
 def test_run_directory_is_complete(quickstart: Path) -> None:
     names = {path.name for path in quickstart.iterdir()}
-    wanted = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "logs", "timeline", "samples", "checkpoints"}
+    wanted = {
+        "config.yaml",
+        "metrics.jsonl",
+        "ledger.jsonl",
+        "updates.jsonl",
+        "logs",
+        "timeline",
+        "samples",
+        "checkpoints",
+    }
     assert names == wanted  # job.json, which holds the secret, is gone
     assert yaml.safe_load((quickstart / "config.yaml").read_text())["schedule"]["max_staleness"] == 1
     assert {path.name for path in (quickstart / "logs").iterdir()} >= {"actor", "rollout", "ref", "storage"}

@@ -30,9 +30,10 @@ def make_checkpoint(run_dir: Path, step: int, *, lineage: int = 0) -> Path:
     for name in (SHARD, EXPORT):
         (path / name).parent.mkdir(parents=True)
         (path / name).write_bytes(f"{name} of {step}".encode())
+    (path / "config.yaml").write_text("steps: 1\n")
     meta = CheckpointMeta(
         step=step, lineage=lineage, model_fingerprint="f", data_hash="d", num_ranks=1, saved_at=0.0,
-        files=describe(path, [SHARD, EXPORT]),
+        files=describe(path, [SHARD, EXPORT, "config.yaml"]),
     )  # fmt: skip
     meta.write(path)
     return path
@@ -155,6 +156,13 @@ def test_run_that_saved_nothing_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     assert unsaved_run("latest", tmp_path / "missing") is None
     make_checkpoint(run, 10)
     assert unsaved_run("latest", run) is None
+
+
+def test_checkpoint_is_no_run_that_saved_nothing(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(make_run(tmp_path / "run"), 10)
+    assert unsaved_run(str(checkpoint), None) is None
+    (checkpoint / "meta.json").unlink()
+    assert unsaved_run(str(checkpoint), None) is None
 
 
 def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:
