@@ -1,6 +1,6 @@
 """What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
 
-Called by `launcher.verify`; the judgement is that of `launcher.verify_checks` and its like.
+Called by `launcher.verify`, which has it judged by the checks in `launcher.verify_ledger` and its like.
 """
 
 from collections.abc import Callable, Mapping
@@ -155,7 +155,9 @@ def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
 def _config(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory")
+        raise ConfigError(
+            f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name one, or leave it out for the newest"
+        )
     try:
         return RunConfig.model_validate(read_yaml(path).values)
     except ValidationError as error:
