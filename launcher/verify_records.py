@@ -156,7 +156,7 @@ def _config(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(
-            f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name one, or leave it out for the newest"
+            f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory"
         )
     try:
         return RunConfig.model_validate(read_yaml(path).values)
