@@ -155,9 +155,7 @@ def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:
 def _config(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(
-            f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory"
-        )
+        raise ConfigError(f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory")
     try:
         return RunConfig.model_validate(read_yaml(path).values)
     except ValidationError as error:
