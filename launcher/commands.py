@@ -7,7 +7,8 @@ from typing import Literal
 
 import click
 
-from launcher.exits import FAILED, OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.exits import OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.run_events import FAILED
 from launcher.slurm.command import sbatch_command
 
 

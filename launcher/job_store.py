@@ -10,8 +10,8 @@
     gang/NAME/nodeK/attemptN/...   the elastic agent's own keys
     launcher/...       between launchers of several nodes, see `launcher.node_head`
 
-Imports torch: only `launcher.job` imports it, after the config is accepted. One client per thread: a blocked call
-stalls all others on the same client.
+Imports torch, so it is imported after the config is accepted. One client per thread: a blocked call stalls all others
+on the same client.
 """
 
 import json
@@ -78,7 +78,7 @@ class JobStore(JobStoreClient):
         """A gang starts again: what its ranks said before they ended counts no more."""
         for rank in range(gang.num_ranks):
             self._store.delete_key(f"left/{gang.name}/{rank}")
-            status = {"state": STARTING, "time": time.time(), "waiting_s": 0.0}
+            status = {"state": STARTING, "time": time.time()}
             # The key stays, because `multi_get` waits for absent ones.
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
 

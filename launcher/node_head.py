@@ -48,7 +48,7 @@ from launcher.node_wire import Envelope, Opener, Sealer, read_body, read_envelop
 from launcher.pulse import BEAT_S, Pulse
 from launcher.run_events import FAILED, GangExited, NodeLost, StopRequested
 
-HEAD = "head"
+HEAD_NAME = "head"
 EVERYBODY = "nodes"
 EVENTS = "launcher/events"
 HEAD_BEAT = "launcher/beat/head"
@@ -228,7 +228,7 @@ class NodeHead:
     def _take(self, envelope: Envelope) -> None:
         token = envelope.sender
         link = self._links.get(token)
-        opener = Opener(self._secret, token, HEAD) if link is None else link.events
+        opener = Opener(self._secret, token, HEAD_NAME) if link is None else link.events
         body = opener.open(envelope)
         if body is None:
             logger.warning("%s: a message that does not prove the job's secret was dropped", EVENTS)
@@ -236,7 +236,7 @@ class NodeHead:
         message = read_body(body, FromNode)
         arrived = self._clock.now()
         if isinstance(message, Hello):
-            link = _Link(message.rank, opener, Sealer(self._secret, HEAD, token), self._beats_of(token))
+            link = _Link(message.rank, opener, Sealer(self._secret, HEAD_NAME, token), self._beats_of(token))
             with self._changed:
                 self._links[token] = link
         if link is None:
@@ -271,7 +271,7 @@ class NodeHead:
             self._changed.notify_all()
 
     def _watch(self, store: TCPStore) -> None:
-        own = Sealer(self._secret, f"{HEAD}/beat", EVERYBODY)
+        own = Sealer(self._secret, f"{HEAD_NAME}/beat", EVERYBODY)
         try:
             while not self._closing.is_set():
                 store.set(HEAD_BEAT, own.seal())  # type: ignore[arg-type]  # the stub lacks bytes
@@ -307,7 +307,7 @@ class NodeHead:
             self._report(NodeLost(name))
 
     def _beats_of(self, token: str) -> Opener:
-        return Opener(self._secret, f"{token}/beat", HEAD)
+        return Opener(self._secret, f"{token}/beat", HEAD_NAME)
 
 
 class RemoteNode:

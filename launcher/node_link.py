@@ -25,7 +25,7 @@ from asyncflow.job import Job
 from asyncflow.network import address_towards
 from launcher.job_store import JobStoreClient
 from launcher.node_follower import Inbound
-from launcher.node_head import EVENTS, EVERYBODY, HEAD, HEAD_BEAT, IDLE, beat_key, orders_key
+from launcher.node_head import EVENTS, EVERYBODY, HEAD_BEAT, HEAD_NAME, IDLE, beat_key, orders_key
 from launcher.node_messages import (
     FinishRun,
     FromNode,
@@ -95,10 +95,10 @@ class HeadLink:
         self.clock = job.clock
         self._token = token
         secret = bytes.fromhex(job.secret)
-        self._events = Sealer(secret, token, HEAD)
-        self._orders = Opener(secret, HEAD, token)
-        self._beats = Sealer(secret, f"{token}/beat", HEAD)
-        self._heads_beats = Opener(secret, f"{HEAD}/beat", EVERYBODY)
+        self._events = Sealer(secret, token, HEAD_NAME)
+        self._orders = Opener(secret, HEAD_NAME, token)
+        self._beats = Sealer(secret, f"{token}/beat", HEAD_NAME)
+        self._heads_beats = Opener(secret, f"{HEAD_NAME}/beat", EVERYBODY)
         self._pulse = Pulse(time.monotonic())
         self._outgoing: SimpleQueue[FromNode | None] = SimpleQueue()
         self._gone = ""

@@ -151,9 +151,12 @@ def ask_status(run_dir: Path) -> RunStatus:
         TransportError: it does not answer.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"run directory: {run_dir} does not exist")
+        raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
     if running_launcher(run_dir) is None and not _answers_from_afar(run_dir):
-        raise ConfigError(f"run directory: nothing runs in {run_dir}; a finished run's numbers are in metrics.jsonl")
+        raise ConfigError(
+            f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
+            f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
+        )
     from torch.distributed import DistError  # imports torch
 
     from asyncflow.store_server import connect_store

@@ -65,7 +65,7 @@ def gantt_html(chart: GanttChart, *, width: int) -> str:
 
 def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
     """Return the account as a table for a terminal, in per cent."""
-    lines = ["".join([f"{'':12}", *(f"{category:>24}" for category in CATEGORIES), f"{'sum':>8}"])]
+    lines = ["".join([f"{'% of time':12}", *(f"{category:>24}" for category in CATEGORIES), f"{'sum':>8}"])]
     for role in in_order(account):
         shares = [100 * account[role][category] for category in CATEGORIES]
         lines.append("".join([f"{role:12}", *(f"{share:24.1f}" for share in shares), f"{sum(shares):8.1f}"]))

@@ -67,7 +67,7 @@ class Report:
 
     def as_json(self) -> str:
         """Return everything as one JSON object."""
-        checks = [{**asdict(check), "ok": check.ok} for check in self.checks]
+        checks = [{**asdict(check), "says": check.outcome, "ok": check.ok} for check in self.checks]
         fields = {"run_dir": str(self.run_dir), "live": self.live, "last_step": self.last_step, "ok": self.ok}
         return json.dumps({**fields, "checks": checks}, indent=2)
 

@@ -12,7 +12,7 @@ class Check:
 
     Attributes:
         name: of the check.
-        says: what was found, in words.
+        says: what was found, in words, if there are no problems.
         problems: what is wrong: file:line, step, group.
         notes: what was not checked, or is worth knowing.
     """
@@ -27,12 +27,18 @@ class Check:
         """Whether nothing is wrong."""
         return not self.problems
 
+    @property
+    def outcome(self) -> str:
+        """What was found; of a check that failed only how much is wrong, since `says` tells what should hold."""
+        number = len(self.problems)
+        return self.says if self.ok else f"{number} problem{'s' if number > 1 else ''}"
+
     def as_lines(self) -> list[str]:
         """Return it for a person; many problems are cut short."""
         hidden = len(self.problems) - _SHOWN
         rest = [f"      ... and {hidden} more"] if hidden > 0 else []
         return [
-            f"{'ok   ' if self.ok else 'WRONG'} {self.name}: {self.says}",
+            f"{'ok   ' if self.ok else 'WRONG'} {self.name}: {self.outcome}",
             *(f"      {problem}" for problem in self.problems[:_SHOWN]),
             *rest,
             *(f"      note: {note}" for note in self.notes),

@@ -132,5 +132,6 @@ def _saved(steps: CompleteSteps) -> list[str]:
                 (same if line.token_hash == digest else other).add(group)
     if not same and not other:
         return []
-    text = f"{len(same)} groups were trained with the answers that a checkpoint's queue held"
-    return [f"{text}; generated again: {named(other - same)}" if other - same else text]
+    both = len(same | other)
+    text = f"checkpoints hold answers of {both} group{'s' * (both != 1)} that came later; {len(same)} trained with them"
+    return [f"{text}, generated again: {named(other - same)}" if other - same else text]

@@ -1,6 +1,6 @@
 """What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
 
-Called by `launcher.verify`; the judgement is that of `launcher.verify_checks` and its like.
+Called by `launcher.verify`, which has it judged by the checks in `launcher.verify_ledger` and its like.
 """
 
 from collections.abc import Callable, Mapping

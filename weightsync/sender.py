@@ -9,20 +9,20 @@ only what is not copied by then is waited for. An agent that died costs nothing 
 process, and to the agent once it is back.
 """
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncflow.device import CopiesDone, CopyStream
+from asyncflow.device import CopiesDone
 from asyncflow.errors import PeerRefused, TransportError, WeightsLate, WeightSyncError
 from asyncflow.timeline import NoTimeline, Spans
 from asyncflow.transport.connection import Connection
@@ -41,6 +41,8 @@ from weightsync.messages import (
     Unneeded,
 )
 from weightsync.plan import TransferPlan
+from weightsync.sender_state import SenderState, Staged, Where
+from weightsync.shard_copies import ShardCopies
 from weightsync.shard_writer import Shard, ShardWriter, Target
 from weightsync.slot_memory import SlotMappings, SlotOffer, private_memory
 from weightsync.version import Version
@@ -54,24 +56,6 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class _Staged:
-    """A version's copy.
-
-    Attributes:
-        version, target: what and where.
-        slot: token of the agent's memory that holds it; None: it is this process's own.
-        copied: the ends of the copies from the device, by bucket; one that is not there has ended.
-        checksums: by bucket, as far as they are known.
-    """
-
-    version: Version
-    target: Target
-    slot: bytes | None
-    copied: Mapping[int, CopiesDone] = field(default_factory=dict)
-    checksums: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Take:
     version: Version
 
@@ -80,7 +64,7 @@ class _Lost:
     """The channel broke, or the sender is closing."""
 
 
-_Event = _Take | _Staged | SlotGranted | Unneeded | NoRoom | Repair | PeerRefused | _Lost
+_Event = _Take | Staged | SlotGranted | Unneeded | NoRoom | Repair | PeerRefused | _Lost
 
 
 class WeightSender:
@@ -122,25 +106,14 @@ class WeightSender:
         self._plan = plan
         self._digest = plan.digest()
         self._rank = rank
-        self._device = device
         self._timeout_s = timeout_s
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
-        self._copies = CopyStream(device)
+        self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
         self._slots = SlotMappings(write=True, keep=num_slots, device=device, extents=self._writer.extents())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._weights = threading.Lock()  # held while shards are read, so that `before_update` waits for that
-        self._copied: Collection[CopiesDone] = ()
-        self._shards: tuple[Version, Sequence[Shard]] | None = None  # whose weights they still are
-        self._linked: bool | None = None  # None: not yet
-        self._granted: _Staged | None = None
-        self._asked: Version | None = None
-        self._refused: str | None = None
-        self._no_room = ""
-        self._complete: Version | None = None
-        self._staged: _Staged | None = None
-        self._delivered: Version | None = None
+        self._state = SenderState()
+        self._changed = threading.Condition()  # its lock guards the state
         self._num_bytes = 0
         self._connection: Connection | None = None
         self._closing = threading.Event()
@@ -175,7 +148,7 @@ class WeightSender:
         copied: Mapping[int, CopiesDone] = {}
         self._num_bytes = 0
         if place is not None:
-            copied = self._copy(version, place.target, list(shards))
+            copied = self._copies.run(version, place.target, list(shards))
             self._num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         checksums: dict[int, int] = {}
         if self._broadcaster is not None:
@@ -183,9 +156,9 @@ class WeightSender:
                 version, None if place is None else place.target.region, copied, stop=stop
             )
         if place is not None:
-            staged = _Staged(version, place.target, place.slot, copied, checksums)
+            staged = Staged(version, place.target, place.slot, copied, checksums)
             with self._changed:
-                self._staged = staged
+                self._state.staged = staged
                 self._events.put(staged)
         return time.monotonic() - began
 
@@ -196,10 +169,7 @@ class WeightSender:
             The seconds that the trainer was held up.
         """
         began = time.monotonic()
-        with self._weights:
-            for copied in self._copied:
-                copied.wait()
-            self._copied, self._shards = (), None
+        self._copies.wait()
         return time.monotonic() - began
 
     def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
@@ -210,10 +180,10 @@ class WeightSender:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._staged is not None and self._delivered != self._staged.version:
+            while (version := self._state.undelivered) is not None:
                 if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
-                    why = self._refused or f"{self._agent} did not take them"
-                    raise WeightsLate(f"weights of {self._staged.version}: not delivered within {timeout_s:g} s: {why}")
+                    why = self._state.refused or f"{self._agent} did not take them"
+                    raise WeightsLate(f"weights of {version}: not delivered within {timeout_s:g} s: {why}")
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -236,55 +206,33 @@ class WeightSender:
         if self._broadcaster is not None:
             self._broadcaster.close()
 
-    def _copy(self, version: Version, target: Target, shards: Sequence[Shard]) -> dict[int, CopiesDone]:
-        with self._weights:
-            self._writer.match(shards)
-            indices = [bucket.index for bucket in self._buckets]
-            ends = self._copies.run([partial(self._copy_bucket, target, shards, index) for index in indices])
-            self._copied, self._shards = ends, (version, shards)
-        return dict(zip(indices, ends, strict=True))
-
-    def _copy_bucket(self, target: Target, shards: Sequence[Shard], index: int) -> None:
-        with self._timeline.span("copy weights", bucket=index):
-            self._writer.write(target, shards, {index})
-
-    def _memory_for(self, version: Version, timeout_s: float, stop: threading.Event | None) -> _Staged | None:
+    def _memory_for(self, version: Version, timeout_s: float, stop: threading.Event | None) -> Staged | None:
         """Return where to copy a version; None: the agent has it already."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._refused = None
-            self._no_room = ""
+            self._state.begin()
             while True:
-                if self._complete is not None and version <= self._complete:
-                    if self._broadcaster is None:
+                place = self._state.place(version, broadcast=self._broadcaster is not None)
+                match place:
+                    case Staged():
+                        return place
+                    case Where.NEEDLESS:
                         return None
-                    return _Staged(version, self._own_memory(), None)
-                if self._granted is not None and self._granted.version == version:
-                    granted, self._granted = self._granted, None
-                    return granted
-                if self._linked is False:
-                    return _Staged(version, self._own_memory(), None)
-                if self._refused is not None:
-                    raise WeightSyncError(self._refused)
-                if self._asked != version:
-                    self._asked = version
-                    self._events.put(_Take(version))
+                    case Where.OWN_MEMORY:
+                        return Staged(version, self._own_memory(), None)
+                    case Where.REFUSED:
+                        raise WeightSyncError(self._state.refused or "")
+                    case Where.ASK:
+                        self._events.put(_Take(version))
                 if stop is not None and stop.is_set():
                     raise WeightSyncError(f"weights of {version}: no slot was free when the stop came")
                 if time.monotonic() >= deadline:
-                    reason = (
-                        self._no_room
-                        or f"weights of {version}: {self._agent} gave no slot within {timeout_s:g} s; is it running?"
-                    )
-                    raise WeightsLate(reason)
+                    reason = f"weights of {version}: {self._agent} gave no slot within {timeout_s:g} s; is it running?"
+                    raise WeightsLate(self._state.no_room or reason)
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def _own_memory(self) -> Target:
-        staged = self._staged
-        if staged is not None and staged.slot is None and self._linked is False:
-            self._staged = None  # nobody reads it, and nobody will: this version replaces it
-            return staged.target
-        return self._writer.target(private_memory(self._plan.region_bytes))
+        return self._state.take_own_memory() or self._writer.target(private_memory(self._plan.region_bytes))
 
     def _run(self) -> None:
         for connection in connections(
@@ -304,24 +252,18 @@ class WeightSender:
         logger.debug("%s: %s", self._name, error)
 
     def _unlink(self) -> None:
-        with self._changed:
-            self._linked = False
-            self._granted = self._complete = self._delivered = None
+        with self._changing() as state:
+            state.unlink()
             self._slots.clear()
-            self._changed.notify_all()
 
     def _work(self, connection: Connection) -> None:
         connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
-        with self._changed:
+        with self._changing() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
             self._events = events  # nothing from a former channel is in it
-            self._linked = True
-            if self._staged is not None:
-                self._asked = None
-                events.put(self._staged)
-            elif self._asked is not None:
-                events.put(_Take(self._asked))
-            self._changed.notify_all()
+            first = state.link()
+            if first is not None:
+                events.put(first if isinstance(first, Staged) else _Take(first))
         self._submit(connection, AwaitRepair(self._rank))
         while not self._closing.is_set():
             event = events.get()
@@ -330,8 +272,8 @@ class WeightSender:
                     self._submit(connection, self._request(version))
                 case NoRoom(reason):
                     self._wait_on(connection, reason)
-                case _Staged():
-                    if event is self._staged and event.version != self._delivered:
+                case Staged():
+                    if self._state.is_due(event):
                         self._deliver(connection, event)
                 case SlotGranted(version, offer):
                     self._prepare(version, offer)
@@ -345,32 +287,38 @@ class WeightSender:
                 case _Lost():
                     return
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[SenderState]:
+        """Hold the lock of the state; whoever waits for it looks again."""
+        with self._changed:
+            yield self._state
+            self._changed.notify_all()
+
     def _submit(self, connection: Connection, request: TakeSlot | AwaitRepair) -> None:
         events = self._events
         future = connection.submit(request, timeout_s=self._timeout_s)
         future.add_done_callback(lambda done: events.put(_outcome(done)))
 
+    def _arrived(self, version: Version) -> None:
+        with self._changing() as state:
+            state.arrived(version)
+
     def _settle(self, *, complete: Version | None = None, refused: str | None = None) -> None:
-        with self._changed:
-            self._complete = complete or self._complete
-            self._refused = refused
-            self._asked = None
-            self._changed.notify_all()
+        with self._changing() as state:
+            state.settle(complete=complete, refused=refused)
 
     def _prepare(self, version: Version, offer: SlotOffer) -> None:
         """Map a granted slot, with its pages, so that the trainer meets neither."""
         target = self._writer.target(self._slots.get(offer))
-        with self._changed:
-            self._granted = _Staged(version, target, offer.token)
-            self._asked = None
-            self._changed.notify_all()
+        with self._changing() as state:
+            state.grant(Staged(version, target, offer.token))
 
-    def _deliver(self, connection: Connection, staged: _Staged) -> None:
+    def _deliver(self, connection: Connection, staged: Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""
         if staged.slot not in self._slots:
             moved = self._move(connection, staged)
             if moved is None:
-                self._delivered_one(staged)
+                self._arrived(staged.version)
                 return
             staged = moved
         with self._timeline.span("seal weights", version=staged.version.step):
@@ -382,10 +330,10 @@ class WeightSender:
                     checksum = staged.target.region.checksum(bucket)
                 seal = SealBuckets(self._rank, staged.version, {bucket.index: checksum})
                 connection.call(seal, timeout_s=self._timeout_s)
-        self._delivered_one(staged)
+        self._arrived(staged.version)
         self._take_ahead(connection, Version(staged.version.lineage, staged.version.step + 1))
 
-    def _move(self, connection: Connection, staged: _Staged) -> _Staged | None:
+    def _move(self, connection: Connection, staged: Staged) -> Staged | None:
         """Copy a version from memory of this process, or of an agent that is gone, into a slot of this one."""
         reply: object = NoRoom("")
         while isinstance(reply, NoRoom) and not self._closing.is_set():
@@ -396,25 +344,16 @@ class WeightSender:
         for copied in staged.copied.values():
             copied.wait()
         self._writer.copy(staged.target, target)
-        moved = _Staged(staged.version, target, reply.slot.token, checksums=staged.checksums)
+        moved = Staged(staged.version, target, reply.slot.token, checksums=staged.checksums)
         with self._changed:
-            if self._staged is staged:
-                self._staged = moved
+            self._state.move(staged, moved)
         return moved
-
-    def _delivered_one(self, staged: _Staged) -> None:
-        with self._changed:
-            self._delivered = staged.version
-            self._changed.notify_all()
 
     def _take_ahead(self, connection: Connection, version: Version) -> None:
         with self._changed:
-            if self._granted is not None and self._granted.version < version:
-                self._granted = None  # that version went another way
-            if self._asked is not None or self._granted is not None:
-                return
-            self._asked = version
-        self._submit(connection, self._request(version))
+            wanted = self._state.take_ahead(version)
+        if wanted:
+            self._submit(connection, self._request(version))
 
     def _request(self, version: Version) -> TakeSlot:
         return TakeSlot(self._rank, version, self._digest, min(_PATIENCE_S, self._timeout_s / 4))
@@ -422,20 +361,15 @@ class WeightSender:
     def _wait_on(self, connection: Connection, reason: str) -> None:
         logger.warning("%s", reason)
         with self._changed:
-            self._no_room, asked = reason, self._asked
+            asked = self._state.wait_on(reason)
         if asked is not None:
             self._submit(connection, self._request(asked))
 
     def _repair(self, connection: Connection, version: Version, buckets: Sequence[int]) -> None:
         """Write buckets again, if these weights are still there."""
-        with self._weights:
-            staged = self._staged
-            able = staged is not None and staged.version == version and staged.slot in self._slots
-            able = able and self._shards is not None and self._shards[0] == version
-            if able and staged is not None and self._shards is not None:
-                (copied,) = self._copies.run([partial(self._writer.write, staged.target, self._shards[1], buckets)])
-                copied.wait()
-        if not able or staged is None:
+        staged = self._state.staged
+        able = staged is not None and staged.version == version and staged.slot in self._slots
+        if staged is None or not able or not self._copies.repeat(version, staged.target, buckets):
             connection.call(NoRepair(version), timeout_s=self._timeout_s)
             return
         logger.warning("weights of %s: wrote buckets %s again", version, list(buckets))

@@ -164,7 +164,7 @@ class Actor:
         self._checkpointer.wait()
         if self._checkpointer.saved_step != self._completed:
             error = self._checkpointer.failure
-            raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; make room and resume")
+            raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; correct that and resume")
 
     def _contents(self, step: int, recorder: StepRecorder) -> Contents:
         """Return what rank 0 adds to a checkpoint."""

@@ -204,4 +204,4 @@ class Checkpointer:
         self.failure = error
         self.num_failures += 1
         newest = f"its newest checkpoint is of step {self.saved_step}" if self.saved_step else "it has no checkpoint"
-        self._warn(f"{error}; the run goes on, {newest}; make room")
+        self._warn(f"{error}; the run goes on, {newest}")

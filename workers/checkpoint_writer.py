@@ -7,6 +7,7 @@ After each part the ranks agree whether all could do theirs: a save fails on all
 for a rank that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
 """
 
+import errno
 import logging
 import os
 import shutil
@@ -45,6 +46,7 @@ from workers.gather import gather
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -210,11 +212,12 @@ class CheckpointWriter:
         rank = self._rank
         if isinstance(error, dcp.CheckpointException):
             rank, (error, _) = next(iter(error.failures.items()))
+        remedy = ": make room" if isinstance(error, OSError) and error.errno in _FULL else ""
         try:
             free = f"; {self._directory.free_bytes() / 1e6:.0f} MB are free there"
         except OSError:
             free = ""
-        return f"rank {rank}: {_line(error)}{free}"
+        return f"rank {rank}: {_line(error)}{free}{remedy}"
 
 
 class _ShardFiles(dcp.FileSystemWriter):

@@ -1,4 +1,4 @@
-"""The wall clock: is it plausible, does it run evenly, is it kept by NTP. Timelines and several nodes rest on it."""
+"""The wall clock: is it plausible, does it run evenly, is it kept by NTP. Times in logs and of files rest on it."""
 
 import ctypes
 import threading
@@ -73,7 +73,7 @@ def judge(facts: ClockFacts, needs: Needs) -> list[Finding]:
         text = f"the wall clock jumped by {facts.drift_s:+.2f} s while it was watched for {_WATCHED_S} s"
         findings.append(Finding.warning(CHECK, text, f"see who sets it: journalctl -u chronyd; {remedy}"))
     if facts.synchronised is False and needs.num_nodes > 1:
-        text = "the clock is not synchronised by NTP, so timelines and heartbeats of nodes may disagree"
+        text = "the clock is not synchronised by NTP, so times in logs and of files may differ between nodes"
         findings.append(Finding.warning(CHECK, text, remedy))
     kept = {True: f"kept by NTP, error up to {facts.error_s:.3f} s", False: "not kept by NTP", None: "NTP unknown"}
     extra = " (several nodes would need it)" if facts.synchronised is False else ""

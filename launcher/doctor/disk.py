@@ -31,7 +31,7 @@ class DiskFacts:
         free_bytes: for this user.
         free_inodes: -1: the file system does not count them.
         errors: what could not be done there -> why; of `write`, `fsync`, `rename`, `lock`.
-        fsync_s: how long {_PROBE_BYTES // 1024} kB took to be safe.
+        fsync_s: how long `_PROBE_BYTES` took to be safe (s).
     """
 
     place: str

@@ -120,8 +120,8 @@ def descriptors(gangs: Sequence[GangSpec]) -> int:
 def threads(checked: Preflight) -> int:
     """Return the threads of all processes, which the limits of processes count.
 
-    worker    20 + 2 x channels + intra-op threads (+ 30 with an accelerator, of its runtime)
-    launcher  20 + 2 x gangs
+    worker    12 + 2 x channels + intra-op threads (+ 30 with an accelerator, of its runtime)
+    launcher  12 + 2 x gangs
     """
     gangs, own = checked.gangs, checked.config.launcher.threads_per_worker
     total = _BASE_THREADS + 2 * len(gangs)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncflow.network import LOOPBACK
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
 
 CHECK = "network"
-LOOPBACK = "127.0.0.1"
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "cuda", "HCCL_SOCKET_IFNAME": "npu"}
 """Each with the device whose backend reads it; Gloo's is read everywhere."""
 _SLOW_S = 0.5

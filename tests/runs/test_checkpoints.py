@@ -119,6 +119,6 @@ def test_full_disk_costs_a_warning_and_only_the_last_save_must_succeed(tmp_path:
                 assert process.returncode == 1
                 line = err.splitlines()[-1]
                 assert "actor rank" in line and "No space left on device" in line
-                assert f"to {last} are lost; make room and resume" in line
+                assert f"to {last} are lost; correct that and resume" in line
                 assert "step_000010" in steps_saved(run_dir)
     command.check_ledger(run_dir, groups_per_step=8, last=last)

@@ -11,12 +11,10 @@ to another one, and acks need no row.
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
+from asyncflow.errors import ConfigError, Superseded
 from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
 from tq.client.arguments import (
     check_granted,
@@ -29,23 +27,20 @@ from tq.client.arguments import (
     check_timeout,
     common_length,
 )
-from tq.client.deadline import Deadline
 from tq.client.held_leases import HeldLeases
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
 from tq.client.services import PUT_GRACE_S, QueueServices, expect
 from tq.client.somewhere import put_somewhere
+from tq.client.unit_calls import UnitCalls
 from tq.client.unit_loads import UnitLoads
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,
-    AckLost,
     ClearPartition,
-    Columns,
     CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
-    GetColumns,
     GetQueueStats,
     GetUnitStats,
     GiveBack,
@@ -55,7 +50,6 @@ from tq.messages import (
     OpenPartition,
     Published,
     PublishVersion,
-    PutOutputs,
     PutRows,
     QueueStats,
     Stop,
@@ -64,7 +58,6 @@ from tq.messages import (
     WatchLost,
 )
 from tq.refill import Refill
-from tq.wire import ColumnHeader, describe, unpack
 
 _MOST_ROWS = 2**31
 
@@ -94,6 +87,7 @@ class QueueClient:
         self._services = QueueServices(
             credentials, name, config=config, stop=stop or threading.Event(), held=self._held, attempt=attempt
         )
+        self._calls = UnitCalls(self._services, max_message_bytes=config.max_message_bytes)
         self._loads = UnitLoads()
 
     @property
@@ -153,7 +147,7 @@ class QueueClient:
             if given is not None and len(given) != number:
                 raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
         marks = check_marks(commits or {}, number)
-        headers, payload = self._described(columns)
+        headers, payload = self._calls.described(columns)
         if rows is not None:
             self._services.reserve_rows(rows)
         indices = tuple(self._services.new_rows(number) if rows is None else rows)
@@ -251,25 +245,7 @@ class QueueClient:
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
         check_granted(granted)
-        names = check_names(names)
-        deadline = self._services.deadline()
-        by_unit = _by_unit(granted.units)
-        asked = []
-        for unit, positions in by_unit.items():
-            rows = granted.rows if len(by_unit) == 1 else [granted.rows[i] for i in positions]
-            message = GetColumns(rows, names)
-            asked.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message)))
-        parts = []
-        for unit, message, future in asked:
-            reply, payload = self._services.reply(future, unit, message, deadline.left_s)
-            columns = unpack(expect(reply, Columns).columns, payload)
-            groups = tuple(granted.groups[i] for i in by_unit[unit])
-            parts.append(PackedBatch(tuple(message.rows), columns, groups))
-        joined = PackedBatch.concatenate(parts)
-        if joined.indices == tuple(granted.rows):
-            return joined
-        place = {row: i for i, row in enumerate(joined.indices)}
-        return joined.select([place[row] for row in granted.rows])
+        return self._calls.get(granted, check_names(names))
 
     def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         """Write all output columns of some rows of a lease; the task is then done with them.
@@ -290,9 +266,8 @@ class QueueClient:
         if common_length(columns) != len(rows):
             raise ConfigError(f"{task}: columns of {common_length(columns)} rows, but {len(rows)} rows are named")
         self._services.beats.writes(columns)
-        deadline = self._services.deadline()
         try:
-            self._services.patiently(partial(self._put_outputs, task, granted, rows, columns, deadline), deadline)
+            self._calls.put(task, granted, rows, columns)
         except Superseded:
             self._held.settled(task, granted.token, rows)  # else a restarted controller would keep them for this client
             raise
@@ -309,12 +284,8 @@ class QueueClient:
         check_granted(granted)
         rows = granted.rows if rows is None else rows
         check_lease(task, granted, rows)
-        deadline = self._services.deadline()
-        unit_of = dict(zip(granted.rows, granted.units, strict=True))
         try:
-            for unit, positions in _by_unit([unit_of[row] for row in rows]).items():
-                part = [rows[i] for i in positions]
-                self._services.patiently(partial(self._ack, granted, unit, part, deadline), deadline)
+            self._calls.ack(granted, rows)
         except Superseded:
             self._held.settled(task, granted.token, rows)
             raise
@@ -401,62 +372,3 @@ class QueueClient:
             self._held.granted(message, reply)
             return reply
         return expect(reply, NoRows)
-
-    def _described(self, columns: Mapping[str, Column]) -> tuple[list[ColumnHeader], Payload]:
-        headers, payload = describe(columns, narrow=True)
-        most = self._config.max_message_bytes
-        if payload.num_bytes > most:  # the unit would drop the channel
-            raise ConfigError(f"a put of {payload.num_bytes} bytes, but max_message_bytes is {most}: put fewer rows")
-        return headers, payload
-
-    def _put_outputs(
-        self,
-        task: str,
-        granted: Granted,
-        rows: Sequence[int],
-        columns: Mapping[str, Column],
-        deadline: Deadline,
-    ) -> None:
-        unit_of = dict(zip(granted.rows, granted.units, strict=True))
-        by_unit = _by_unit([unit_of[row] for row in rows])
-        sent = []
-        for unit, positions in by_unit.items():
-            whole = len(by_unit) == 1
-            part = {name: column if whole else column.select(positions) for name, column in columns.items()}
-            headers, payload = self._described(part)
-            message = PutOutputs(task, granted.token, [rows[i] for i in positions], headers)
-            sent.append((unit, message, self._services.unit(unit, deadline.left_s).submit(message, payload)))
-        for unit, message, future in sent:
-            self._services.answer(future, unit, message, deadline.left_s)
-
-    def _ack(self, granted: Granted, unit: str, rows: list[int], deadline: Deadline) -> None:
-        """Ack at the unit, or, when it is gone or started empty, at the controller."""
-        message = PutOutputs(granted.task, granted.token, rows, [])
-        try:
-            future = self._services.unit(unit, deadline.left_s).submit(message)
-            self._services.answer(future, unit, message, deadline.left_s)
-        except PeerRefused:
-            raise
-        except TransportError as error:
-            try:
-                self._ack_lost(AckLost(granted.task, granted.token, rows), deadline)
-            except PeerRefused:  # the rows are not lost: their unit will be back, or gave its reason
-                raise error from None
-
-    def _ack_lost(self, lost: AckLost, deadline: Deadline) -> None:
-        """Ack at the controller that gave the lease; when it agrees, the others must not ask for these rows again."""
-        directory = self._services.directory
-        first = directory.controller_of(lost.task)
-        for service in sorted(directory.controllers, key=lambda name: name != first):
-            future = self._services.controller(service, deadline.left_s).submit(lost)
-            self._services.answer(future, service, lost, deadline.left_s)
-
-
-def _by_unit(units: Sequence[str]) -> dict[str, Sequence[int]]:
-    """Return unit -> positions."""
-    if units and units.count(units[0]) == len(units):
-        return {units[0]: range(len(units))}
-    by_unit: dict[str, list[int]] = {}
-    for position, unit in enumerate(units):
-        by_unit.setdefault(unit, []).append(position)
-    return dict(by_unit)

@@ -68,7 +68,7 @@ def test_idle_time_is_accounted_for(run_dir: Path) -> None:
     for shares in found.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert tuple(shares) == CATEGORIES
-    assert "100.0" in account_text(found)
+    assert "100.0" in account_text(found) and account_text(found).startswith("% of time")
 
 
 def test_of_spans_inside_each_other_the_innermost_counts() -> None:

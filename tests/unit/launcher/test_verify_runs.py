@@ -127,7 +127,7 @@ def test_answers_that_a_checkpoint_held_are_compared(tmp_path: Path) -> None:
     same, other = later[0], later[1]
     report = report_of(run.write(tmp_path), queue={same["group"]: same["token_hash"], other["group"]: "0" * 16})
     assert check(report, "tokens").notes == (
-        f"1 groups were trained with the answers that a checkpoint's queue held; generated again: {other['group']}",
+        f"checkpoints hold answers of 2 groups that came later; 1 trained with them, generated again: {other['group']}",
     )
 
 
@@ -204,3 +204,13 @@ def test_checkpoint_with_a_changed_file_is_named(tmp_path: Path) -> None:
     report = report_of(run_dir)
     assert [one.name for one in report.checks if not one.ok] == ["checkpoints"]
     assert "dcp/updates was changed (checksum" in check(report, "checkpoints").problems[0]
+
+
+def test_a_check_that_failed_does_not_say_what_should_hold(tmp_path: Path) -> None:
+    run = make_run(7)
+    run.ledger.append(dict(run.ledger[-1]))
+    report = report_of(run.write(tmp_path))
+    once = check(report, "once")
+    assert "none of them trained twice" in once.says
+    assert once.as_lines()[0] == "WRONG once: 1 problem"
+    assert "none of them trained twice" not in report.as_text() + report.as_json()
