@@ -31,6 +31,7 @@ from launcher.rundir import (
     METRICS_FILE,
     RUNS,
     UPDATES_FILE,
+    began_run,
     has_checkpoint,
 )
 from launcher.yaml_file import read_yaml
@@ -108,7 +109,8 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
 def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     """Return the run that `--resume TARGET` means if it never saved anything, else None.
 
-    A run whose checkpoints cannot be read is not one: to start that again would throw away what they hold.
+    A run whose checkpoints cannot be read, or are gone, is not one: to start that again would throw away what they
+    hold. Nor is a directory with another `config.yaml` than a run's, which would be overwritten.
 
     Args:
         target: as in `find_checkpoint`.
@@ -118,7 +120,7 @@ def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     """
     path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
     is_other = run_dir is not None and run_dir != path
-    is_run = (path / CONFIG_FILE).is_file() and not _is_checkpoint(path)
+    is_run = began_run(path) and not _is_checkpoint(path)
     return path if is_run and not is_other and not has_checkpoint(path) else None
 
 

@@ -46,7 +46,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def make_run(path: Path, *steps: int) -> Path:
-    path.mkdir(parents=True)
+    (path / "checkpoints").mkdir(parents=True)
     (path / "config.yaml").write_text("steps: 1\n")
     for step in steps:
         make_checkpoint(path, step)
@@ -163,6 +163,33 @@ def test_checkpoint_is_no_run_that_saved_nothing(tmp_path: Path) -> None:
     assert unsaved_run(str(checkpoint), None) is None
     (checkpoint / "meta.json").unlink()
     assert unsaved_run(str(checkpoint), None) is None
+
+
+def test_what_no_run_wrote_is_no_run_that_saved_nothing(tmp_path: Path) -> None:
+    """A project's own configuration would be overwritten; a checkpoint set aside has one, too, whatever its name."""
+    checkpoint = make_checkpoint(make_run(tmp_path / "run"), 10)
+    (checkpoint / "meta.json").unlink()
+    aside = checkpoint.rename(checkpoint.with_name("step_000010-damaged"))
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.yaml").write_text("steps: 7\n")
+    for path in (aside, project):
+        assert unsaved_run(str(path), None) is None
+        with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+            find_checkpoint(str(path), None)
+
+
+def test_run_whose_checkpoints_are_away_does_not_start_over(tmp_path: Path) -> None:
+    """`checkpoints/` may be a link to a disk that is not mounted now."""
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints").rmdir()
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert unsaved_run("latest", run) is None
+
+
+def test_run_that_was_killed_before_it_had_a_configuration_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert unsaved_run("latest", tmp_path) == tmp_path
 
 
 def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:
