@@ -125,6 +125,22 @@ def test_latest_without_run_dir_means_the_run_started_last(tmp_path: Path, monke
     assert (checkpoint.run_dir, checkpoint.step) == (newer, 10)
 
 
+def test_checkpoint_on_another_disk_belongs_to_the_run_that_links_to_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20)
+    disk = (run / "checkpoints").rename(tmp_path / "checkpoints")
+    (run / "checkpoints").symlink_to(disk)
+    (disk / "best").symlink_to(disk / "step_000010")
+    for name in ("step_000010", "best"):
+        found = find_checkpoint(str(run / "checkpoints" / name), None)
+        assert (found.run_dir, found.path) == (run, run / "checkpoints" / "step_000010")
+
+
+def test_directory_of_checkpoints_is_neither_a_run_nor_one_without_any(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    with pytest.raises(ConfigError, match=r"^--resume: .*name one of them, or their run$"):
+        find_checkpoint(str(run / "checkpoints"), None)
+
+
 def test_run_or_checkpoint_may_be_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20)
     assert find_checkpoint(str(run), None).step == 20
