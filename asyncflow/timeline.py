@@ -12,6 +12,7 @@ none. It is what the cost of recording is reckoned from.
 
 import contextlib
 import logging
+import os
 import statistics
 import tempfile
 import threading
@@ -19,7 +20,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -49,9 +50,9 @@ class Timeline:
     """Writes spans; thread-safe. A span costs two or three microseconds: lines are buffered."""
 
     def __init__(self, path: Path, clock: HostClock) -> None:
-        """Append to `path`, whose directory exists; its stem is the process's name."""
+        """Append to `path`; its stem is the process's name. Where that cannot be, spans are only counted."""
         self._process = path.stem
-        self._file = path.open("ab")
+        self._file = _open(path)
         self._clock = clock
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
@@ -130,6 +131,16 @@ class _OpenSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timeline._end(self._name, self._start, self._attributes)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file to append to. Somebody may have removed its directory to make room: that costs a run nothing else."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        logger.warning("timeline: %s; this process records no spans", error)
+        return Path(os.devnull).open("ab")
 
 
 def measure_span_cost() -> float:

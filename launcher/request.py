@@ -24,6 +24,7 @@ from launcher.resume import (
     check_resume,
     find_checkpoint,
     next_lineage,
+    resume_path,
     rewind_run,
     rewind_to_start,
     unsaved_run,
@@ -173,7 +174,7 @@ class Request:
         if self.place.count == 1:
             return None
         if self.resume not in (None, LATEST):
-            target = user_path(self.resume or "", "--resume")
+            target = resume_path(self.resume or "")
             return target.parent.parent if target.parent.name == CHECKPOINTS else target
         if self.place.job_id:
             return (RUNS / f"slurm-{self.place.job_id}").resolve()

@@ -31,6 +31,7 @@ from launcher.rundir import (
     METRICS_FILE,
     RUNS,
     UPDATES_FILE,
+    began_run,
     has_checkpoint,
 )
 from launcher.yaml_file import read_yaml
@@ -79,6 +80,21 @@ class Checkpoint:
         return self.path.parent.parent
 
 
+def resume_path(target: str) -> Path:
+    """Return the run or checkpoint that `--resume TARGET` names, absolute; nothing needs to exist there.
+
+    A run's `checkpoints/` may be a link to another disk. It is not followed, or nobody would know whose checkpoint it
+    is.
+
+    Raises:
+        ConfigError: the system cannot look at such a path.
+    """
+    path = user_path(target, "--resume")
+    root = Path(target).expanduser().absolute().parent
+    is_of_run = root.name == CHECKPOINTS and (root.parent / CONFIG_FILE).is_file() and root.resolve() == path.parent
+    return root.parent.resolve() / CHECKPOINTS / path.name if is_of_run else path
+
+
 def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     """Return the checkpoint that `--resume TARGET` means.
 
@@ -90,7 +106,7 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
     """
     if target == LATEST:
         return _newest_in(run_dir if run_dir is not None else newest_run())
-    path = user_path(target, "--resume")
+    path = resume_path(target)
     if not path.is_dir():
         raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
     is_checkpoint = _is_checkpoint(path)
@@ -108,7 +124,8 @@ def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
 def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     """Return the run that `--resume TARGET` means if it never saved anything, else None.
 
-    A run whose checkpoints cannot be read is not one: to start that again would throw away what they hold.
+    A run whose checkpoints cannot be read, or are gone, is not one: to start that again would throw away what they
+    hold. Nor is a directory with another `config.yaml` than a run's, which would be overwritten.
 
     Args:
         target: as in `find_checkpoint`.
@@ -116,9 +133,9 @@ def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     Raises:
         ConfigError: `latest` without any run, or a path that the system cannot look at.
     """
-    path = user_path(target, "--resume") if target != LATEST else run_dir if run_dir is not None else newest_run()
+    path = resume_path(target) if target != LATEST else run_dir if run_dir is not None else newest_run()
     is_other = run_dir is not None and run_dir != path
-    is_run = (path / CONFIG_FILE).is_file() and not _is_checkpoint(path)
+    is_run = began_run(path) and not _is_checkpoint(path)
     return path if is_run and not is_other and not has_checkpoint(path) else None
 
 
@@ -337,6 +354,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _newest_in(run_dir: Path) -> Checkpoint:
+    if run_dir.name == CHECKPOINTS and not (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(f"--resume: {run_dir} holds a run's checkpoints; name one of them, or their run")
     newest = newest_checkpoint(run_dir)
     if newest is None:
         raise ConfigError(

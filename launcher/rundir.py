@@ -55,8 +55,10 @@ def check_new_run_dir(path: Path) -> None:
         ConfigError: it holds a run already, is not a directory, or cannot be written.
     """
     held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
+    if held == [CONFIG_FILE] and not began_run(path):
+        raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
     if held:
-        resumable = has_checkpoint(path) or CONFIG_FILE in held
+        resumable = has_checkpoint(path) or began_run(path)
         advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
         raise ConfigError(
             f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
@@ -67,6 +69,16 @@ def check_new_run_dir(path: Path) -> None:
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved anything."""
     return any((path / CHECKPOINTS).glob("step_*"))
+
+
+def began_run(path: Path) -> bool:
+    """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
+
+    A project or a checkpoint has a `config.yaml`, too, and is none; nor is a run whose `checkpoints/` was taken away,
+    say a link to a disk that is not there: nobody knows what it saved.
+    """
+    config = path / CONFIG_FILE
+    return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)
 
 
 def check_writable(path: Path) -> None:

@@ -6,7 +6,9 @@ Called by `launcher.commands`. It only asks: nothing in the run changes.
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.network import choose_interfaces, is_loopback
 from asyncflow.size_text import size_text
 from launcher.line_tail import LineTail
+from launcher.preload import is_stopped
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.restart_log import RestartLog
 from launcher.resume import running_launcher
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 2.0
+_LONGEST_S = 60.0
+"""For a whole answer (s)."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,13 @@ class RunStatus:
         return rows
 
 
-def ask_status(run_dir: Path) -> RunStatus:
+def ask_status(run_dir: Path, *, timeout_s: float = _LONGEST_S) -> RunStatus:
     """Ask a live run.
+
+    Args:
+        run_dir: of the run.
+        timeout_s: for everything. A client of the job store waits for ever for a launcher that is stopped or hangs, and
+            listens to no signal meanwhile, so it has a thread of its own.
 
     Raises:
         ConfigError: nothing runs there.
@@ -152,11 +162,33 @@ def ask_status(run_dir: Path) -> RunStatus:
     """
     if not run_dir.is_dir():
         raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
-    if running_launcher(run_dir) is None and not _answers_from_afar(run_dir):
+    launcher = running_launcher(run_dir)
+    if launcher is None and not _answers_from_afar(run_dir):
         raise ConfigError(
             f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
             f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
         )
+    if is_stopped(launcher):
+        raise TransportError(
+            f"{run_dir}: its launcher (process {launcher}) was stopped by a signal, so nobody answers; let it go on: "
+            f"kill -CONT {launcher}"
+        )
+    answer: Future[RunStatus] = Future()
+    threading.Thread(target=_ask_into, args=(run_dir, answer), name="status", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError as error:
+        raise TransportError(f"{run_dir}: the run's launcher does not answer within {timeout_s:g} s") from error
+
+
+def _ask_into(run_dir: Path, answer: "Future[RunStatus]") -> None:
+    try:
+        answer.set_result(_ask(run_dir))
+    except Exception as error:  # noqa: BLE001 (it is raised to whoever waits for the answer)
+        answer.set_exception(error)
+
+
+def _ask(run_dir: Path) -> RunStatus:
     from torch.distributed import DistError  # imports torch
 
     from asyncflow.store_server import connect_store

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from asyncflow.errors import CheckpointError, ConfigError
 from launcher.resume import running_launcher
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE, began_run
 from launcher.yaml_file import read_yaml
-from workers.checkpoint_files import CheckpointMeta, damages
+from workers.checkpoint_files import META_FILE, CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.json_reader import Lines, read_lines
 from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
@@ -156,6 +156,14 @@ def _config(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"run directory: {run_dir} is not a run, it has no {CONFIG_FILE}; name a run directory")
+    if (run_dir / META_FILE).exists():
+        run = run_dir.resolve().parent.parent
+        raise ConfigError(f"run directory: {run_dir} is a checkpoint, which proves nothing; name its run, {run}")
+    if not began_run(run_dir) and not any((run_dir / name).exists() for name in (LEDGER_FILE, METRICS_FILE)):
+        raise ConfigError(
+            f"run directory: {run_dir} is not a run, it has neither {CHECKPOINTS}/ nor {LEDGER_FILE}; name a run "
+            f"directory"
+        )
     try:
         return RunConfig.model_validate(read_yaml(path).values)
     except ValidationError as error:

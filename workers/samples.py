@@ -1,13 +1,15 @@
 """Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
 
 Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back. A full disk
-costs samples, not the run.
+costs samples, not the run, and so does a directory that is gone.
 """
 
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
+from typing import TextIO
 
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
@@ -24,7 +26,7 @@ class SampleLog:
         shown: `rollout.samples_per_step`.
         groups_per_step: group ids go on from step to step.
         """
-        self._file = (run_dir / "samples" / f"{gang}.jsonl").open("a", encoding="utf-8")
+        self._file = _open(run_dir / "samples" / f"{gang}.jsonl")
         self._shown = shown
         self._groups_per_step = groups_per_step
 
@@ -61,3 +63,13 @@ class SampleLog:
         """Close the file; idempotent."""
         with contextlib.suppress(OSError):  # it writes what is buffered
             self._file.close()
+
+
+def _open(path: Path) -> TextIO:
+    """Open a file to append to. Somebody may have removed its directory to make room: that costs a run nothing else."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        logger.warning("samples: %s; this process shows none", error)
+        return Path(os.devnull).open("a", encoding="utf-8")

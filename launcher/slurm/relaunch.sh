@@ -1,6 +1,8 @@
 # --- From here on every batch script of AsyncFlow is the same: launch, stop in time, queue again ---------------------
 
-# A restart goes on from the run's newest checkpoint, or from step 1 when there was none yet.
+# A restart goes on from the run's newest checkpoint, or from step 1 when there was none yet; whatever this script was
+# told to resume from counts for its first start alone, so that comes before.
+launch+=("$@")
 restarts=${SLURM_RESTART_COUNT:-0}
 if ((restarts > 0)) && [[ -e $run_dir/config.yaml ]]; then
     launch+=(--resume latest)
@@ -8,7 +10,7 @@ fi
 
 # In the background, because bash runs traps only between commands. When the first launcher has gone, the others have
 # `gather_s` seconds to follow: long enough to save, and nobody waits for ever.
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait="$gather_s" "${srun_options[@]}" "${launch[@]}" "$@" &
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait="$gather_s" "${srun_options[@]}" "${launch[@]}" &
 step=$!
 launched_at=$SECONDS
 

@@ -17,6 +17,7 @@ from tq.messages import (
     GetQueueStats,
     Join,
     Message,
+    NoRowsReason,
     RegisterUnit,
     RowsCreated,
     UnitAccepted,
@@ -133,6 +134,20 @@ def test_restarted_controller_does_not_wait_for_a_consumer_whose_next_start_is_t
     bench.service.close()
     bench.start()
     assert waiting_for(bench) == "reader@dead reader@new rollout@1.new"
+
+
+def test_restarted_controller_that_is_stopped_does_not_wait_for_those_who_left(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "_LEFT_S", 0.1)
+    ask(bench.connection("rollout"), Join("rollout@0.left", []))
+    bench.service.close()
+    bench.start()
+    actor = bench.connection("actor")
+    ask(actor, Join("actor@0.here", []))
+    fetch = actor.submit(FetchRows("train", "actor@0.here", 1, 0, timeout_s=5.0))
+    bench.service.stop()
+    assert fetch.result(WAIT_S)[0].reason is NoRowsReason.STOP
 
 
 def test_leases_of_an_earlier_start_return_when_the_next_one_joins(bench: Bench) -> None:

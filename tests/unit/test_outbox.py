@@ -69,10 +69,14 @@ def scorer(model_dir: Path) -> Iterator[GatedScorer]:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Iterator[SampleLog]:
-    (tmp_path / "samples").mkdir()
     log = SampleLog(tmp_path, "rollout-0", shown=8, groups_per_step=32)
     yield log
     log.close()
+
+
+def test_samples_whose_directory_cannot_be_made_cost_the_run_nothing(tmp_path: Path) -> None:
+    SampleLog(tmp_path / "gone", "rollout-0", shown=8, groups_per_step=32).close()
+    assert not (tmp_path / "gone").exists()
 
 
 def lease(*prompts: int) -> RolloutLease:

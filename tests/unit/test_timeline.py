@@ -70,6 +70,18 @@ def test_span_costs_microseconds() -> None:
     assert 0 < measure_span_cost() < 100e-6
 
 
+def test_directory_that_was_removed_is_made_again_or_costs_the_spans_alone(tmp_path: Path) -> None:
+    """A rank that starts again in a live run whose user made room."""
+    for directory in (tmp_path / "timeline", tmp_path / "gone" / "timeline"):
+        timeline = Timeline(directory / "a.jsonl", CLOCK)
+        with timeline.span("wait for rows"):
+            pass
+        timeline.close()
+        assert timeline.waiting_s > 0
+    assert (tmp_path / "timeline" / "a.jsonl").is_file()
+    assert not (tmp_path / "gone").exists()
+
+
 def test_full_disk_costs_the_spans_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     timeline = Timeline(Path("/dev/full"), CLOCK)
     for _ in range(2):

@@ -84,6 +84,8 @@ from tq.timers import Timers
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 8
+_LEFT_S = 5.0
+"""Whoever has not joined a restarted controller so long after a stop has left (s)."""
 
 News = list[tuple[Call, Answer] | Lost | Quarantined]
 """What is told when the lock is released."""
@@ -205,9 +207,14 @@ class ControllerService:
         self._start_admitting()
 
     def stop(self) -> None:
-        """Answer everybody's fetches with `NoRows(stop)` from now on."""
+        """Answer everybody's fetches with `NoRows(stop)` from now on.
+
+        Who left because of the stop while this controller was away never joins; a trainer saves after its answer only.
+        """
         self._memory.remember(Stop())
         self._apply(Stop())
+        if self._recovered:
+            self._timers.after(_LEFT_S, self._end_recovery)
 
     def close(self) -> None:
         """Stop serving; idempotent."""

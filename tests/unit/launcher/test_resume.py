@@ -46,7 +46,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def make_run(path: Path, *steps: int) -> Path:
-    path.mkdir(parents=True)
+    (path / "checkpoints").mkdir(parents=True)
     (path / "config.yaml").write_text("steps: 1\n")
     for step in steps:
         make_checkpoint(path, step)
@@ -125,6 +125,22 @@ def test_latest_without_run_dir_means_the_run_started_last(tmp_path: Path, monke
     assert (checkpoint.run_dir, checkpoint.step) == (newer, 10)
 
 
+def test_checkpoint_on_another_disk_belongs_to_the_run_that_links_to_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10, 20)
+    disk = (run / "checkpoints").rename(tmp_path / "checkpoints")
+    (run / "checkpoints").symlink_to(disk)
+    (disk / "best").symlink_to(disk / "step_000010")
+    for name in ("step_000010", "best"):
+        found = find_checkpoint(str(run / "checkpoints" / name), None)
+        assert (found.run_dir, found.path) == (run, run / "checkpoints" / "step_000010")
+
+
+def test_directory_of_checkpoints_is_neither_a_run_nor_one_without_any(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    with pytest.raises(ConfigError, match=r"^--resume: .*name one of them, or their run$"):
+        find_checkpoint(str(run / "checkpoints"), None)
+
+
 def test_run_or_checkpoint_may_be_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10, 20)
     assert find_checkpoint(str(run), None).step == 20
@@ -163,6 +179,33 @@ def test_checkpoint_is_no_run_that_saved_nothing(tmp_path: Path) -> None:
     assert unsaved_run(str(checkpoint), None) is None
     (checkpoint / "meta.json").unlink()
     assert unsaved_run(str(checkpoint), None) is None
+
+
+def test_what_no_run_wrote_is_no_run_that_saved_nothing(tmp_path: Path) -> None:
+    """A project's own configuration would be overwritten; a checkpoint set aside has one, too, whatever its name."""
+    checkpoint = make_checkpoint(make_run(tmp_path / "run"), 10)
+    (checkpoint / "meta.json").unlink()
+    aside = checkpoint.rename(checkpoint.with_name("step_000010-damaged"))
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.yaml").write_text("steps: 7\n")
+    for path in (aside, project):
+        assert unsaved_run(str(path), None) is None
+        with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+            find_checkpoint(str(path), None)
+
+
+def test_run_whose_checkpoints_are_away_does_not_start_over(tmp_path: Path) -> None:
+    """`checkpoints/` may be a link to a disk that is not mounted now."""
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints").rmdir()
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert unsaved_run("latest", run) is None
+
+
+def test_run_that_was_killed_before_it_had_a_configuration_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert unsaved_run("latest", tmp_path) == tmp_path
 
 
 def test_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:

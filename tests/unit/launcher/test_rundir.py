@@ -49,6 +49,12 @@ def test_resume_is_advised_where_there_is_something_to_resume(tmp_path: Path) ->
             check_new_run_dir(run_dir)
 
 
+def test_nobody_is_advised_to_resume_or_remove_a_configuration_that_no_run_wrote(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 7\n")
+    with pytest.raises(ConfigError, match=r"has a config.yaml that no run wrote; choose another --run-dir$"):
+        check_new_run_dir(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["", " ", ".x", "a/b", "a\nb", "a\0b", "\x1b[31m", "x" * 201])
 def test_name_that_cannot_be_a_directory_s_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^name: "):

@@ -189,7 +189,15 @@ def test_restart_resumes_what_the_run_directory_holds(tmp_path: Path) -> None:
     job = Job(tmp_path, restarts=1)
     (job.run_dir / "config.yaml").touch()
     job.run("--steps", "7")
-    assert launch_of(job) == f"asyncflow-launch recipe.yaml --run-dir {job.run_dir} --resume latest --steps 7"
+    assert launch_of(job) == f"asyncflow-launch recipe.yaml --run-dir {job.run_dir} --steps 7 --resume latest"
+
+
+def test_restart_does_not_go_back_to_what_the_first_start_resumed_from(tmp_path: Path) -> None:
+    """The launcher takes the last `--resume`; back to an old checkpoint at every restart, a run would never end."""
+    job = Job(tmp_path, restarts=1)
+    (job.run_dir / "config.yaml").touch()
+    job.run("--resume", f"{job.run_dir}/checkpoints/step_000003")
+    assert launch_of(job).endswith("/checkpoints/step_000003 --resume latest")
 
 
 def test_restart_of_a_run_that_never_began_and_first_starts_resume_nothing(tmp_path: Path) -> None:

@@ -1,14 +1,19 @@
 """What `asyncflow status` prints."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncflow.clock import HostClock
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from launcher.progress import Status
 from launcher.restart_log import RestartLog
@@ -95,3 +100,32 @@ def test_a_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
         ask_status(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         ask_status(tmp_path / "nowhere")
+
+
+def job_of(pid: int, port: int) -> Job:
+    return Job(
+        store_host="127.0.0.1", store_port=port, secret="00", launcher_pid=pid, gangs=(), lineage=0, resume_from="",
+        last_step=1, started_at=time.time(), clock=HostClock.measure(),
+    )  # fmt: skip
+
+
+def test_launcher_that_was_stopped_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        try:
+            job_of(launcher.pid, 1).save(tmp_path)
+            launcher.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, launcher.pid, os.WSTOPPED | os.WNOWAIT)
+            with pytest.raises(TransportError, match=rf"stopped by a signal.*: kill -CONT {launcher.pid}$"):
+                ask_status(tmp_path)
+        finally:
+            launcher.kill()
+
+
+def test_launcher_that_hangs_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's client of a store has no deadline for the server's first word."""
+    end = threading.Event()
+    monkeypatch.setattr("launcher.status._ask", lambda _: end.wait())
+    job_of(os.getpid(), 1).save(tmp_path)
+    with pytest.raises(TransportError, match=r"does not answer within 0\.1 s"):
+        ask_status(tmp_path, timeout_s=0.1)
+    end.set()

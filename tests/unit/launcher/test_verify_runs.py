@@ -1,6 +1,7 @@
 """`asyncflow verify`: what it says of runs that crashed, run, hold groups in quarantine, or are no runs."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,21 @@ def test_what_is_no_run_is_refused(tmp_path: Path, config: str | None) -> None:
     assert len(result.output.splitlines()) == 1
     with pytest.raises(ConfigError):
         read_records(tmp_path, fake_readers())
+
+
+def test_directory_with_a_configuration_alone_is_not_called_sound(tmp_path: Path) -> None:
+    """A checkpoint and a project have a config.yaml, too; nothing is wrong there, because nothing is there."""
+    run_dir = make_run(1).write(tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000777"
+    project = tmp_path / "project"
+    for directory in (checkpoint, project):
+        directory.mkdir(parents=True)
+        shutil.copy(run_dir / "config.yaml", directory)
+    (checkpoint / "meta.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"is a checkpoint, which proves nothing; name its run, {run_dir}$"):
+        read_records(checkpoint, fake_readers())
+    with pytest.raises(ConfigError, match="is not a run, it has neither checkpoints/ nor ledger.jsonl"):
+        read_records(project, fake_readers())
 
 
 def test_numbers_are_named_as_ranges_and_many_are_counted() -> None:
