@@ -30,11 +30,11 @@ VICTIMS = ("receiver", "trainer", "agent")
 _BUCKET_BYTES = 4 << 20
 _TIMEOUT_S = 5.0
 """Deadline of the weight path: what a death may cost the others. Well below the chaos's own."""
-_MOST_HELD_UP_S = 3 * _TIMEOUT_S
-"""A death may cost the deadline of the readiness, of a group, and of a transfer."""
+_MOST_HELD_UP_S = 7 * _TIMEOUT_S
+"""A death may cost the deadlines of the readiness, of a transfer, and five of a group: so long Gloo waits for a member
+that died between coming to it and being connected."""
 _ANSWER_S = 8 * _TIMEOUT_S
-"""A process that says nothing for so long is stuck: Gloo waits five deadlines for a member that died between coming
-to a group and being connected."""
+"""A process that says nothing for so long is stuck."""
 _WARM_UP = 4
 _POLL_S = 0.02
 
