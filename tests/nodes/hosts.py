@@ -64,7 +64,7 @@ class Host:
         """Start a command on this host; what it prints goes into one pipe."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._space, *map(str, command)],
-            env={**os.environ, "PYTHONPATH": _PYTHONPATH, "SLURMD_NODENAME": self.name},
+            env={**_environment(), "PYTHONPATH": _PYTHONPATH, "SLURMD_NODENAME": self.name},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -167,6 +167,11 @@ def eventually(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
 def job_of(run_dir: Path) -> Job | None:
     """Return the run's job, once it is there."""
     return Job.load(run_dir) if (run_dir / "job.json").is_file() else None
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without the interfaces that a run on one node, in this process, chose."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
 
 
 def ends(processes: "Sequence[subprocess.Popen[str]]", deadline_s: float = DEADLINE_S) -> list[tuple[int, str]]:
