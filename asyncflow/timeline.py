@@ -12,7 +12,6 @@ none. It is what the cost of recording is reckoned from.
 
 import contextlib
 import logging
-import os
 import statistics
 import tempfile
 import threading
@@ -20,11 +19,12 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import msgspec
 
 from asyncflow.clock import HostClock
+from asyncflow.spare_file import open_spare
 
 _FLUSH_EVERY = 64
 _BATCHES, _BATCH = 5, 4000
@@ -52,7 +52,7 @@ class Timeline:
     def __init__(self, path: Path, clock: HostClock) -> None:
         """Append to `path`; its stem is the process's name. Where that cannot be, spans are only counted."""
         self._process = path.stem
-        self._file = _open(path)
+        self._file = open_spare(path, what="timeline", loss="records no spans")
         self._clock = clock
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
@@ -131,16 +131,6 @@ class _OpenSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timeline._end(self._name, self._start, self._attributes)
-
-
-def _open(path: Path) -> BinaryIO:
-    """Open a file to append to. Somebody may have removed its directory to make room: that costs a run nothing else."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        return path.open("ab")
-    except OSError as error:
-        logger.warning("timeline: %s; this process records no spans", error)
-        return Path(os.devnull).open("ab")
 
 
 def measure_span_cost() -> float:

@@ -50,6 +50,7 @@ from launcher.run_events import (
 from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
+from launcher.worker_entry import ENTRYPOINT
 from workers.config import RunConfig
 from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
 
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from launcher.job_store import JobStore
     from launcher.run_nodes import RunNodes
 
-ENTRYPOINT = "workers.main:run_worker"
 POLL_S = 0.5
 JOIN_TIMEOUT_S = 5.0
 
@@ -97,11 +97,7 @@ def run_job(
         with contextlib.ExitStack() as stack:
             log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
-            # The fork server imports torch on one core while this process does so on the other.
-            os.environ.update(preload.environment(threads=config.launcher.threads_per_worker))
-            preload.start(log_file)
-            stack.callback(preload.stop)
-            stack.enter_context(preload.hidden_main())
+            stack.enter_context(preload.serving(log_file, threads=config.launcher.threads_per_worker))
             from launcher.run_nodes import RunNodes, open_store  # imports torch
 
             keep_torch_off_the_terminal()

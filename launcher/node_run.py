@@ -27,12 +27,12 @@ from launcher.node_search import RunSearch
 from launcher.progress import print_line
 from launcher.run_events import FAILED, RESUMABLE, StopRequested
 from launcher.stop_signals import stop_signals
+from launcher.worker_entry import ENTRYPOINT
 from workers.config import LauncherConfig
 
 if TYPE_CHECKING:
     from launcher.node_link import HeadLink
 
-ENTRYPOINT = "workers.main:run_worker"
 COMPLAINT_TIMEOUT_S = 60.0
 """How long a node that cannot take part tries to tell node 0, which may have ended with the same complaint (s)."""
 _CLOSE_TIMEOUT_S = 2.0
@@ -98,10 +98,7 @@ class NodeRun:
             return End(RESUMABLE, "stopped before the run began"), True
         log_file = launcher_log(self.run_dir, self.place.rank)
         stack.enter_context(logging_to(log_file))
-        os.environ.update(preload.environment(threads=self.settings.threads_per_worker))
-        preload.start(log_file)
-        stack.callback(preload.stop)
-        stack.enter_context(preload.hidden_main())
+        stack.enter_context(preload.serving(log_file, threads=self.settings.threads_per_worker))
         from launcher.node_link import HeadLink  # imports torch
 
         keep_torch_off_the_terminal()

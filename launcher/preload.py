@@ -31,6 +31,25 @@ _LOOK_S = 0.02
 _forkserver: Any = forkserver._forkserver  # its process id and its end are not public
 
 
+@contextlib.contextmanager
+def serving(log_file: Path, *, threads: int) -> Iterator[None]:
+    """Have a fork server while the enclosed block runs; torch may be imported inside, and not before.
+
+    The server imports it on one core while this process does so on another.
+
+    Args:
+        log_file: see `start`.
+        threads: see `environment`.
+    """
+    os.environ.update(environment(threads=threads))
+    start(log_file)
+    try:
+        with hidden_main():
+            yield
+    finally:
+        stop()
+
+
 def environment(*, threads: int) -> dict[str, str]:
     """Return the variables that launcher and workers need before they import torch.
 

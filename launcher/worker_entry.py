@@ -18,6 +18,8 @@ from pathlib import Path
 from asyncflow.errors import AsyncFlowError
 from asyncflow.lifeline import die_with_parent
 
+ENTRYPOINT = "workers.main:run_worker"
+"""What every worker of a run is, unless a test says otherwise."""
 LOG_VARIABLE = "ASYNCFLOW_LOG"
 ATTEMPT_VARIABLE = "ASYNCFLOW_ATTEMPT"
 STACKS_SIGNAL = signal.SIGUSR2

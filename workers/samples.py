@@ -7,10 +7,9 @@ costs samples, not the run, and so does a directory that is gone.
 import contextlib
 import json
 import logging
-import os
 from pathlib import Path
-from typing import TextIO
 
+from asyncflow.spare_file import open_spare
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 
@@ -26,7 +25,7 @@ class SampleLog:
         shown: `rollout.samples_per_step`.
         groups_per_step: group ids go on from step to step.
         """
-        self._file = _open(run_dir / "samples" / f"{gang}.jsonl")
+        self._file = open_spare(run_dir / "samples" / f"{gang}.jsonl", what="samples", loss="shows none")
         self._shown = shown
         self._groups_per_step = groups_per_step
 
@@ -53,7 +52,7 @@ class SampleLog:
             "truncated": generation.truncated,
         }
         try:
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             logger.warning("samples: %s; this process shows no more", error)
@@ -63,13 +62,3 @@ class SampleLog:
         """Close the file; idempotent."""
         with contextlib.suppress(OSError):  # it writes what is buffered
             self._file.close()
-
-
-def _open(path: Path) -> TextIO:
-    """Open a file to append to. Somebody may have removed its directory to make room: that costs a run nothing else."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        logger.warning("samples: %s; this process shows none", error)
-        return Path(os.devnull).open("a", encoding="utf-8")
