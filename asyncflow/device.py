@@ -21,6 +21,7 @@ from asyncflow.transport.channel import abort_gloo, gloo_group
 logger = logging.getLogger(__name__)
 
 _CUDA_HOST_REGISTER_READ_ONLY = 8
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _GLOO_THREADS = 4
 """Collectives of a group that run at a time: on their way through the ranks, small ones then fill each other's gaps."""
 
@@ -40,6 +41,16 @@ def open_device(name: str) -> torch.device:
         raise ConfigError(f"launcher.device: {name} is not there for this PyTorch ({torch.__version__}); use cpu")
     torch.accelerator.set_device_index(device.index or 0)
     return device
+
+
+def visible_alone(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a child process sees `device` alone, as its first; nothing for the CPU."""
+    variable = _VISIBLE.get(device.type)
+    if variable is None:
+        return {}
+    listed = [name.strip() for name in env.get(variable, "").split(",") if name.strip()]
+    index = device.index or 0
+    return {variable: listed[index] if listed else str(index)}
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -6,6 +6,8 @@ running job failed (exit code 1) unless somebody handles them.
 
 from typing import ClassVar
 
+_SHOWN_CHARACTERS = 200
+
 
 class AsyncFlowError(Exception):
     """Base of all errors that AsyncFlow raises on purpose.
@@ -75,6 +77,17 @@ class CheckpointError(AsyncFlowError):
     """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
+class BadRequest(AsyncFlowError):
+    """What no engine can compute: a prompt that is empty or too long for the model, tokens that it has not, samples
+    whose lengths do not fit."""
+
+    final = True
+
+
+class EngineFailed(AsyncFlowError):
+    """A library or a server that generates did not start, ended, or failed an answer. Names it; its log says more."""
+
+
 class TrainingDiverged(AsyncFlowError):
     """A loss, a gradient or a probability is not a finite number. Says at which step, and what to go back to."""
 
@@ -87,6 +100,12 @@ class UserCodeFailed(AsyncFlowError):
     final = True
 
 
+class NothingToLearn(AsyncFlowError):
+    """Too many of the prompts are always, or never, answered right. Says how many, and what to change."""
+
+    final = True
+
+
 class RoleFailed(AsyncFlowError):
     """A worker died. Names role, rank and the last error."""
 
@@ -95,3 +114,8 @@ class LastSaveFailed(CheckpointError):
     """At its end a run cannot save what it trained since its last checkpoint; to start again would end the same way."""
 
     final = True
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and message of somebody else's error on one line, as much of it as a message bears."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN_CHARACTERS]}"

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from package_path import find_packages
+
 _FIRES = (
     ("periodic", 0, "in_order"),
     ("async", 1, "in_order"),
@@ -167,8 +169,7 @@ def _say(text: str) -> None:
 
 def main() -> int:
     """Measure and print."""
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [*(each for each in sys.path if Path(each or ".").resolve() != here), str(here.parent), str(here)]
+    find_packages()
     from ablation_parts.workloads import SCHEDULES, WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

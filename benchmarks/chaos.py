@@ -27,6 +27,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from package_path import find_packages
+
 PARTS = ("kills", "rollout", "actor", "determinism", "elastic", "faults", "slurm")
 KEYS = (
     "kills", "skipped", "twice", "accuracy", "detect_s_max", "recover_s_max", "actor_recover_s_max", "faults",
@@ -73,13 +75,6 @@ def table(figures: dict[str, Any]) -> str:
             wanted, met = f"<= {AT_MOST[name]:g}", value <= AT_MOST[name]
         lines.append(f"{name:22} {value:10.4g}   {wanted:8}  {'PASS' if met else 'FAIL'}")
     return "\n".join(lines)
-
-
-def find_packages() -> None:
-    """Let `import weightsync` mean the package, not the benchmark beside this file."""
-    here = Path(__file__).resolve().parent
-    others = [each for each in sys.path if Path(each or ".").resolve() not in (here, here.parent)]
-    sys.path[:] = [*others, str(here.parent), str(here)]
 
 
 def main() -> int:

@@ -24,6 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from package_path import find_packages
+
 _TIMEOUT_S = 1800.0
 
 
@@ -82,7 +84,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    here = Path(__file__).resolve().parent  # `weightsync` is the package, not the benchmark of that name
-    others = [each for each in sys.path if Path(each or ".").resolve() not in (here, here.parent)]
-    sys.path[:] = [*others, str(here.parent), str(here)]
+    find_packages()
     main()

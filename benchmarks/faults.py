@@ -12,9 +12,9 @@ import json
 import sys
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-# Behind the packages: `weightsync` is one of them, and not the benchmark beside this file.
-sys.path[:] = [*(each for each in sys.path if Path(each or ".").resolve() != _HERE), str(_HERE.parent), str(_HERE)]
+from package_path import find_packages
+
+find_packages()
 
 from chaos_parts.faults import FAULTS, inject_faults  # noqa: E402
 

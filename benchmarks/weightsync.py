@@ -27,6 +27,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from package_path import find_packages
+
 PARTS = {
     "part_paths": ("sync_vs_gloo_broadcast", "async_vs_sync_exposed"),
     "part_stalls": (
@@ -86,13 +88,6 @@ def table(figures: dict[str, Any]) -> str:
             wanted, met = "", True
         lines.append(f"{name:32} {value:10.4g}   {wanted:8}  {'PASS' if met else 'FAIL'}")
     return "\n".join(lines)
-
-
-def find_packages() -> None:
-    """Let `import weightsync` mean the package, not this file, here and in the processes that are started."""
-    here = Path(__file__).resolve().parent
-    others = [each for each in sys.path if Path(each or ".").resolve() not in (here, here.parent)]
-    sys.path[:] = [*others, str(here.parent), str(here)]
 
 
 def main() -> int:

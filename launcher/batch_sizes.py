@@ -3,9 +3,6 @@
 from asyncflow.errors import ConfigError
 from workers.config import RunConfig
 
-MIN_GROUP_SIZE = {"grpo": 2}
-"""GRPO compares the answers of one prompt with each other."""
-
 
 def check_batch_sizes(config: RunConfig) -> None:
     """Check that whole groups divide over actor ranks, mini-batches and micro-batches.
@@ -14,8 +11,8 @@ def check_batch_sizes(config: RunConfig) -> None:
         ConfigError: they do not; names numbers that fit.
     """
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
-    ranks = config.roles["actor"]
-    smallest = MIN_GROUP_SIZE.get(config.algorithm.name, 1)
+    ranks = config.actor.num_replicas(config.roles["actor"])
+    smallest = config.algorithm.min_group_size
     if group_size < smallest and config.actor.engine != "sim":
         raise ConfigError(
             f"schedule.n_samples_per_prompt: {group_size} answer per prompt cannot be compared by "
@@ -24,11 +21,27 @@ def check_batch_sizes(config: RunConfig) -> None:
     if groups % ranks:
         fits = _either(groups - groups % ranks, groups - groups % ranks + ranks)
         raise ConfigError(
-            f"schedule.rollout_batch_size: {groups} groups do not divide over actor:{ranks}; use {fits} groups, "
-            f"or {_either(*_nearest(ranks, _divisors(groups)))} actor ranks"
+            f"schedule.rollout_batch_size: {groups} groups do not divide over {_trainers(config)}; use {fits} "
+            f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
         )
     _check_updates(config, groups // ranks)
-    _check_micro_batches(config, groups // ranks // config.actor.num_updates_per_step * group_size)
+    samples = groups // ranks // config.actor.num_updates_per_step * group_size
+    _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
+    if "critic" in config.roles:
+        _check_critic(config)
+
+
+def _check_critic(config: RunConfig) -> None:
+    """Check that a step divides over a critic's ranks, mini-batches and micro-batches as it does over the actor's."""
+    groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
+    ranks, updates = config.roles["critic"], config.actor.num_updates_per_step
+    if groups % (ranks * updates):
+        fitting = [number for number in _divisors(groups) if groups % (number * updates) == 0]
+        raise ConfigError(
+            f"roles: {groups} groups (schedule.rollout_batch_size) do not divide over critic:{ranks} and {updates} "
+            f"updates a step; use {_either(*_nearest(ranks, fitting))} critic ranks"
+        )
+    _check_micro_batches(config, groups // ranks // updates * group_size, "critic", config.critic.micro_batch_size)
 
 
 def _check_updates(config: RunConfig, groups: int) -> None:
@@ -37,21 +50,22 @@ def _check_updates(config: RunConfig, groups: int) -> None:
     if groups % updates:
         raise ConfigError(
             f"actor.num_updates_per_step: {updates} mini-batches do not divide a rank's {groups} groups per step "
-            f"({config.schedule.rollout_batch_size} groups over actor:{config.roles['actor']}); "
+            f"({config.schedule.rollout_batch_size} groups over {_trainers(config)}); "
             f"use {_either(*_nearest(updates, _divisors(groups)))}"
         )
 
 
-def _check_micro_batches(config: RunConfig, samples: int) -> None:
+def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
     """Check that a rank's samples of a mini-batch divide over micro-batches."""
-    micro, updates = config.actor.micro_batch_size, config.actor.num_updates_per_step
+    updates = config.actor.num_updates_per_step
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
     if micro not in fitting:
         per = "per step" if updates == 1 else f"per update, {updates} a step"
+        over = _trainers(config) if role == "actor" else f"{role}:{config.roles[role]}"
         raise ConfigError(
-            f"actor.micro_batch_size: {micro} does not divide a rank's {samples} samples {per} ({groups} groups x "
-            f"{group_size} answers over actor:{config.roles['actor']}) into whole or equally cut groups; "
+            f"{role}.micro_batch_size: {micro} does not divide a rank's {samples} samples {per} ({groups} groups x "
+            f"{group_size} answers over {over}) into whole or equally cut groups; "
             f"use {_either(*_nearest(micro, fitting))}"
         )
 
@@ -60,7 +74,19 @@ def num_micro_batches(config: RunConfig) -> int:
     """Return the micro-batches of one actor rank in one pass over a step."""
     schedule = config.schedule
     samples = schedule.rollout_batch_size * schedule.n_samples_per_prompt
-    return samples // (config.roles["actor"] * config.actor.micro_batch_size)
+    return samples // (config.actor.num_replicas(config.roles["actor"]) * config.actor.micro_batch_size)
+
+
+def _kind(config: RunConfig) -> str:
+    return "actor ranks" if config.actor.engine != "megatron" else "replicas"
+
+
+def _trainers(config: RunConfig) -> str:
+    """Say over whom rows are divided: ranks, or replicas of several ranks."""
+    ranks = config.roles["actor"]
+    if config.actor.engine != "megatron":
+        return f"actor:{ranks}"
+    return f"the {config.actor.num_replicas(ranks)} replicas of actor:{ranks}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
 
-The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and `model.path`, `data.path` and
-`evaluate.path` become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
+The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models and data become
+absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
 """
 
 import copy
@@ -20,7 +20,7 @@ from launcher.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig
 
-_PATHS = ("model", "data", "evaluate")
+_PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
 
 
@@ -53,10 +53,11 @@ def load_config(
     config = _validate(values, origins)
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
     for name in _PATHS:
-        section = getattr(config, name)
-        if section.path is not None:
-            path = _absolute(section.path, f"{name}.path", source.parent, first_cwd=f"{name}.path" in options)
-            resolved[name] = section.model_copy(update={"path": str(path)})
+        resolved[name] = _located(getattr(config, name), name, source.parent, options)
+    model = config.reward.model
+    if model is not None:
+        located = _located(model, "reward.model", source.parent, options)
+        resolved["reward"] = config.reward.model_copy(update={"model": located})
     return config.model_copy(update=resolved)
 
 
@@ -116,6 +117,11 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
             f"deterministic: true cannot be with schedule.mode {schedule.mode}, where the weights of a token depend on "
             f"timing; set schedule.mode to periodic or sync"
         )
+    if config.deterministic and config.algorithm.filters_groups:
+        raise ConfigError(
+            "deterministic: true cannot be with algorithm.dynamic_sampling, where which answers are generated together "
+            "depends on timing; set algorithm.dynamic_sampling to false"
+        )
     if schedule.lateness and schedule.gate_staleness < 1:
         where = origins.of(("schedule", "fill"))
         raise ConfigError(
@@ -140,6 +146,14 @@ def _refuse_surprises(given: Any, settled: Any, origins: Origins, keys: tuple[st
             raise ConfigError(f"{name}: {str(given).lower()} is not a number{where}; give a number")
         if isinstance(settled, float) and not math.isfinite(settled):
             raise ConfigError(f"{name}: {settled} is not finite{where}; give a finite number")
+
+
+def _located(section: Any, name: str, beside: Path, options: Mapping[str, str]) -> Any:
+    """Return a section with an absolute `path`, if it has one; an option names it from the working directory."""
+    if section.path is None:
+        return section
+    given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
+    return section.model_copy(update={"path": str(_absolute(section.path, f"{name}.path", beside, first_cwd=given))})
 
 
 def _absolute(text: str, name: str, beside: Path, *, first_cwd: bool) -> Path:

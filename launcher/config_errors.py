@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from launcher.yaml_file import YamlFile
+from workers.algorithms.config import ALGORITHMS, PolicyConfig
 from workers.config import RunConfig
 
 _ADVICE = {
@@ -26,6 +27,9 @@ _ADVICE = {
     "none_required": "leave it empty",
     "string_pattern_mismatch": "use lower-case letters, digits and _",
 }
+
+_ALGORITHM = "algorithm"
+"""The section whose settings depend on its `name`."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,16 @@ def _rank(kind: str) -> int:
 
 def _explain_one(detail: Mapping[str, Any], origins: Origins) -> str:
     keys: tuple[str | int, ...] = tuple(key for key in detail["loc"] if key != "[key]")
+    algorithm = ""
+    if keys[0] == _ALGORITHM and len(keys) > 1:  # pydantic names the member of the union, too
+        algorithm, keys = str(keys[1]), (keys[0], *keys[2:])
     name = ".".join(str(key) for key in keys)
     kind, value = detail["type"], detail["input"]
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _unknown_algorithm(value, origins)
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"{name}: unknown key{origins.of(keys)}; {_key_hint(keys)}"
+        hint = _algorithm_hint(algorithm, str(keys[-1])) if algorithm and len(keys) == 2 else _key_hint(keys)
+        return f"{name}: unknown key{origins.of(keys)}; {hint}"
     if kind == "missing":
         what = _description(keys)
         return f"{name}: missing in {origins.file.path}; set it{f' ({what})' if what else ''}"
@@ -101,6 +111,33 @@ def _key_hint(keys: Sequence[str | int]) -> str:
     return f"known here: {' '.join(names)}" if names else "remove it"
 
 
+def _unknown_algorithm(section: Any, origins: Origins) -> str:
+    names = list(ALGORITHMS)
+    if not isinstance(section, Mapping):
+        where = origins.of((_ALGORITHM,))
+        return (
+            f"algorithm: {reprlib.repr(section)} cannot be used{where}; give a section of `key: value` lines, whose "
+            f"name is one of {' '.join(names)}"
+        )
+    given = section["name"]
+    near = difflib.get_close_matches(str(given), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    where = origins.of((_ALGORITHM, "name"))
+    return f"algorithm.name: {given!r} cannot be used{where}; it must be one of {' '.join(names)}{hint}"
+
+
+def _algorithm_hint(algorithm: str, key: str) -> str:
+    """Say whose setting a key is that this algorithm does not have."""
+    owners = [name for name, settings in ALGORITHMS.items() if key in settings.model_fields]
+    if owners:
+        return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
+    names = list(ALGORITHMS[algorithm].model_fields)
+    near = difflib.get_close_matches(key, names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"{algorithm} has {' '.join(names)}"
+
+
 def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
     """Return the model that `keys` lead to, or None when they lead elsewhere."""
     model: type[BaseModel] = RunConfig
@@ -117,6 +154,8 @@ def _section(keys: Sequence[str | int]) -> type[BaseModel] | None:
 def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     info = model.model_fields.get(name)
     kind = info.annotation if info is not None else None
+    if name == _ALGORITHM and model is RunConfig:
+        return PolicyConfig
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

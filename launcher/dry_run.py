@@ -11,6 +11,7 @@ from launcher.placement import HEAD
 from launcher.preflight import Preflight
 from launcher.table import table
 from launcher.torchrun import torchrun_line
+from workers.config import RunConfig
 from workers.dataflow import OBSERVERS
 
 SERVICES = {
@@ -54,7 +55,6 @@ def describe(
 def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) -> str:
     config, schedule = checked.config, checked.config.schedule
     groups, group_size = schedule.rollout_batch_size, schedule.n_samples_per_prompt
-    ranks, micro = config.roles["actor"], config.actor.micro_batch_size
     late = f", groups up to {schedule.lateness} step late" if schedule.lateness else ""
     devices = "cpu" if checked.devices.kind == "cpu" else f"{checked.devices.count} x {checked.devices.kind}"
     if checked.num_nodes > 1:
@@ -64,13 +64,13 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
         ("model", f"{config.model.path}  {checked.num_parameters:,} parameters, {config.model.dtype}"),
         ("data", f"{config.data.path}  {checked.num_prompts:,} prompts"),
-        ("algorithm", f"{config.algorithm.name}, reward {config.reward.function}"),
+        ("algorithm", f"{config.algorithm.name}, reward {_reward_text(checked)}"),
         (
             "schedule",
             f"{schedule.mode.value}, staleness <= {schedule.staleness_bound}{late}, up to step {config.steps}",
         ),
         ("step", f"{groups} groups x {group_size} answers = {groups * group_size} samples"),
-        ("per actor rank", f"{num_micro_batches(config)} micro-batches x {micro} samples (actor:{ranks})"),
+        ("per actor rank", f"{_micro_batches(config)} (actor:{config.roles['actor']})"),
         ("devices", devices),
     ]
     updates = config.actor.num_updates_per_step
@@ -81,6 +81,21 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
+
+
+def _reward_text(checked: Preflight) -> str:
+    reward, model = checked.config.reward, checked.config.reward.model
+    if model is None:
+        return reward.function
+    scored = f"{model.weight:g} x {model.path} ({checked.num_reward_parameters:,} parameters, {model.dtype})"
+    return scored + (f" + {model.function_weight:g} x {reward.function}" if model.function_weight else "")
+
+
+def _micro_batches(config: RunConfig) -> str:
+    budget, size = config.actor.max_tokens_per_micro_batch, config.actor.micro_batch_size
+    if budget:
+        return f"micro-batches of {budget:,} tokens at most, cut from {size} samples at a time"
+    return f"{num_micro_batches(config)} micro-batches x {size} samples"
 
 
 def _gang_table(checked: Preflight) -> str:

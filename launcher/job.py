@@ -24,7 +24,7 @@ from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
 from launcher.restart_log import RestartLog
-from launcher.restarts import TRAINERS, RestartBook
+from launcher.restarts import RestartBook
 from launcher.restore import restore_run
 from launcher.run_events import (
     FAILED,
@@ -52,7 +52,7 @@ from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from launcher.worker_entry import ENTRYPOINT
 from workers.config import RunConfig
-from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES
+from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
 
 if TYPE_CHECKING:
     from launcher.job_store import JobStore

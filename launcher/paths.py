@@ -1,5 +1,6 @@
 """Paths as the user wrote them, turned absolute; those that the system cannot even look at are refused. Torch-free."""
 
+import os
 import reprlib
 from pathlib import Path
 
@@ -29,3 +30,14 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
         return (beside / path if beside is not None else path).resolve()
     except RuntimeError as error:  # Python 3.13 raises OSError, which the caller expects from any path
         raise ConfigError(f"{field}: {shown} is a link that leads to itself; correct it") from error
+
+
+def check_makeable(text: str, field: str) -> None:
+    """Refuse an absolute path where no directory can be made or written to.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    parent = next(path for path in (Path(text), *Path(text).parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
+        raise ConfigError(f"{field}: {text!r} cannot be made, {parent} is no directory that can be written to")

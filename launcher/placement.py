@@ -1,10 +1,10 @@
 """Decide which gangs a run has, and which node and device every rank gets. Pure: roles and settings in, gangs out.
 
-One rollout rank is one instance, one ref rank one copy; the actor's ranks are one gang. Reward and advantages processes
-take no device. Services come first, because everybody else needs them.
+One rollout rank is one instance, one ref rank one copy; the actor's ranks are one gang. Advantages processes take no
+device, reward processes only with a reward model. Services come first, because everybody else needs them.
 
-    devices    node after node in the order of `ON_DEVICE`; an instance stays on one node, and leaves devices to smaller
-               ones where it does not fit; a gang that needs more than one node begins on an empty one
+    devices    node after node in the order of `roles_on_device`; an instance stays on one node, and leaves devices to
+               smaller ones where it does not fit; a gang that needs more than one node begins on an empty one
     cpu        as many ranks on every node, in the same order
     others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
 """
@@ -16,7 +16,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.devices import Devices
 from workers.config import RunConfig
-from workers.dataflow import CONTROLLER, ON_DEVICE, STORAGE, WEIGHTS
+from workers.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
 
 ONE_GANG = ("actor", "critic")
 """Roles whose ranks all live and die together."""
@@ -30,7 +30,7 @@ def place_gangs(
     num_nodes: int = 1,
     ranks_per_instance: Mapping[str, int] | None = None,
 ) -> tuple[GangSpec, ...]:
-    """Return all gangs: services, then roles in `ON_DEVICE`'s order, then those without a device.
+    """Return all gangs: services, then those of `roles_on_device` in its order, then those without a device.
 
     Args:
         config: roles, the queue's services, `launcher.external_gangs`.
@@ -43,8 +43,9 @@ def place_gangs(
     """
     sizes = ranks_per_instance or {}
     roles = config.roles
-    on_device = [gang for role in ON_DEVICE if role in roles for gang in _gangs_of(role, roles[role], sizes.get(role))]
-    without = [gang for role in roles if role not in ON_DEVICE for gang in _gangs_of(role, roles[role], None)]
+    takers = roles_on_device(reward_model=config.reward.model is not None)
+    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, roles[role], sizes.get(role))]
+    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, roles[role], None)]
     services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
     units = [_gang(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
     agents = [replace(_gang(f"{WEIGHTS}-{node}", WEIGHTS, node), nodes=(node,)) for node in range(num_nodes)]

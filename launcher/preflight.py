@@ -1,7 +1,6 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -9,11 +8,17 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.batch_sizes import check_batch_sizes
 from launcher.devices import Devices, find_devices
+from launcher.generating_checks import check_generating, check_positions
+from launcher.megatron_checks import check_megatron
+from launcher.paths import check_makeable
 from launcher.placement import place_gangs
+from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
+from workers.algorithms.config import DAPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
+from workers.user_function import check_function
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Preflight:
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
         num_nodes: of the run.
+        num_reward_parameters: of the reward model's files; 0 without one.
     """
 
     config: RunConfig
@@ -39,6 +45,7 @@ class Preflight:
     num_held_out: int
     num_parameters: int
     num_nodes: int = 1
+    num_reward_parameters: int = 0
 
 
 def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
@@ -55,7 +62,11 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     gangs = place_gangs(config, devices, num_nodes=num_nodes)
     num_prompts, num_held_out = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
-    return Preflight(config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, num_nodes)
+    model = config.reward.model
+    return Preflight(
+        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, num_nodes,
+        num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
+    )  # fmt: skip
 
 
 def check_node(config: RunConfig) -> Devices:
@@ -93,6 +104,10 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_fill(config)
     _check_export(config)
     _check_sim(config)
+    check_generating(config)
+    _check_critic(config)
+    _check_overlong(config)
+    check_reward_role(config)
     _check_evaluate(config)
     return tasks
 
@@ -113,45 +128,22 @@ def _usable_devices(config: RunConfig) -> Devices:
 def _check_files(config: RunConfig) -> tuple[int, int]:
     """Check users' functions, the model and the data; returns the numbers of prompts and of held-out prompts."""
     from workers.data import read_prompt_rows
-    from workers.model_files import check_model_dir
+    from workers.model_files import BACKBONE, check_model_dir, check_other_model_dir
     from workers.prompt_check import check_prompts
     from workers.rewards.load import check_reward
-    from workers.user_function import check_function
 
     check_reward(config.reward)
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
-    _check_positions(config)
+    check_megatron(config)
+    if config.algorithm.has_critic and config.critic.path is not None:
+        check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
+    check_reward_model(config)
+    check_positions(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
     check_prompts(rows, config.data, model_dir=Path(config.model.path))
     return len(rows), _check_held_out(config)
-
-
-def _check_positions(config: RunConfig) -> None:
-    """Refuse sequences that are longer than the model's positions: its answers there would be noise, or an error."""
-    from workers.model_files import max_positions
-
-    limit = max_positions(Path(config.model.path))
-    prompt = config.data.max_prompt_tokens
-    for section, response in (
-        ("rollout", config.rollout.max_response_tokens),
-        ("evaluate", config.evaluate.sampling(config.rollout).max_response_tokens),
-    ):
-        if section not in config.roles or getattr(config, section).engine == "sim":
-            continue
-        if limit is None or prompt + response <= limit:
-            continue
-        name = f"{section}.max_response_tokens"
-        if response >= limit:
-            raise ConfigError(
-                f"{name}: {response} leave no room for a prompt, the model has {limit} positions "
-                f"(max_position_embeddings); set it below {limit}"
-            )
-        raise ConfigError(
-            f"data.max_prompt_tokens: {prompt} and {name} {response} together are more than the model's {limit} "
-            f"positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
-        )
 
 
 def _check_evaluate(config: RunConfig) -> None:
@@ -217,6 +209,33 @@ def _check_fill(config: RunConfig) -> None:
         )
 
 
+def _check_critic(config: RunConfig) -> None:
+    """Refuse what a critic cannot be with."""
+    if not config.algorithm.has_critic:
+        return
+    if config.actor.engine != "fsdp":
+        raise ConfigError(
+            f"actor.engine: {config.actor.engine} cannot be with algorithm.name {config.algorithm.name}, whose critic "
+            f"is trained by fsdp; set actor.engine to fsdp"
+        )
+    if config.schedule.lateness and "critic" in config.roles:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with role critic: the step that trains a group is not "
+            f"known when the critic gets it; set schedule.fill to in_order, or leave critic out (the actor then trains "
+            f"it)"
+        )
+
+
+def _check_overlong(config: RunConfig) -> None:
+    """Refuse a buffer for long answers that begins before their first token: it would price every answer alike."""
+    algorithm, longest = config.algorithm, config.rollout.max_response_tokens
+    if isinstance(algorithm, DAPOConfig) and algorithm.overlong_buffer_tokens > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
+            f"(rollout.max_response_tokens {longest}); set it below that"
+        )
+
+
 def _check_export(config: RunConfig) -> None:
     """Refuse a directory for exports that is the run's own, or that could not be made."""
     if config.weightsync.export is None:
@@ -230,9 +249,7 @@ def _check_export(config: RunConfig) -> None:
                 f"or an absolute path"
             )
         return
-    parent = next(path for path in (Path(given), *Path(given).parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"{key}: {given!r} cannot be made, {parent} is no directory that can be written to")
+    check_makeable(given, key)
 
 
 def _check_sim(config: RunConfig) -> None:
@@ -275,6 +292,12 @@ def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
         raise ConfigError(
             "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set algorithm.kl_coef > 0"
         )
+    for role in ("ref", "actor_fwd") if config.actor.tri_model else ():
+        if role in config.roles:
+            raise ConfigError(
+                f"roles: {role!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; "
+                f"leave {role} out"
+            )
     tasks = graph_of(config)
     if "actor_fwd" in config.roles and not any(task.role == "actor_fwd" for task in tasks):
         raise ConfigError(

@@ -18,6 +18,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from asyncflow.environment import variables_set
 from asyncflow.lifeline import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,10 @@ def start(log_file: Path) -> int:
     }
     # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
     quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
-    with _stop_signals_blocked(), _set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
+    with _stop_signals_blocked(), variables_set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
         resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(["launcher.preloaded"])
-    with _stop_signals_blocked(), _set(variables):  # again, because `ensure_running` lets two of them in
+    with _stop_signals_blocked(), variables_set(variables):  # again, because `ensure_running` lets two of them in
         forkserver.ensure_running()
     _forkserver.ensure_running = _check_running
     return int(_forkserver._forkserver_pid)
@@ -183,17 +184,3 @@ def _stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _set(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

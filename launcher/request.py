@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncflow.errors import AsyncFlowError, ConfigError
 from launcher.config import load_config
 from launcher.dry_run import describe
+from launcher.engine_libraries import check_engines
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.node_run import NodeRun
 from launcher.paths import user_path
@@ -20,7 +21,6 @@ from launcher.recipes import find_recipe
 from launcher.resume import (
     LATEST,
     Checkpoint,
-    check_not_running,
     check_resume,
     find_checkpoint,
     next_lineage,
@@ -41,6 +41,7 @@ from launcher.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
+from launcher.running_launcher import check_not_running
 from workers.config import RunConfig
 
 
@@ -87,10 +88,14 @@ class Accepted:
 
         Args:
             started_at: unix time (s) of the user's command.
+
+        Raises:
+            ConfigError: an engine's library is not installed here; `--dry-run` does without.
         """
         from launcher.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
+        check_engines(config, device=self.checked.devices.kind)
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
@@ -161,6 +166,7 @@ class Request:
         try:
             _, config = self._load(run_dir)
             devices = check_node(config)
+            check_engines(config, device=devices.kind)
         except ConfigError as error:
             return NodeRun(self.place, run_dir, complaint=str(error))
         except OSError as error:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncflow.job import GangSpec
-from workers.dataflow import CONTROLLER, OBSERVERS, STORAGE
+from workers.dataflow import CONTROLLER, OBSERVERS, STORAGE, TRAINERS
 
-TRAINERS = frozenset({"actor", "critic"})
 FOLLOWERS = TRAINERS | OBSERVERS | {CONTROLLER, STORAGE, "actor_fwd"}
 """What starts again with the trainer: it holds samples, columns or figures of steps that are no more. Rollouts are not
 among them: they let go of what they run, and take the new lineage's weights."""
+_QUEUE = frozenset({CONTROLLER, STORAGE})
+"""With a critic in a role of its own, what the queue lost cannot be put again by itself: an answer that the critic has
+seen, and the actor has not, would come to the actor as another one."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 
@@ -102,7 +104,8 @@ def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follow
         gangs: of the run.
         reference_follows: the reference's weights are earlier ones of the policy.
     """
-    if gang.role not in TRAINERS:
+    gangs = tuple(gangs)
+    if gang.role not in TRAINERS and not (gang.role in _QUEUE and any(one.role == "critic" for one in gangs)):
         return (gang.name,)
     roles = FOLLOWERS | {"ref"} if reference_follows else FOLLOWERS
     return tuple(one.name for one in gangs if one.role in roles)

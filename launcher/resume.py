@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncflow.clock import HostClock
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import user_path
@@ -34,6 +33,7 @@ from launcher.rundir import (
     began_run,
     has_checkpoint,
 )
+from launcher.running_launcher import check_not_running
 from launcher.yaml_file import read_yaml
 from workers.checkpoint_files import HF, META_FILE, CheckpointMeta, damages
 from workers.config import RunConfig
@@ -50,7 +50,6 @@ _REFERENCE = "algorithm.ref_update_interval"
 """Decides which weights are the reference of a step; checkpoints hold that one alone."""
 _CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE)
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
-_START_SLACK_S = 5.0
 _SHOWN_DAMAGES = 3
 
 logger = logging.getLogger(__name__)
@@ -139,13 +138,6 @@ def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
     return path if is_run and not is_other and not has_checkpoint(path) else None
 
 
-def check_not_running(run_dir: Path) -> None:
-    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
-    pid = running_launcher(run_dir)
-    if pid is not None:
-        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
-
-
 def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that `config` may continue from `checkpoint`; write nothing.
 
@@ -211,24 +203,6 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
-
-
-def running_launcher(run_dir: Path) -> int | None:
-    """Return the process id of the launcher that runs `run_dir` now, or None.
-
-    A launcher that was killed leaves `job.json` behind; its process id may since belong to somebody else, who then
-    started later than the job did. The process id of another host says nothing here: from there the lock of
-    `held_run_dir` keeps a second launcher out, where the file system has locks.
-    """
-    try:
-        job = json.loads((run_dir / JOB_FILE).read_text())
-        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if host != HostClock.measure().host:
-        return None
-    process_start = _process_start(pid)
-    return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
 
 
 def next_lineage(run_dir: Path, checkpoint: Checkpoint | None) -> int:
@@ -401,17 +375,3 @@ def _verified_or_refused(path: Path) -> Checkpoint:
         raise ConfigError(
             f"--resume: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
         ) from error
-
-
-def _process_start(pid: int) -> float | None:
-    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
-    try:
-        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot_s = next(
-            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
-        )
-    except (OSError, StopIteration):
-        return None
-    state, start_ticks = fields[0], int(fields[19])
-    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

@@ -24,8 +24,8 @@ from launcher.line_tail import LineTail
 from launcher.preload import is_stopped
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.restart_log import RestartLog
-from launcher.resume import running_launcher
 from launcher.rundir import EVALUATION_FILE
+from launcher.running_launcher import running_launcher
 from launcher.table import table
 from workers.config import RunConfig
 from workers.dataflow import WEIGHTS
@@ -114,6 +114,9 @@ class RunStatus:
         quarantined = max(stats.quarantined_groups for stats in self.controllers)
         if quarantined:
             parts.append(f"{quarantined} groups in quarantine")
+        filtered = max(stats.filtered_groups for stats in self.controllers)
+        if filtered:
+            parts.append(f"{filtered} groups filtered out")
         return "queue: " + ", ".join(parts)
 
     def _tasks(self) -> list[tuple[str, ...]]:

@@ -21,7 +21,7 @@ too often); one that was told to leave does not.
 from collections.abc import Collection, Iterable
 
 from asyncflow.job import GangSpec
-from launcher.restarts import TRAINERS, Restart, RestartBook, Scope, restarts_with
+from launcher.restarts import Restart, RestartBook, Scope, restarts_with
 from launcher.run_events import (
     DONE,
     FAILED,
@@ -49,7 +49,7 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from workers.dataflow import OBSERVERS, SERVICES
+from workers.dataflow import OBSERVERS, SERVICES, TRAINERS
 
 EXIT_TIMEOUT_S = 5.0
 """How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""
@@ -198,8 +198,11 @@ class Supervisor:
         dump: list[Instruction] = [DumpStacks()] if event.deadline else []
         if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
             return [*dump, *self._give_up(event)]
-        note = Note(f"{self._named(event)} failed: {event.error}; {_remedy(gang, restart)}", failure=True)
-        if restart.scope is Scope.ALL or gang.role in TRAINERS:
+        goes_back = gang.role in TRAINERS or len(names) > 1
+        note = Note(
+            f"{self._named(event)} failed: {event.error}; {_remedy(restart, goes_back=goes_back)}", failure=True
+        )
+        if goes_back:
             return [*dump, note, *self._restore(names)]
         self._waiting.add(gang.name)
         return [*dump, note, Arm(Timer.RESTART, restart.wait_s, gang.name)]
@@ -328,9 +331,9 @@ class Supervisor:
         return f"{gang.role} rank {gang.index * gang.num_ranks + event.rank}"
 
 
-def _remedy(gang: GangSpec, restart: Restart) -> str:
+def _remedy(restart: Restart, *, goes_back: bool) -> str:
     if restart.scope is Scope.ALL:
         return f"that was number {restart.count}, so everything starts again from the last checkpoint"
-    if gang.role in TRAINERS:
+    if goes_back:
         return "it starts again from the last checkpoint"
     return "it starts again" + (f" in {restart.wait_s:g} s" if restart.wait_s else "")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.verify_admission import check_admission, check_quarantine
+from launcher.verify_admission import check_admission, check_filtered, check_quarantine
 from launcher.verify_check import Check
 from launcher.verify_ledger import (
     check_files,
@@ -30,6 +30,7 @@ _CHECKS: tuple[Callable[[CompleteSteps], Check], ...] = (
     check_rows,
     check_admission,
     check_quarantine,
+    check_filtered,
     check_staleness,
     check_prompts,
     check_tokens,

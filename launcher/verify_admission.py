@@ -1,7 +1,7 @@
 """Whether the trained groups are the ones that admission gives to each step: contiguous ids, none left out. Pure.
 
-Admission is a pure function of what was trained before a start and of the groups in quarantine since, so it is played
-again for each start (lineage) whose steps survive, and says which step every id belongs to.
+Admission is a pure function of what was trained or filtered out before a start and of the groups that were replaced
+since, so it is played again for each start (lineage) whose steps survive, and says which step every id belongs to.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from launcher.verify_check import Check, named
 from launcher.verify_steps import CompleteSteps
 from tq.control.admission import AdmissionMark, AdmissionState
 from tq.refill import Refill
-from workers.ledger_file import QuarantinedLine, TrainedLine
+from workers.ledger_file import ReplacedLine, TrainedLine
 
 _NO_END = 2**62
 
@@ -23,8 +23,8 @@ class Start:
     Attributes:
         lineage: of them.
         first, last: step.
-        trained, quarantined: their ledger lines.
-        before: groups that were in the weights that it began with.
+        trained, replaced: their ledger lines.
+        before: groups that were in the weights that it began with, or filtered out before.
         state: admission, as it was in this lineage.
     """
 
@@ -32,23 +32,23 @@ class Start:
     first: int
     last: int
     trained: list[tuple[int, TrainedLine]]
-    quarantined: list[tuple[int, QuarantinedLine]]
+    replaced: list[tuple[int, ReplacedLine]]
     before: frozenset[int]
     state: AdmissionState
 
 
 def check_admission(steps: CompleteSteps) -> Check:
-    """Every id below the newest one was trained, is in quarantine, or belongs to a step that is not over."""
+    """Every id below the newest one was trained, was replaced by another, or belongs to a step that is not over."""
     problems: list[str] = []
     start = None
     for start in _starts(steps):
         problems += [problem for one in start.trained for problem in _misplaced(one, start, steps)]
-        problems += [problem for one in start.quarantined for problem in _misnamed(one, start, steps)]
+        problems += [problem for one in start.replaced for problem in _misnamed(one, start, steps)]
         problems += _left_out(start, steps)
     if start is None:
         return Check("admission", "no group was trained")
     ids = {line.group for _, line in steps.trained}
-    given_up = {line.group for _, line in start.quarantined} - ids
+    given_up = ({line.group for _, line in start.replaced} | {line.group for _, line in steps.filtered}) - ids
     to_come = set(range(max(ids))) - ids - given_up if max(ids) < 2 * len(ids) + 2**20 else set()
     says = [f"ids 0 to {max(ids)}, in the steps that admission gives them"]
     says += [f"{len(to_come)} still to come ({named(to_come)})"] if to_come else []
@@ -69,6 +69,19 @@ def check_quarantine(steps: CompleteSteps) -> Check:
     return Check("quarantine", f"{len(notes)} groups" if notes else "no group", notes=tuple(notes))
 
 
+def check_filtered(steps: CompleteSteps) -> Check:
+    """Count the groups that were filtered out, each of which another one replaced; not every algorithm may do that."""
+    number = len({line.group for _, line in steps.filtered})
+    generated = number + len(steps.trained)
+    share = f", {number / generated:.0%} of those that were generated" if number else ""
+    algorithm = steps.records.config.algorithm
+    problems: tuple[str, ...] = ()
+    if number and not algorithm.filters_groups:
+        first = steps.where(steps.filtered[0][0])
+        problems = (f"{first}: groups were filtered out, but algorithm {algorithm.name} filters none",)
+    return Check("filtered", f"{number or 'no'} group{'s' if number != 1 else ''}{share}", problems)
+
+
 def _starts(steps: CompleteSteps) -> Iterator[Start]:
     schedule = steps.records.config.schedule
     by_lineage: dict[int, list[int]] = {}
@@ -77,18 +90,19 @@ def _starts(steps: CompleteSteps) -> Iterator[Start]:
     for lineage, own in sorted(by_lineage.items()):
         first, last = min(own), max(own)
         before = frozenset(line.group for _, line in steps.trained if line.step < first)
-        quarantined = [one for one in steps.quarantined if one[1].lineage == lineage]
-        refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in quarantined]
+        filtered = frozenset(line.group for _, line in steps.filtered if line.step < first)
+        replaced = [one for one in steps.replaced if one[1].lineage == lineage]
+        refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in replaced]
         mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
-        state = AdmissionState.from_mark(mark, schedule, last_step=_NO_END, trained=before)
+        state = AdmissionState.from_mark(mark, schedule, last_step=_NO_END, trained=before, filtered=filtered)
         trained = [one for one in steps.trained if one[1].lineage == lineage]
-        yield Start(lineage, first, last, trained, quarantined, before, state)
+        yield Start(lineage, first, last, trained, replaced, before | filtered, state)
 
 
 def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
     number, line = one
     schedule = steps.records.config.schedule
-    if line.group < 0 or line.group in start.before or line.group in start.state.quarantined:
+    if line.group < 0 or line.group in start.before or line.group in start.state.replaced:
         return  # trained twice, or by the lineage that gave it up: said elsewhere
     where = f"{steps.where(number)}: group {line.group} of step {line.step}"
     belongs = start.state.step_of(line.group)
@@ -101,13 +115,13 @@ def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps)
         yield f"{where} was admitted for step {line.admitted_step}, which is not within its reach"
 
 
-def _misnamed(one: tuple[int, QuarantinedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
+def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
     number, line = one
-    where = f"{steps.where(number)}: group {line.group} in quarantine"
+    where = f"{steps.where(number)}: group {line.group}, which was replaced,"
     if steps.lineages.get(line.step) != line.lineage:
         yield f"{where} is of lineage {line.lineage}, its step of {steps.lineages.get(line.step)}"
     if line.group in start.before or line.group < 0:
-        yield f"{where} was trained before this lineage began"
+        yield f"{where} was trained or filtered out before this lineage began"
     elif start.state.step_of(line.group) != line.admitted_step:
         belongs = start.state.step_of(line.group)
         yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
@@ -123,4 +137,4 @@ def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
         if start.first <= step <= start.last - lateness:
             missing = [one.group for one in start.state.groups_of(step) if one.group not in trained]
             if missing:
-                yield f"step {step}: groups {named(missing)} were neither trained nor named as in quarantine"
+                yield f"step {step}: groups {named(missing)} were neither trained nor named as replaced"

@@ -9,6 +9,7 @@ from launcher.verify_check import Check, named
 from launcher.verify_records import RunRecords
 from launcher.verify_steps import CompleteSteps
 from workers.json_reader import Lines
+from workers.ledger_file import FilteredLine
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 
@@ -26,7 +27,7 @@ def check_files(records: RunRecords) -> Check:
 
 
 def check_once(steps: CompleteSteps) -> Check:
-    """No group was trained twice, nor trained by the lineage that gave it up."""
+    """No group was trained twice, nor by the lineage that gave it up, nor, once filtered out, by a later one."""
     first: dict[int, int] = {}
     problems = []
     trained_by = {(line.lineage, line.group): number for number, line in steps.trained}
@@ -38,16 +39,21 @@ def check_once(steps: CompleteSteps) -> Check:
             )
         first.setdefault(line.group, number)
     seen: set[tuple[int, int]] = set()
-    for number, given_up in steps.quarantined:
+    filtered_before: set[int] = set()
+    for number, given_up in steps.replaced:
         key = (given_up.lineage, given_up.group)
+        filtered = isinstance(given_up, FilteredLine)
+        how = "was filtered out" if filtered else "is in quarantine"
+        where = f"{steps.where(number)}: group {given_up.group} {how}"
         if key in trained_by:
-            problems.append(
-                f"{steps.where(number)}: group {given_up.group} is in quarantine, but line {trained_by[key]} of the "
-                f"same lineage trains it"
-            )
-        if key in seen:
-            problems.append(f"{steps.where(number)}: group {given_up.group} went into quarantine before")
+            problems.append(f"{where}, but line {trained_by[key]} of the same lineage trains it")
+        elif filtered and given_up.group in first:
+            problems.append(f"{where}, but line {first[given_up.group]} trains it")
+        if key in seen or given_up.group in filtered_before:
+            problems.append(f"{where}, but it was replaced before")
         seen.add(key)
+        if filtered:
+            filtered_before.add(given_up.group)
     return Check("once", f"{len(first)} groups, none of them trained twice", tuple(problems))
 
 

@@ -11,10 +11,10 @@ import msgspec
 from pydantic import ValidationError
 
 from asyncflow.errors import CheckpointError, ConfigError
-from launcher.resume import running_launcher
 from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE, began_run
+from launcher.running_launcher import running_launcher
 from launcher.yaml_file import read_yaml
-from workers.checkpoint_files import META_FILE, CheckpointMeta, damages
+from workers.checkpoint_files import CRITIC, DCP, META_FILE, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.json_reader import Lines, read_lines
 from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
@@ -33,6 +33,7 @@ class StepLine(msgspec.Struct, frozen=True):
     staleness_max: int
     staleness_bound: int
     grad_norm: float | None
+    critic_num_updates: int = 0
 
 
 class UpdateLine(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class SavedCheckpoint:
         problem: why it is not complete; "": it is.
         step, lineage: of its `meta.json`.
         updates: number of optimizer updates in its state.
+        critic_updates: the same of a critic; None: it has none.
         queue: group -> token hash, of the groups whose answers all were saved with it; as in the ledger.
     """
 
@@ -68,6 +70,7 @@ class SavedCheckpoint:
     lineage: int = 0
     updates: int = 0
     queue: Mapping[int, str] | None = None
+    critic_updates: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,8 @@ def _checkpoint(path: Path, readers: Readers) -> SavedCheckpoint:
         damaged = [f"{name} {damage}" for name, damage in damages(path, meta.files).items()]
         if damaged:
             return SavedCheckpoint(path, "; ".join(damaged), meta.step, meta.lineage)
-        updates, queue = readers.saved_updates(path / "dcp"), readers.saved_groups(path / "queue")
+        updates, queue = readers.saved_updates(path / DCP), readers.saved_groups(path / QUEUE)
+        critic = readers.saved_updates(path / CRITIC) if (path / CRITIC).is_dir() else None
     except CheckpointError as error:
         return SavedCheckpoint(path, str(error), meta.step, meta.lineage)
-    return SavedCheckpoint(path, "", meta.step, meta.lineage, updates, queue)
+    return SavedCheckpoint(path, "", meta.step, meta.lineage, updates, queue, critic)

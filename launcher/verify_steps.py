@@ -11,7 +11,7 @@ from functools import cached_property
 
 from launcher.verify_check import Check
 from launcher.verify_records import RunRecords, StepLine, UpdateLine
-from workers.ledger_file import QuarantinedLine, TrainedLine
+from workers.ledger_file import FilteredLine, QuarantinedLine, ReplacedLine, TrainedLine
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,16 @@ class CompleteSteps:
     def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
         """Ledger lines of groups in quarantine."""
         return [one for one in self.records.ledger.quarantined if one[1].step <= self.last]
+
+    @cached_property
+    def filtered(self) -> list[tuple[int, FilteredLine]]:
+        """Ledger lines of groups that were filtered out."""
+        return [one for one in self.records.ledger.filtered if one[1].step <= self.last]
+
+    @cached_property
+    def replaced(self) -> list[tuple[int, ReplacedLine]]:
+        """Ledger lines of groups that others replaced, in the file's order."""
+        return sorted([*self.quarantined, *self.filtered], key=lambda one: one[0])
 
     @cached_property
     def updates(self) -> list[tuple[int, UpdateLine]]:

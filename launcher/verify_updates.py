@@ -92,3 +92,6 @@ def _problems(one: SavedCheckpoint, steps: CompleteSteps) -> Iterator[str]:
     for source, made in expected.items():
         if one.updates != made:
             yield f"{one.path}: its state counts {one.updates} optimizer updates, {source} {made}"
+    critic = sum(line.critic_num_updates for step, line in steps.metrics.items() if step <= one.step)
+    if (one.critic_updates or 0) != critic:
+        yield f"{one.path}: its critic counts {one.critic_updates or 0} optimizer updates, the metrics {critic}"

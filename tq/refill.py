@@ -1,24 +1,26 @@
-"""What is known of a group that went into quarantine: why, and which one took its place. Plain data, torch-free."""
+"""What is known of a group that left its step: why, and which one took its place. Plain data, torch-free."""
 
 import msgspec
 
 
-class QuarantineCause(msgspec.Struct, frozen=True):
-    """Why a group is in quarantine.
+class QuarantineCause(msgspec.Struct, frozen=True, array_like=True):
+    """Why a group is in quarantine: a task failed on it too often, or whoever saw its rewards has no use for it.
 
     Attributes:
-        task: that failed on it; "": nobody who knew is left.
+        task: that failed on it, or judged it; "": nobody who knew is left.
         deliveries: how often one of its rows came back from that task.
+        filtered: it was judged: it is fine, and would teach nothing.
     """
 
     task: str = ""
     deliveries: int = 0
+    filtered: bool = False
 
 
 UNKNOWN = QuarantineCause()
 
 
-class Refill(msgspec.Struct, frozen=True):
+class Refill(msgspec.Struct, frozen=True, array_like=True):
     """Group `group` takes the place of group `replaced`, which is in quarantine, in `step`.
 
     Attributes:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncflow.errors import LastSaveFailed, WeightSyncError
+from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from weightsync.version import Version
@@ -17,16 +18,21 @@ from workers.checkpoint import Checkpointer
 from workers.checkpoint_writer import Contents, RunFacts
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
-from workers.dataflow import PlacedTask
-from workers.engines.load import load_train_engine
+from workers.dataflow import CRITIC_TRAIN, PlacedTask
+from workers.engines.load import load_train_engine, load_value_engine
 from workers.gang_peers import meet_peers
 from workers.gather import gather
+from workers.learner import critic_learner, policy_learner
+from workers.ledger import check_staleness, ledger_lines
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
+from workers.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.run_data import first_data_hash
 from workers.step_trainer import StepTrainer
 from workers.tasks import task_of
+from workers.trainer_words import Kind, TrainerWords, Word
+from workers.tri_model import TriModel
 from workers.weight_path import open_sender
 
 logger = logging.getLogger(__name__)
@@ -51,27 +57,39 @@ class Actor:
         config = context.config
         self._context = context
         self._config = config
+        self._task = task = task_of("actor", config, context.job)
         self._engine = load_train_engine(config, device=context.device)
+        self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
         self._checkpointer = _open_checkpointer(context)
         if context.job.resume_from:
-            self._checkpointer.restore(self._engine, Path(context.job.resume_from), seed=config.seed)
+            source = Path(context.job.resume_from)
+            self._checkpointer.restore(self._engine, source, seed=config.seed, critic=self._critic)
         if context.rank == 0:
             context.warn("")  # what an earlier start of this gang could not save is past
         self._completed = context.start_step
         self._recorder = StepRecorder(context) if context.rank == 0 else None
         self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
-        self._task = task = task_of("actor", config, context.job)
-        self._columns = TaskChain(task.fused, context, self._engine)
+        self._words = self._new_words() if context.rank == 0 and context.job.of_role("critic") else None
+        self._save_words = None if self._words is None else self._new_words()
+        place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
+        peers = ReplicaPeers(place, context.device) if len(place.ranks) > 1 else None
+        self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
         self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
-        self._loader = _open_loader(context, self._client, task)
+        self._loader = _open_loader(context, self._client, task, place)
+        policy = policy_learner(config, self._engine)
         self._trainer = StepTrainer(
             context,
-            self._engine,
+            (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
             self._loader,
             columns=self._columns,
+            training=config.actor,
+            tri_model=TriModel(config, self._engine) if config.actor.tri_model else None,
+            commit=self._commits,
+            taken=self._count_rows if place.leads else _pass_over,
             before_update=self._before_update,
             after_update=_ignore if self._recorder is None else self._recorder.update_made,
+            counts=place.leads,
         )
 
     def train(self) -> None:
@@ -95,6 +113,10 @@ class Actor:
         if self._context.rank == 0 and self._completed >= self._context.job.last_step:
             self._context.mark_done()
             self._client.stop()
+        self._say(Word(Kind.END))
+
+    def _new_words(self) -> TrainerWords:
+        return TrainerWords(self._context.new_store(), lineage=self._context.job.lineage)
 
     def close(self) -> None:
         """Leave queue and weight groups."""
@@ -128,6 +150,31 @@ class Actor:
             self._recorder.refilled(self._client.publish_version(step, refills_known=known))
         return held_up_s
 
+    def _commits(self, step: int, stopped: bool) -> bool:
+        """Whether this step is finished; a critic in a role of its own is told, once all ranks have all their rows."""
+        if not stopped and self._context.job.of_role("critic"):
+            gather(step, device=self._context.device)
+            self._say(Word(Kind.COMMIT, step))
+        return not stopped
+
+    def _say(self, word: Word) -> None:
+        if self._words is not None:
+            self._words.say(word)
+
+    def _count_rows(self, batch: PackedBatch, record: StepRecord) -> None:
+        """Take down what is trained, once."""
+        if not len(batch):
+            return
+        lines = ledger_lines(
+            batch,
+            step=record.step,
+            admitted_step=self._loader.round_partition,
+            lineage=self._context.job.lineage,
+            time_s=self._context.elapsed_s,
+        )
+        check_staleness(lines, bound=self._config.schedule.staleness_bound)
+        record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
+
     def _before_update(self) -> float:
         self._checkpointer.before_update()
         return self._sender.before_update()
@@ -140,6 +187,9 @@ class Actor:
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
         record.join(gather(record.share(), device=self._context.device))
+        if self._words is not None:
+            self._context.report("waiting for the critic", step=record.step)
+            record.critic_report = self._words.reported(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
 
@@ -148,7 +198,8 @@ class Actor:
         step = self._completed
         self._context.report("saving", f"step {step}")
         contents = _NOTHING if self._recorder is None else self._contents(step, self._recorder)
-        self._checkpointer.begin(self._engine, step, contents)
+        self._say(Word(Kind.SAVE, step))
+        self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
 
     def _save_last(self) -> None:
         """Save what was completed, and see that it is saved.
@@ -178,11 +229,15 @@ class Actor:
             if self._keeps_rows:
                 client.commit(trained)
 
+        words, timeout_s = self._save_words, config.checkpoint.timeout_s
         return Contents(
             make_durable=recorder.sync,
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
+            critic_begins=lambda work: words.give_place(step, str(work)) if words is not None else None,
+            critic_files=lambda: words.files(step, timeout_s=timeout_s) if words is not None else {},
+            failed=lambda: words.give_place(step, "") if words is not None else None,
             saved=saved,
         )
 
@@ -211,11 +266,17 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
     )
 
 
+def _pass_over(batch: PackedBatch, record: StepRecord) -> None:
+    """The lead of the replica counts these rows."""
+
+
 def _ignore(step: int, number: int, optimizer_updates: int) -> None:
     """Rank 0 writes updates down."""
 
 
-def _open_loader(context: WorkerContext, client: QueueClient, task: PlacedTask) -> StreamingDataLoader:
+def _open_loader(
+    context: WorkerContext, client: QueueClient, task: PlacedTask, place: ReplicaPlace
+) -> StreamingDataLoader:
     config = context.config
     return StreamingDataLoader(
         client,
@@ -224,7 +285,10 @@ def _open_loader(context: WorkerContext, client: QueueClient, task: PlacedTask) 
         first_partition=context.start_step + 1,
         last_partition=context.job.last_step,
         rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
-        rank=context.rank,
-        num_ranks=context.gang.num_ranks,
+        rank=place.index,
+        num_ranks=place.count,
+        replica=open_replica(context, place),
         timeout_s=config.tq.request_timeout_s,
+        # A generating engine may load for as long as any worker; until then nobody is connected who writes.
+        producers_timeout_s=config.launcher.start_timeout_s,
     )

@@ -30,15 +30,19 @@ from asyncflow.device import rng_states, set_rng_states
 from asyncflow.errors import CheckpointError
 from asyncflow.timeline import NoTimeline, Spans
 from workers.checkpoint_directory import CheckpointDirectory
-from workers.checkpoint_files import DCP, RNG, CheckpointMeta
+from workers.checkpoint_files import CRITIC, DCP, RNG, CheckpointMeta
 from workers.checkpoint_writer import CheckpointWriter, Contents, RunFacts
 from workers.config import CheckpointConfig
-from workers.engines.base import TrainEngine
 from workers.host_copy import HostCopy
+from workers.saved_shards import SavedEngine, load_shards
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+
+
+def _parts(engine: SavedEngine, critic: SavedEngine | None) -> dict[str, SavedEngine]:
+    return {DCP: engine} if critic is None else {DCP: engine, CRITIC: critic}
 
 
 class Checkpointer:
@@ -94,11 +98,12 @@ class Checkpointer:
         """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, engine: TrainEngine, step: int, rest: Contents) -> None:
+    def begin(self, engine: SavedEngine, step: int, rest: Contents, *, critic: SavedEngine | None = None) -> None:
         """Begin to save the state after `step`, as it is now.
 
         Args:
             engine: whose state it is; it may compute on, and must not update before `before_update` was called.
+            critic: that the same ranks train; so must it not.
             step: that was completed last.
             rest: what rank 0 adds.
 
@@ -108,7 +113,7 @@ class Checkpointer:
         self.wait()
         began = time.monotonic()
         with self._timeline.span("checkpoint", step=step):
-            state = self._copy.begin(engine.state_dict())
+            state = self._copy.begin({name: one.state_dict() for name, one in _parts(engine, critic).items()})
             self._step = step
             self._thread = threading.Thread(
                 target=self._write, args=(step, state, rng_states(self._device), rest), name="checkpoint", daemon=True
@@ -142,8 +147,10 @@ class Checkpointer:
         stalled_s, self._stalled_s = self._stalled_s, 0.0
         return stalled_s
 
-    def restore(self, engine: TrainEngine, source: Path, *, seed: int) -> CheckpointMeta:
-        """Load a checkpoint into the engine; returns what it is.
+    def restore(
+        self, engine: SavedEngine, source: Path, *, seed: int, critic: SavedEngine | None = None
+    ) -> CheckpointMeta:
+        """Load a checkpoint into the engine, and the critic that the same ranks train; returns what it is.
 
         As many ranks as saved it go on with their own random numbers; another number begins new ones, by seed, step
         and rank.
@@ -153,13 +160,12 @@ class Checkpointer:
         """
         try:
             meta = CheckpointMeta.read(source)
-            state = engine.state_dict()
-            dcp.load(state, checkpoint_id=source / DCP, process_group=self._group)
+            for name, one in _parts(engine, critic).items():
+                load_shards(one, source / name, group=self._group)
             same_ranks = meta.num_ranks == dist.get_world_size()
             rng = load_file(source / RNG / f"rank_{dist.get_rank()}.safetensors") if same_ranks else {}
         except (OSError, ValueError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
             raise CheckpointError(f"checkpoint {source}: cannot be read ({error}); resume from an older one") from error
-        engine.load_state_dict(state)
         self.saved_step = meta.step
         if rng:
             set_rng_states(rng, self._device)

@@ -4,6 +4,7 @@ checkpoints/step_000020/
     meta.json    what this checkpoint is, and the size and checksum of every other file (`CheckpointMeta`; written last)
     config.yaml  the resolved configuration of the run that saved it
     dcp/         model and optimizer shards (torch.distributed.checkpoint)
+    critic/      the same of the critic, whoever trains it, where the algorithm has one
     rng/         random number generators, one file per rank
     reference/   the reference's weights, if they are neither the initial ones nor these
     hf/          Hugging Face export (safetensors), if configured; resuming does not need it
@@ -23,7 +24,7 @@ import xxhash
 from asyncflow.errors import CheckpointError
 
 META_FILE = "meta.json"
-DCP, RNG, HF, QUEUE, REFERENCE = "dcp", "rng", "hf", "queue", "reference"
+DCP, CRITIC, RNG, HF, QUEUE, REFERENCE = "dcp", "critic", "rng", "hf", "queue", "reference"
 FORMAT = 1
 _READ_BYTES = 2**24
 _THREADS = 8

@@ -23,11 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from asyncflow.errors import AsyncFlowError, CheckpointError
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from workers.checkpoint_directory import CheckpointDirectory, beside
 from workers.checkpoint_files import (
     DCP,
@@ -42,6 +39,7 @@ from workers.checkpoint_files import (
     sync,
 )
 from workers.gather import gather
+from workers.saved_shards import own_shards, save_shards
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +71,9 @@ class Contents:
         export_hf: (target, saved state) -> writes the Hugging Face directory; None: there is none.
         snapshot: writes the queue's finished samples into a directory; None: they are not kept.
         reference: directory of weights that belongs to it, too.
+        critic_begins: is given the directory in which a critic in a role of its own writes its part.
+        critic_files: waits until it did; returns its files, with sizes and checksums.
+        failed: is told that the save came to nothing.
         saved: is told when the checkpoint is in place.
     """
 
@@ -80,6 +81,9 @@ class Contents:
     export_hf: Callable[[Path, Path], None] | None = None
     snapshot: Callable[[Path], object] | None = None
     reference: Path | None = None
+    critic_begins: Callable[[Path], None] = lambda _: None
+    critic_files: Callable[[], dict[str, tuple[int, str]]] = dict
+    failed: Callable[[], None] = lambda: None
     saved: Callable[[], None] = lambda: None
 
 
@@ -106,7 +110,7 @@ class CheckpointWriter:
 
         Args:
             step: that was completed last.
-            copied: waits for the copy of this rank's state and returns it.
+            copied: waits for the copies of this rank's states and returns them, by their directories.
             num_bytes: of the copy.
             rng: states of this rank's random number generators.
             rest: what rank 0 adds.
@@ -119,12 +123,13 @@ class CheckpointWriter:
         try:
             sizes = self._together(target, lambda: num_bytes)
             self._first_rank(target, partial(self._begin, step, sum(sizes), rest))
-            self._together(target, partial(self._write_shards, work / DCP, copied))
-            parts = self._together(target, partial(self._write_own, work, rng))
+            names = self._together(target, partial(self._write_shards, work, copied))[0]
+            parts = self._together(target, partial(self._write_own, work, rng, names))
             files = {name: entry for part in parts for name, entry in part.items()}
             self._first_rank(target, partial(self._complete, step, files, rest))
         except CheckpointError:
             if self._rank == 0:
+                rest.failed()
                 self._directory.discard(step)
             raise
         if self._rank == 0:
@@ -134,6 +139,7 @@ class CheckpointWriter:
         """Make room, and take what does not wait: references are replaced, and what is trained leaves the queue."""
         work = beside(self._directory.path(step))
         self._directory.begin(step, num_bytes=num_bytes)
+        rest.critic_begins(work)
         if rest.reference is not None:
             shutil.copytree(rest.reference, work / REFERENCE, copy_function=_link_or_copy)
         if rest.snapshot is None:
@@ -143,18 +149,20 @@ class CheckpointWriter:
         except (AsyncFlowError, OSError) as error:
             logger.warning("checkpoint of step %d is without the queue's finished samples: %s", step, error)
 
-    def _write_shards(self, target: Path, copied: Callable[[], dict[str, Any]]) -> None:
-        # What is copied lies on the host already: no copies ahead, from streams that training uses.
-        writer = _ShardFiles(target, per_thread_copy_ahead=0)
-        dcp.save(copied(), storage_writer=writer, process_group=self._group)
+    def _write_shards(self, work: Path, copied: Callable[[], dict[str, Any]]) -> list[str]:
+        """Write the states one after the other; returns their directories."""
+        states = copied()
+        for name, state in states.items():
+            save_shards(state, work / name, group=self._group)
+        return list(states)
 
-    def _write_own(self, work: Path, rng: dict[str, Tensor]) -> dict[str, tuple[int, str]]:
+    def _write_own(self, work: Path, rng: dict[str, Tensor], parts: list[str]) -> dict[str, tuple[int, str]]:
         """Write what belongs to this rank alone; returns checksums of all of its files."""
         (work / RNG).mkdir(exist_ok=True)
         own = f"{RNG}/rank_{self._rank}.safetensors"
         save_file(rng, work / own)
         sync(work / own)
-        names = [own, *(f"{DCP}/{path.name}" for path in (work / DCP).glob(f"__{self._rank}_*"))]
+        names = [own, *(name for part in parts for name in own_shards(work, part, self._rank))]
         return {name: (entry.num_bytes, entry.xxh3) for name, entry in describe(work, names).items()}
 
     def _complete(self, step: int, files: dict[str, tuple[int, str]], rest: Contents) -> None:
@@ -162,6 +170,7 @@ class CheckpointWriter:
         shutil.copyfile(self._facts.config, work / self._facts.config.name)
         if rest.export_hf is not None:
             rest.export_hf(work / HF, work / DCP)
+        files |= rest.critic_files()
         rest.make_durable()
         entries = {name: FileEntry(*entry) for name, entry in files.items()}
         others = [name for name in files_below(work) if name not in entries and not name.startswith(f"{QUEUE}/")]
@@ -201,7 +210,9 @@ class CheckpointWriter:
         try:
             parts = gather(mine, device=_CPU, group=self._group)
         except RuntimeError as error:
-            raise CheckpointError(f"checkpoint {target}: the actor's ranks lost each other ({_line(error)})") from error
+            raise CheckpointError(
+                f"checkpoint {target}: the actor's ranks lost each other ({one_line(error)})"
+            ) from error
         failed = [reason for _, reason in parts if reason]
         if failed:
             raise CheckpointError(f"checkpoint {target}: cannot be written ({failed[0]})")
@@ -217,24 +228,7 @@ class CheckpointWriter:
             free = f"; {self._directory.free_bytes() / 1e6:.0f} MB are free there"
         except OSError:
             free = ""
-        return f"rank {rank}: {_line(error)}{free}{remedy}"
-
-
-class _ShardFiles(dcp.FileSystemWriter):
-    """Says which error of the system it was: torch's own serialisation fails over what it left half written."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards; called by torch."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"rank {rank}: {one_line(error)}{free}{remedy}"
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -7,16 +7,30 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
-from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.config import AlgorithmConfig, GRPOConfig, OffPolicyConfig
 from workers.columns.config import UserTaskConfig
+from workers.engines.megatron_config import MegatronConfig
+from workers.engines.openai_config import OpenAIConfig
 from workers.engines.sim_config import SimConfig
+from workers.engines.vllm_config import VllmConfig
+from workers.rewards.config import RewardConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+_COLDEST = 0.01
+
+
+def _is_drawable(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:
+        raise ValueError(f"give {_COLDEST:g} or more: vLLM draws at that instead, and others overflow")
+    return temperature
+
+
+Temperature = Annotated[float, AfterValidator(_is_drawable)]
 
 
 class ModelConfig(Settings):
@@ -52,36 +66,32 @@ class DataConfig(Settings):
     """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
 
 
-class RewardConfig(Settings):
-    """How an answer is scored."""
-
-    function: str = "exact"
-    """`exact`, `digits`, `math`, or any Python callable as `module:function`."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Deadline of one call of a user's function (s)."""
-
-
 class SamplingConfig(Settings):
     """What a generating engine needs to know."""
 
-    engine: Literal["hf", "sim"] = "hf"
-    """Generating engine; `hf`: transformers; `sim`: sleeps, see `sim`."""
+    engine: Literal["hf", "vllm", "openai", "sim"] = "hf"
+    """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: servers of yours, see `openai`; `sim`:
+    sleeps, see `sim`."""
     batch_size: int = Field(64, ge=1)
     """Answers generated at the same time by one instance; rounded down to whole groups, at least one."""
     max_response_tokens: int = Field(ge=1)
     """Longest answer (tokens); a longer one is cut and flagged."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Temperature = Field(1.0, ge=0)
     """Sampling temperature; 0: the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0 keeps all."""
+    on_swap: Literal["recompute", "keep", "finish"] = "recompute"
+    """Answers that run when newer weights are due go on with them: their keys and values are computed again
+    (`recompute`), or those of the old weights stay (`keep`, which costs nothing). `finish`: the weights wait until all
+    that runs has ended, as they always do for `openai`."""
 
 
 class RolloutConfig(SamplingConfig):
     """Generation."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = Field(1.0, gt=0)
     """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
     truncated: Literal["train", "mask"] = "train"
     """Answers cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
@@ -89,22 +99,27 @@ class RolloutConfig(SamplingConfig):
     """Prompts with their answers written to `samples/` per step."""
 
 
-class ActorConfig(Settings):
-    """Training."""
+class TrainingConfig(Settings):
+    """How a model is trained."""
 
-    engine: Literal["fsdp", "sim"] = "fsdp"
-    """Training engine; `fsdp`: FSDP2 over all actor ranks; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(16, ge=1)
-    """Answers per rank and forward-backward."""
-    num_updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates per pass over a step's batch: it is cut into so many mini-batches of whole groups. A step makes
-    one version of the weights, however many updates it has."""
-    ppo_epochs: int = Field(1, ge=1)
-    """Passes over a step's batch."""
+    """Answers per rank and forward-backward; with `max_tokens_per_micro_batch`: answers that a rank gets at a time, and
+    cuts by tokens."""
+    max_tokens_per_micro_batch: int = Field(0, ge=0)
+    """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; an answer that is longer
+    by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts."""
+    shared_prompt: bool = True
+    """Compute a prompt that several answers of a micro-batch have in common once; the gradient is the same."""
     lr: float = Field(1e-6, gt=0)
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly to `lr`."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up: it stays, or falls to `lr_min_ratio` x `lr`."""
+    lr_decay_steps: int = Field(0, ge=0)
+    """Step at which it has fallen; 0: the run's last one, so a run that is resumed with more steps has another rate."""
+    lr_min_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of `lr` that is left."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW."""
     eps: float = Field(1e-8, gt=0)
@@ -117,11 +132,72 @@ class ActorConfig(Settings):
     """Element type of the forward and backward computation."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    compile: bool = False
+    """Compile each layer with `torch.compile` (minutes at the first micro-batches; needs a C++ compiler on the CPU).
+    Attention stays as it is."""
+
+    def for_run(self, steps: int, *, begins_after: int = 0) -> Self:
+        """Return this with `lr_decay_steps` as it stands for a run, counted from the first step that is trained.
+
+        Args:
+            steps: of the run: what `lr_decay_steps: 0` stands for.
+            begins_after: so many of its first steps do not train this model.
+        """
+        return self.model_copy(update={"lr_decay_steps": max(1, (self.lr_decay_steps or steps) - begins_after)})
+
+
+class ActorConfig(TrainingConfig):
+    """Training."""
+
+    engine: Literal["fsdp", "megatron", "sim"] = "fsdp"
+    """Training engine; `fsdp`: FSDP2 over all actor ranks; `megatron`: tensor, pipeline and data parallelism, see
+    `actor.megatron`; `sim`: sleeps, see `sim`."""
+    megatron: MegatronConfig = MegatronConfig()
+    num_updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates per pass over a step's batch: it is cut into so many mini-batches of whole groups. A step makes
+    one version of the weights, however many updates it has."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over a step's batch."""
+    tri_model: bool = False
+    """Policy, old policy and reference in one layout in the actor, log-probabilities of all three in the micro-step
+    that trains a micro-batch: the reference is sharded over the actor's ranks, and the old policy is the version that
+    drew a token, as the trainer computes it (the ratio is exactly 1 on-policy). Keeps `max_staleness` older policies;
+    see `workers.tri_model`."""
+
+    def num_replicas(self, num_ranks: int) -> int:
+        """Return how many groups of ranks train on rows of their own.
+
+        Raises:
+            ConfigError: the ranks make no whole replicas.
+        """
+        return self.megatron.layout(num_ranks).replicas if self.engine == "megatron" else num_ranks
 
     @property
     def num_updates(self) -> int:
         """Optimizer updates of a step."""
         return self.num_updates_per_step * self.ppo_epochs
+
+
+class CriticConfig(TrainingConfig):
+    """The critic of PPO: the policy's backbone with a head that gives one number (FSDP2 over its ranks).
+
+    It makes as many updates of a step as the actor (`actor.num_updates_per_step`, `actor.ppo_epochs`). In a role of its
+    own it has `micro_batch_size` answers per rank and forward-backward; inside the actor it has the actor's.
+    """
+
+    path: str | None = None
+    """Hugging Face model directory that it begins with, e.g. a reward model; null: `model.path`, with a head of zeros.
+    It must have the policy's tokens. Relative: beside the config file, else in the working directory."""
+    lr: float = Field(1e-5, gt=0)
+    """AdamW's learning rate after warm-up."""
+    num_critic_only_steps: int = Field(0, ge=0)
+    """In so many first steps only the critic is trained; each makes a version of the policy that is the one before. The
+    policy's warm-up begins after them; `actor.lr_decay_steps` counts them."""
+
+    def training(self, actor: ActorConfig) -> ActorConfig:
+        """Return what the critic's engine must know: its own optimizer, and as many updates as the actor makes."""
+        own = {name: getattr(self, name) for name in TrainingConfig.model_fields}
+        return actor.model_copy(update=own)
 
 
 class RefConfig(Settings):
@@ -130,7 +206,10 @@ class RefConfig(Settings):
     engine: Literal["hf", "sim"] = "hf"
     """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
-    """Answers per forward, of `actor_fwd` too."""
+    """Answers per forward, of `actor_fwd` too, and of what actor and critic compute of them before they train by
+    tokens."""
+    shared_prompt: bool = True
+    """As `actor.shared_prompt`; of `actor_fwd` too."""
 
 
 class EvaluateConfig(Settings):
@@ -145,13 +224,13 @@ class EvaluateConfig(Settings):
     """Take the first so many prompts of the file; 0: all."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Answers per prompt."""
-    engine: Literal["hf", "sim"] = "hf"
+    engine: Literal["hf", "vllm", "sim"] = "hf"
     """Generating engine; see `rollout.engine`."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: Temperature = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, every token is the likeliest."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling; null: as rollout. Nothing to a greedy answer."""
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
     """Keep the k likeliest tokens; null: as rollout. Nothing to a greedy answer."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Longest answer (tokens); null: as rollout."""
@@ -234,7 +313,7 @@ class RunConfig(Settings):
     """Default run directory: `runs/NAME-TIMESTAMP`."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of data order, sampling and initialisation."""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, lt=2**31)
     """Number of the last step."""
     deterministic: bool = False
     """The same run twice, in `sync` or `periodic` mode with the same roles, ends with the same bits: who computes what
@@ -244,18 +323,41 @@ class RunConfig(Settings):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = GRPOConfig()
     schedule: ScheduleConfig
     rollout: RolloutConfig
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    vllm: VllmConfig = VllmConfig()
+    openai: OpenAIConfig = OpenAIConfig()
     sim: SimConfig = SimConfig()
     tasks: tuple[UserTaskConfig, ...] = ()
     tq: QueueConfig = QueueConfig()
     weightsync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launcher: LauncherConfig = LauncherConfig()
+
+    @property
+    def correction(self) -> OffPolicyConfig:
+        """`algorithm.off_policy`, as the schedule settles it."""
+        return self.algorithm.correction(self.schedule.staleness_bound)
+
+    @property
+    def needs_proximal_policy(self) -> bool:
+        """Whether the loss asks for log-probabilities under the weights that a step found, after its first update."""
+        return self.actor.num_updates > 1 and self.correction.has_proximal_policy
+
+    @property
+    def num_old_policies(self) -> int:
+        """Earlier versions of the policy that `actor.tri_model` keeps; one more where a step makes several updates."""
+        return self.schedule.staleness_bound + (self.actor.num_updates > 1)
+
+    @property
+    def critic_only_steps(self) -> int:
+        """First steps that do not train the policy."""
+        return self.critic.num_critic_only_steps if self.algorithm.has_critic else 0
 
     def save(self, run_dir: Path) -> None:
         """Write the resolved `config.yaml`."""

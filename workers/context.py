@@ -65,6 +65,7 @@ class WorkerContext:
         choose_interfaces(self.job.store_host)
         self.stopping = threading.Event()
         """The user asked to stop, or another gang failed: finish what is cheap to finish, save, leave."""
+        self._woken_to_stop: list[threading.Event] = []
         self.exiting = threading.Event()
         """Services leave too."""
         self._clock = self.job.local_clock()
@@ -158,6 +159,10 @@ class WorkerContext:
         """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
         return bytes(self._store.compare_set(f"first/{key}", "", value)).decode()
 
+    def wake_to_stop(self, wake: threading.Event) -> None:
+        """Set another event, too, for as long as the run stops: whoever waits for it looks at `stopping` then."""
+        self._woken_to_stop.append(wake)
+
     def mark_done(self) -> None:
         """Tell the launcher that the last step is trained and saved."""
         self._store.set("done", "1")
@@ -201,5 +206,7 @@ class WorkerContext:
     def _obey(self, phase: str) -> None:
         if phase in ("stop", "exit") or (phase == "evaluate" and self.gang.role not in OBSERVERS):
             self.stopping.set()
+            for wake in self._woken_to_stop:
+                wake.set()
         if phase == "exit":
             self.exiting.set()

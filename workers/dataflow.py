@@ -17,8 +17,9 @@ from asyncflow.errors import ConfigError
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward", "actor_fwd", "advantages", "evaluate")
 ALIASES = {"reference": "ref"}
-ON_DEVICE = ("actor", "critic", "rollout", "ref", "actor_fwd", "evaluate")
-"""Roles that take a device per rank, in the order in which they get them."""
+_WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "evaluate")
+TRAINERS = frozenset({"actor", "critic"})
+"""Roles that train a model: each is one gang, gets its rows in rounds, and keeps its leases until its gang ends."""
 OBSERVERS = frozenset({"evaluate"})
 """Roles without a task: they read no queue and only look at the weights, so nobody waits for them."""
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
@@ -31,6 +32,8 @@ TEXT_COLUMNS = ("prompts", "responses", "answers")
 """Columns that are texts to a person."""
 LOSS_MASKS = "loss_masks"
 """Written by users' tasks: the weight of an answer's loss, 0 to 1."""
+ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
+"""Tasks that train; the second is folded into the first where there is no role `critic`."""
 TOKEN_COLUMNS = (
     "prompts", "responses", "rollout_log_probs", "log_probs", "ref_log_probs", "versions", "values", "returns",
 )  # fmt: skip
@@ -49,6 +52,15 @@ class NeededWeights(StrEnum):
     """Those of step s - 1, on which step s trains."""
 
 
+def roles_on_device(*, reward_model: bool) -> tuple[str, ...]:
+    """Return the roles that take a device per rank, in the order in which they get them.
+
+    Args:
+        reward_model: the role `reward` computes with a model, not with a function alone.
+    """
+    return tuple(role for role in _WITH_MODELS if reward_model or role != "reward")
+
+
 @dataclass(frozen=True)
 class Task:
     """One node of the graph.
@@ -60,6 +72,7 @@ class Task:
         inputs, outputs: column names.
         whole_groups: rows are ready only when all rows of their group are.
         weights: that the task's own role must hold; a host holds them anyway.
+        passes_on: a training task that puts what its role computes on the way, where others read it.
     """
 
     name: str
@@ -69,6 +82,7 @@ class Task:
     outputs: tuple[str, ...]
     whole_groups: bool = False
     weights: NeededWeights = NeededWeights.ANY
+    passes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,8 +180,9 @@ def _fold(task: Task, fused: list[Task], read_elsewhere: Collection[str]) -> Pla
     outputs = task.outputs
     for other in fused:
         after = bool(set(other.inputs) & set(task.outputs))
-        # A training task puts nothing, so what is computed before it stays inside.
-        outputs += tuple(name for name in other.outputs if after or (task.outputs and name in read_elsewhere))
+        # Most training tasks put nothing, so what is computed before them stays inside.
+        puts = bool(task.outputs) or task.passes_on
+        outputs += tuple(name for name in other.outputs if after or (puts and name in read_elsewhere))
     whole_groups = task.whole_groups or any(other.whole_groups for other in fused)
     names = tuple(other.name for other in fused)
     return PlacedTask(task.name, task.role, inputs, outputs, whole_groups, names, task.weights)

@@ -131,7 +131,8 @@ class Evaluator:
             self._samples.write(answer, score.result(), step=version.step, group=answer.index // self._size)
 
     def close(self) -> None:
-        """Leave the weight agent; close the files."""
+        """Leave engine and weight agent; close the files."""
+        self._engine.close()
         self._receiver.close()
         self._scorer.close()
         self._samples.close()

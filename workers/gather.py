@@ -42,11 +42,20 @@ def gather(value: Any, *, device: torch.device, group: dist.ProcessGroup | None 
 
 def sum_over_ranks(value: int, *, device: torch.device) -> int:
     """Return the sum of every rank's value, below 2**31. Collective over the default group."""
+    return _reduced(value, device, dist.ReduceOp.SUM, "in a sum of all ranks' counts")
+
+
+def max_over_ranks(value: int, *, device: torch.device) -> int:
+    """Return the largest of every rank's value, below 2**31. Collective over the default group."""
+    return _reduced(value, device, dist.ReduceOp.MAX, "in the largest of all ranks' counts")
+
+
+def _reduced(value: int, device: torch.device, operation: dist.ReduceOp.RedOpType, where: str) -> int:
     if dist.get_world_size() == 1:
         return value
     total = torch.tensor([value], dtype=torch.int32, device=device)
-    with waiting_for_peers("in a sum of all ranks' counts"):
-        dist.all_reduce(total)
+    with waiting_for_peers(where):
+        dist.all_reduce(total, op=operation)
         return int(total)
 
 

@@ -14,6 +14,7 @@ from workers.config import RunConfig
 from workers.dataflow import (
     ALIASES,
     ANSWER_COLUMNS,
+    CRITIC_TRAIN,
     LOSS_MASKS,
     PROMPT_COLUMNS,
     ROLES,
@@ -30,10 +31,37 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     Raises:
         ConfigError: a task of the user's own cannot be in this graph.
     """
-    correction = config.algorithm.off_policy.settled(config.schedule.staleness_bound)
-    old_log_probs = config.actor.num_updates > 1 and correction.has_proximal_policy
-    graph = algorithm_tasks(config.algorithm, old_log_probs=old_log_probs)
+    graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_proximal_policy)
+    if config.actor.tri_model:
+        graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
+
+
+def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
+    """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes while training.
+
+    Raises:
+        ConfigError: they cannot be computed there.
+    """
+    if config.actor.engine != "fsdp":
+        raise ConfigError(f"actor.tri_model: engine {config.actor.engine} keeps no copies of the policy; use fsdp")
+    if config.algorithm.ref_update_interval:
+        raise ConfigError(
+            "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to "
+            "0, or tri_model to false"
+        )
+    scored = {name for task in graph if task.name in _OF_MODELS for name in task.outputs}
+    *others, train = (task for task in graph if task.name not in _OF_MODELS)
+    for task in others:
+        for name in scored.intersection(task.inputs):
+            raise ConfigError(
+                f"actor.tri_model: task {task.name} needs column {name} before training; set tri_model to false"
+            )
+    inputs = tuple(name for name in train.inputs if name not in scored)
+    return (*others, replace(train, inputs=inputs))
+
+
+_OF_MODELS = frozenset({"ref_log_probs", "actor_log_probs"})
 
 
 def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
@@ -50,8 +78,13 @@ def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> t
     _check_names(graph, users)
     _check_columns(graph, users)
     if any(user.output == LOSS_MASKS for user in users):
-        train = replace(train, inputs=(*train.inputs, LOSS_MASKS))
+        train = _masked(train)
+        others = [_masked(task) if task.name == CRITIC_TRAIN else task for task in others]
     return (*others, *_sorted(others, users), train)
+
+
+def _masked(train: Task) -> Task:
+    return replace(train, inputs=(*train.inputs, LOSS_MASKS))
 
 
 def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from asyncflow.device import CopiesDone, CopyStream
+from workers.engines.boxed_tensor import BoxedTensor
 
 
 class HostCopy:
@@ -75,6 +76,8 @@ class HostCopy:
             mesh = self._host_mesh(value.device_mesh)
             shape, stride = value.shape, value.stride()
             return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=shape, stride=stride)
+        if isinstance(value, BoxedTensor):
+            return value.mapped(lambda k, part: self._mirrored(part, f"{path}/{k}", pairs))
         if isinstance(value, Tensor):
             source = value.detach()
             pairs[path] = (self._buffer(path, source), source)

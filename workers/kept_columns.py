@@ -15,7 +15,7 @@ from workers.reference import reference_step
 Usable = Callable[[int, int], frozenset[str]]
 """(partition that a row was saved in, step that it is admitted for) -> names of columns."""
 
-_SAMPLING = set(SamplingConfig.model_fields) - {"batch_size"}
+_SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
 _REFERENCE = "ref_log_probs"
 _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "actor_rollout": lambda config: (config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),

@@ -1,4 +1,4 @@
-"""`ledger.jsonl`: one line per trained (step, group) and per group in quarantine, the proof of what was trained once.
+"""`ledger.jsonl`: one line per trained (step, group) and per replaced group, the proof of what was trained once.
 
 The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks. Never reads a ledger: that is
 `workers.ledger_file`, where the fields are explained.
@@ -54,8 +54,8 @@ def ledger_lines(
     return lines
 
 
-def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
-    """Return one line per group in quarantine.
+def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
+    """Return one line per group that another one replaced: in quarantine, or filtered out.
 
     Args:
         refills: that became known.
@@ -63,7 +63,7 @@ def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time
         lineage: that it belongs to.
         time_s: seconds since the command started.
     Returns:
-        JSON objects; see `workers.ledger_file.QuarantinedLine`.
+        JSON objects; see `workers.ledger_file.QuarantinedLine` and `FilteredLine`.
     """
     return [
         {
@@ -71,10 +71,10 @@ def quarantine_lines(refills: Sequence[Refill], *, step: int, lineage: int, time
             "step": step,
             "admitted_step": refill.step,
             "group": refill.replaced,
-            "quarantined": True,
+            "filtered" if refill.cause.filtered else "quarantined": True,
             "replaced_by": refill.group,
             "task": refill.cause.task,
-            "deliveries": refill.cause.deliveries,
+            **({} if refill.cause.filtered else {"deliveries": refill.cause.deliveries}),
             "time_s": round(time_s, 3),
         }
         for refill in refills

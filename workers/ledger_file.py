@@ -2,6 +2,7 @@
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
 {"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
+{"step": 3, "group": 19, "filtered": true, "replaced_by": 25}    its rewards were all equal; known as above
 """
 
 from dataclasses import dataclass
@@ -69,19 +70,47 @@ class QuarantinedLine(msgspec.Struct, frozen=True):
     time_s: float
 
 
+class FilteredLine(msgspec.Struct, frozen=True):
+    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run.
+
+    Attributes:
+        lineage: that filtered it out; later ones pass it over, too.
+        step, admitted_step, group, replaced_by, time_s: see `QuarantinedLine`.
+        task: that judged it.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    replaced_by: int
+    task: str
+    time_s: float
+
+
+ReplacedLine = QuarantinedLine | FilteredLine
+LedgerLine = TrainedLine | QuarantinedLine | FilteredLine
+
+
 class LedgerKey(msgspec.Struct, frozen=True):
     """What says which groups were trained; all that a resume needs of a line."""
 
     step: int
     group: int
     quarantined: bool = False
+    filtered: bool = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another group took its place."""
+        return self.quarantined or self.filtered
 
 
 @dataclass(frozen=True)
 class Ledger:
     """A ledger file."""
 
-    file: Lines[TrainedLine | QuarantinedLine]
+    file: Lines[LedgerLine]
 
     @cached_property
     def trained(self) -> list[tuple[int, TrainedLine]]:
@@ -93,6 +122,11 @@ class Ledger:
         """Line numbers and lines of groups in quarantine."""
         return [(number, line) for number, line in self.file.lines if isinstance(line, QuarantinedLine)]
 
+    @cached_property
+    def filtered(self) -> list[tuple[int, FilteredLine]]:
+        """Line numbers and lines of groups that were filtered out."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, FilteredLine)]
+
 
 def read_ledger(run_dir: Path) -> Ledger:
     """Read a run's ledger, which may still be written.
@@ -103,5 +137,7 @@ def read_ledger(run_dir: Path) -> Ledger:
     return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
 
 
-def _kind_of(line: bytes) -> type[TrainedLine | QuarantinedLine]:
-    return QuarantinedLine if b'"quarantined"' in line else TrainedLine
+def _kind_of(line: bytes) -> type[LedgerLine]:
+    if b'"quarantined"' in line:
+        return QuarantinedLine
+    return FilteredLine if b'"filtered"' in line else TrainedLine

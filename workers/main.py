@@ -17,6 +17,7 @@ from workers.context import WorkerContext
 ROLE_LOOPS = {
     "rollout": "workers.rollout:run_rollout",
     "actor": "workers.actor:run_actor",
+    "critic": "workers.critic:run_critic",
     "evaluate": "workers.evaluate:run_evaluate",
     "storage": "workers.services:run_storage",
     "controller": "workers.services:run_controller",

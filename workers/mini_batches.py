@@ -6,11 +6,12 @@ Two mini-batches a pass, two passes, four rounds:
     updates           0 1 | 2 3 | 3 0 | 1 2                                later passes go in an order of their own
 
 So the first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no
-trace; from then on the step needs nobody any more.
+trace; from then on the step needs nobody any more. An algorithm that looks at the whole step keeps all rounds, and
+trains none as it comes.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from tq.batch import PackedBatch
 from tq.client.dataloader import order_of_pass
@@ -23,13 +24,15 @@ class Round:
 
     Attributes:
         batch: its rows; none where the rank got none.
-        round_rows: most rows of any rank.
+        micro_batches: positions of rows; as many on all ranks, so the last ones of some are empty.
         total_rows: of all ranks.
+        drawn_by: versions that drew tokens of it, on any rank; only where somebody asks.
     """
 
     batch: PackedBatch
-    round_rows: int
+    micro_batches: Sequence[Sequence[int]]
     total_rows: int
+    drawn_by: Sequence[int] = ()
 
 
 def mini_batches(round_rows: Sequence[int], *, size: int) -> list[range]:
@@ -57,13 +60,15 @@ def mini_batches(round_rows: Sequence[int], *, size: int) -> list[range]:
 class StepRounds:
     """The rounds of one step, on one rank."""
 
-    def __init__(self, config: ActorConfig, *, step_rows: int) -> None:
+    def __init__(self, config: ActorConfig, *, step_rows: int, streams: bool = True) -> None:
         """Args:
         config: how many updates.
         step_rows: rows of the step on all ranks.
+        streams: rounds are trained as they come; else after `settle`.
         """
         self._num_passes = config.ppo_epochs
-        self._keeps = config.num_updates > 1
+        self._streams = streams
+        self._keeps = config.num_updates > 1 or not streams
         self._size = step_rows // config.num_updates_per_step
         self._kept: list[Round] = []
         self._num_rows = 0
@@ -74,7 +79,16 @@ class StepRounds:
         self._num_rows += arrived.total_rows
         if self._keeps:
             self._kept.append(arrived)
-        return first
+        return first and self._streams
+
+    def settle(self, change: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Sequence[Round]:
+        """All rounds are here: change their batches, and return the first mini-batch, where rounds do not stream."""
+        if self._streams:
+            return ()
+        batches = change([one.batch for one in self._kept])
+        self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]
+        first = mini_batches([one.total_rows for one in self._kept], size=self._size)[0]
+        return self._kept[first.start : first.stop]
 
     def later_mini_batches(self, *, seed: int, step: int) -> Iterator[Sequence[Round]]:
         """Yield the other mini-batches of the first pass, and all of later ones.

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncflow.errors import ConfigError
 
@@ -14,8 +14,27 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How transformers' classes that generate text end."""
+POLICY_KEY = "model.path"
+
+
+class ModelKind(NamedTuple):
+    """A kind of transformers' classes.
+
+    Attributes:
+        endings: of their names.
+        lacks: what a class with another name does not do, for a message.
+    """
+
+    endings: tuple[str, ...]
+    lacks: str
+
+
+GENERATES = ModelKind(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"), "generates no text")
+SCORES = ModelKind(("ForSequenceClassification",), "scores no text")
+BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is no language model")
+"""What a critic may begin with."""
+SCORE_HEAD = "score"
+"""What transformers calls the head of a language model's backbone that gives numbers."""
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
@@ -28,21 +47,45 @@ ARCHITECTURE_KEYS = (
 """Keys of config.json that decide which weights exist and what shapes they have."""
 
 
+class BadModelDir(ConfigError):
+    """A model directory cannot be used: what is wrong with it, behind the setting that names it."""
+
+    def __init__(self, problem: str, *, key: str = POLICY_KEY) -> None:
+        """Args:
+        problem: what is wrong, and what to do.
+        key: of the setting.
+        """
+        super().__init__(f"{key}: {problem}")
+        self.problem = problem
+
+
 def check_model_dir(path: Path) -> None:
-    """Check that config, tokenizer and every weight file are there and complete.
+    """Check the policy's directory: config, tokenizer and every weight file are there and complete.
 
     Reads the headers of weight files, not the weights.
 
     Raises:
         ConfigError: the first thing that is missing or broken.
     """
-    if not path.is_dir():
-        state = "is not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"model.path: {path} {state}; name a Hugging Face model directory")
-    _check_architecture(path)
+    _check_parts(path, GENERATES)
     eos_token_ids(path)
-    _check_tokenizer(path)
-    _check_weights(path)
+
+
+def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
+    """Check as `check_model_dir` does a model that generates nothing.
+
+    Args:
+        path: of the directory.
+        kind: what the model must be.
+        key: of the setting that names the directory; begins the message.
+
+    Raises:
+        ConfigError: the first thing that is missing or broken.
+    """
+    try:
+        _check_parts(path, kind)
+    except BadModelDir as error:
+        raise BadModelDir(error.problem, key=key) from None
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -54,8 +97,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
     config = read_object(path / "config.json", "the model's configuration")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
-        raise ConfigError(
-            f"model.path: {path / 'config.json'} names no architectures (found {architectures!r}); "
+        raise BadModelDir(
+            f"{path / 'config.json'} names no architectures (found {architectures!r}); "
             "use the config.json that belongs to the weights"
         )
     return config
@@ -73,6 +116,12 @@ def max_positions(path: Path) -> int | None:
     return None
 
 
+def longest_prompt(path: Path, max_response_tokens: int) -> int | None:
+    """Return the longest prompt (tokens) that leaves the model positions for its answer; None: no limit is known."""
+    positions = max_positions(path)
+    return None if positions is None else positions - max_response_tokens
+
+
 def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of generation_config.json, else of config.json.
 
@@ -85,15 +134,13 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     ids = settings.get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids
     if ids is None or ids == []:
-        raise ConfigError(
-            f"model.path: {path} names no eos_token_id, the token that ends an answer; add it to {generation.name}"
-        )
+        raise BadModelDir(f"{path} names no eos_token_id, the token that ends an answer; add it to {generation.name}")
     tokens = tuple(ids) if isinstance(ids, list) else (ids,)
     vocab_size = config.get("vocab_size")
     for token in tokens:
         if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
-            raise ConfigError(
-                f"model.path: eos_token_id {token!r} of {path} is no token of its {vocab_size}; "
+            raise BadModelDir(
+                f"eos_token_id {token!r} of {path} is no token of its {vocab_size}; "
                 f"correct it in {generation.name} or config.json"
             )
     return tokens
@@ -112,15 +159,15 @@ def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
     return _parsed_tokenizer(file, facts.st_mtime_ns, facts.st_size)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=3)
 def _parsed_tokenizer(file: Path, modified_ns: int, size_bytes: int) -> "Tokenizer":
-    """Parse a file once: two checks of one start need it, and a large vocabulary takes a good part of a second."""
+    """Parse a file once: several checks of one start need it, and a large vocabulary takes a good part of a second."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"model.path: {file} is not a tokenizer: {error}; copy it from the model again") from error
+        raise BadModelDir(f"{file} is not a tokenizer: {error}; copy it from the model again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -135,13 +182,13 @@ def read_object(file: Path, what: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
-        raise ConfigError(
-            f"model.path: cannot read {file}, {what}: {error.strerror}; name a complete Hugging Face model directory"
+        raise BadModelDir(
+            f"cannot read {file}, {what}: {error.strerror}; name a complete Hugging Face model directory"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"model.path: {file} is malformed JSON: {error}; copy it from the model again") from error
+        raise BadModelDir(f"{file} is malformed JSON: {error}; copy it from the model again") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"model.path: {file} does not hold a JSON object; copy it from the model again")
+        raise BadModelDir(f"{file} does not hold a JSON object; copy it from the model again")
     return value
 
 
@@ -173,7 +220,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             prefix = stream.read(len(LFS_POINTER))
             if prefix == LFS_POINTER:
-                raise ConfigError(f"model.path: {path} is a Git LFS pointer, not the weights; run `git lfs pull` there")
+                raise BadModelDir(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there")
             header_bytes = int.from_bytes(prefix[:8], "little")
             if size_bytes < 8 or header_bytes > min(size_bytes - 8, MAX_HEADER_BYTES):
                 raise _broken_weights(path, f"{size_bytes} bytes cannot hold its header")
@@ -182,7 +229,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except OSError as error:
-        raise ConfigError(f"model.path: cannot read {path}: {error.strerror}") from error
+        raise BadModelDir(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise _broken_weights(path, "its header is not one") from error
     if 8 + header_bytes + end != size_bytes:
@@ -190,16 +237,25 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     return entries
 
 
-def _check_architecture(path: Path) -> None:
+def _check_parts(path: Path, kind: ModelKind) -> None:
+    if not path.is_dir():
+        state = "is not a directory" if path.exists() else "does not exist"
+        raise BadModelDir(f"{path} {state}; name a Hugging Face model directory")
+    _check_architecture(path, kind)
+    _check_tokenizer(path)
+    _check_weights(path)
+
+
+def _check_architecture(path: Path, kind: ModelKind) -> None:
     config = read_model_config(path)
     file = path / "config.json"
     if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"model.path: {file} names no model_type; use the config.json that belongs to the weights")
+        raise BadModelDir(f"{file} names no model_type; use the config.json that belongs to the weights")
     names: list[str] = config["architectures"]
-    if not any(name.endswith(GENERATING) for name in names):
-        raise ConfigError(
-            f"model.path: {file} is of a {names[0]}, which generates no text; name a model whose architecture ends in "
-            f"{' or '.join(GENERATING)}"
+    if not any(name.endswith(kind.endings) for name in names):
+        raise BadModelDir(
+            f"{file} is of a {names[0]}, which {kind.lacks}; name a model whose architecture ends in "
+            f"{' or '.join(kind.endings)}"
         )
 
 
@@ -215,9 +271,7 @@ def _scaled_positions(config: Mapping[str, Any]) -> int:
 def _check_tokenizer(path: Path) -> None:
     found = [name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not found and not ((path / "vocab.json").is_file() and (path / "merges.txt").is_file()):
-        raise ConfigError(
-            f"model.path: {path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it from the model"
-        )
+        raise BadModelDir(f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy it from the model")
     if (path / TOKENIZER_SETTINGS).is_file():
         read_object(path / TOKENIZER_SETTINGS, "the tokenizer's settings")
     load_raw_tokenizer(path)
@@ -231,7 +285,7 @@ def _check_weights(path: Path) -> None:
     if not files:
         others = sorted(file.name for file in path.glob("*.bin"))
         hint = f"convert {others[0]} to safetensors" if others else "copy them from the model"
-        raise ConfigError(f"model.path: {path} holds no *.safetensors weights; {hint}")
+        raise BadModelDir(f"{path} holds no *.safetensors weights; {hint}")
     for file in files:
         read_safetensors_header(file)
 
@@ -239,19 +293,17 @@ def _check_weights(path: Path) -> None:
 def _check_shards(path: Path) -> None:
     weight_map = read_object(path / INDEX_FILE, "the index of the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"model.path: {path / INDEX_FILE} has no weight_map; copy it from the model again")
+        raise BadModelDir(f"{path / INDEX_FILE} has no weight_map; copy it from the model again")
     for weight, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise ConfigError(
-                f"model.path: {path / INDEX_FILE} puts {weight} into {shard!r}, which is no file name; "
-                "copy it from the model again"
+            raise BadModelDir(
+                f"{path / INDEX_FILE} puts {weight} into {shard!r}, which is no file name; copy it from the model again"
             )
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
-        raise ConfigError(
-            f"model.path: {path} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}; "
-            "finish the download"
+        raise BadModelDir(
+            f"{path} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}; finish the download"
         )
     held = {shard: read_safetensors_header(path / shard).keys() for shard in shards}
     for weight, shard in weight_map.items():
@@ -259,5 +311,5 @@ def _check_shards(path: Path) -> None:
             raise _broken_weights(path / shard, f"it lacks {weight}, which {INDEX_FILE} puts there")
 
 
-def _broken_weights(file: Path, reason: str) -> ConfigError:
-    return ConfigError(f"model.path: {file} is not a complete safetensors file: {reason}; download it again")
+def _broken_weights(file: Path, reason: str) -> BadModelDir:
+    return BadModelDir(f"{file} is not a complete safetensors file: {reason}; download it again")

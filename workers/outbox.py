@@ -7,6 +7,7 @@ rest, so neither a slow reward nor a slow queue holds up generation.
     score threads       score ... score ...... score
     outbox thread             put (G answers) .......... put (the rest of a lease)
 
+Where groups are filtered, the answers of a group wait for each other: all are put, or none (`workers.group_filter`).
 It never decides what is generated or which weights are used.
 """
 
@@ -26,6 +27,7 @@ from tq.batch import Column, PackedBatch
 from tq.client.queue_client import QueueClient
 from tq.messages import Granted
 from workers.engines.base import Generation
+from workers.group_filter import uniform_groups
 from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns
 from workers.samples import SampleLog
 
@@ -51,6 +53,10 @@ class RolloutLease:
         """Where each row is in the lease, by its index."""
         return {index: k for k, index in enumerate(self.batch.indices)}
 
+    def group_of(self, index: int) -> int:
+        """Return the id of a row's group."""
+        return self.granted.groups[self.position[index]]
+
     @cached_property
     def prompts(self) -> Sequence[Tensor]:
         """int64 [P] each."""
@@ -72,6 +78,7 @@ class Outbox:
         scorer: Scorer | None,
         samples: SampleLog,
         rows_per_put: int,
+        filter_size: int = 0,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread that puts.
@@ -81,6 +88,7 @@ class Outbox:
             scorer: None when a role of its own computes rewards.
             samples: shows scored answers to a person.
             rows_per_put: answers of a lease that are put together, while more of it are to come.
+            filter_size: answers of a group; those whose rewards are all equal are filtered out. 0: none is.
             failed: is called, by the outbox's thread, when `check` would raise.
         """
         self._failed = failed
@@ -88,13 +96,14 @@ class Outbox:
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
+        self._filter_size = filter_size
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0
         self._num_put = 0
         self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
-        self._finished: dict[RolloutLease, list[_Finished]] = {}
-        self._left: dict[RolloutLease, int] = {}
+        self._finished: dict[_Lot, list[_Finished]] = {}
+        self._left: dict[_Lot, int] = {}
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None
@@ -167,37 +176,62 @@ class Outbox:
             self._left.clear()
 
     def _gather(self, one: "_Finished") -> None:
-        """Put the answers of a lease once there are enough, or all that are left."""
+        """Put the answers of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
-        lease = one.lease
-        together = self._finished.setdefault(lease, [])
+        lot = _Lot(one.lease, one.lease.group_of(one.generation.index) if self._filter_size else None)
+        together = self._finished.setdefault(lot, [])
         together.append(one)
-        left = self._left.setdefault(lease, len(lease.batch))
-        if len(together) >= min(self._rows_per_put, left):
-            self._put(lease, self._finished.pop(lease))
-            self._left[lease] = left - len(together)
+        left = self._left.setdefault(lot, lot.num_rows)
+        if len(together) >= min(self._rows_per_put if lot.group is None else left, left):
+            self._put(one.lease, self._finished.pop(lot))
+            self._left[lot] = left - len(together)
             self._num_put += len(together)
-            if not self._left[lease]:
-                del self._left[lease]
+            if not self._left[lot]:
+                del self._left[lot]
 
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
         generations = [one.generation for one in finished]
+        rows = [one.index for one in generations]
         columns = _answer_columns(generations)
         scores = [one.score.result() for one in finished if one.score is not None]
         if scores:
             columns |= score_columns(scores)
             self._show(lease, generations, scores)
         try:
-            self._client.put("actor_rollout", lease.granted, [one.index for one in generations], columns)
+            if self._teaches_nothing(lease, rows, scores):
+                self._client.filter_groups("actor_rollout", lease.granted, rows)
+            else:
+                self._client.put("actor_rollout", lease.granted, rows, columns)
         except Superseded as error:
             logger.warning("dropped %d answers: %s", len(generations), error)
 
+    def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
+        """Whether these rows, of one group, are to be filtered out."""
+        if not self._filter_size:
+            return False
+        groups = [lease.group_of(row) for row in rows]
+        return bool(uniform_groups(groups, [score.reward for score in scores], group_size=self._filter_size))
+
     def _show(self, lease: RolloutLease, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
         for generation, score in zip(generations, scores, strict=True):
-            group = lease.granted.groups[lease.position[generation.index]]
+            group = lease.group_of(generation.index)
             self._samples.write(generation, score, step=lease.granted.partition, group=group)
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """Answers that are counted together: of a lease, or of one of its groups (None: of all)."""
+
+    lease: RolloutLease
+    group: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the lease that belong to it."""
+        groups = self.lease.granted.groups
+        return len(groups) if self.group is None else groups.count(self.group)
 
 
 @dataclass(frozen=True)

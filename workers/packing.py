@@ -1,7 +1,5 @@
 """From queue columns to the engines' packed sequences. Called by the actor and the reference; never pads or sorts."""
 
-import torch
-
 from tq.batch import PackedBatch
 from workers.engines.base import Sequences
 
@@ -12,6 +10,4 @@ def sequences_of(batch: PackedBatch) -> Sequences:
     Args:
         batch: columns `prompts` and `responses`, int64, N >= 1 rows.
     """
-    prompts, responses = batch["prompts"], batch["responses"]
-    pieces = [piece for pair in zip(prompts.rows(), responses.rows(), strict=True) for piece in pair]
-    return Sequences(torch.cat(pieces), prompts.lengths + responses.lengths, prompts.lengths)
+    return Sequences.of(list(batch["prompts"].rows()), list(batch["responses"].rows()))

@@ -1,7 +1,7 @@
 """What training leaves behind; actor rank 0 writes.
 
 updates.jsonl    a line per optimizer update, as soon as it was made: an independent count
-ledger.jsonl     lines of a finished step: groups that went into quarantine, then those that were trained
+ledger.jsonl     lines of a finished step: groups that others replaced, then those that were trained
 metrics.jsonl    a line per finished step, after its ledger lines
 """
 
@@ -20,10 +20,12 @@ from tq.batch import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.losses import LossCounts
 from workers.context import WorkerContext
-from workers.dataflow import OBSERVERS, ON_DEVICE, SERVICES
+from workers.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.engines.base import StepStats
 from workers.json_lines import JsonLines
-from workers.ledger import quarantine_lines
+from workers.learner import Model
+from workers.ledger import refill_lines
+from workers.log_prob_gap import LogProbGap
 from workers.step_totals import StepTotals, UpdateTotals, numbers
 
 
@@ -43,6 +45,34 @@ class Update:
 
 
 @dataclass
+class UpdateLog:
+    """Updates of one model in a step.
+
+    Attributes:
+        next_update: sums of this rank for the update that comes next.
+        made: the updates.
+    """
+
+    next_update: UpdateTotals = field(default_factory=UpdateTotals)
+    made: list[Update] = field(default_factory=list)
+
+    def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
+        """Count an update; what is added from now on is the next one's."""
+        self.made.append(Update(totals, totals.loss * scale, stats))
+        self.next_update = UpdateTotals()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the updates report: means over them; without any, all is 0."""
+        made = self.made
+        return {
+            "num_updates": len(made),
+            "loss": fmean(update.loss for update in made) if made else 0.0,
+            "grad_norm": fmean(update.stats.grad_norm for update in made) if made else 0.0,
+            "lr": made[-1].stats.lr if made else 0.0,
+        }
+
+
+@dataclass
 class StepRecord:
     """One step while it is trained.
 
@@ -52,14 +82,15 @@ class StepRecord:
         num_rows: rows that this rank got.
         ledger: lines of this rank's groups.
         totals: sums, of this rank, later of all.
-        next_update: sums of this rank for the update that comes next.
-        updates: those that were made.
+        gap: between the generating engine's log-probabilities and ours; of this rank, later of all.
+        policy, critic: their updates; the critic's where it is trained here.
         sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
         sync_bytes: of one version, to each receiver; by this rank, later by all.
         checkpoint_stall_s: seconds that saving held up this rank, since the step before.
         checkpoint_failures: saves that failed since this rank started.
         stopped: a stop came instead of publishing; on this rank, later on any.
         save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
+        critic_report: figures of a critic in a role of its own.
     """
 
     step: int
@@ -68,14 +99,16 @@ class StepRecord:
     num_rows: int = 0
     ledger: list[dict[str, Any]] = field(default_factory=list)
     totals: StepTotals = field(default_factory=StepTotals)
-    next_update: UpdateTotals = field(default_factory=UpdateTotals)
-    updates: list[Update] = field(default_factory=list)
+    gap: LogProbGap = field(default_factory=LogProbGap)
+    policy: UpdateLog = field(default_factory=UpdateLog)
+    critic: UpdateLog = field(default_factory=UpdateLog)
     sync_exposed_s: float = 0.0
     sync_bytes: int = 0
     checkpoint_stall_s: float = 0.0
     checkpoint_failures: int = 0
     stopped: bool = False
     save_wanted: bool = False
+    critic_report: Mapping[str, float] = field(default_factory=dict)
 
     def arrived(self) -> None:
         """A round is there."""
@@ -88,43 +121,49 @@ class StepRecord:
         self.ledger += lines
         self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
 
-    def add_loss(self, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
-        """Count a micro-batch that was trained, in whichever pass."""
+    def add_loss(self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
+        """Count a micro-batch that a model was trained on, in whichever pass."""
         sums = numbers(stats)
-        self.next_update.add(counts, sums["loss"])
-        self.totals.add_loss(sums)
+        self.log(model).next_update.add(counts, sums["loss"])
+        self.totals.add_loss(sums, "loss" if model is Model.POLICY else "critic")
 
-    def add_update(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
-        """Count an update; what is added from now on is the next one's."""
-        self.updates.append(Update(totals, totals.loss * scale, stats))
-        self.next_update = UpdateTotals()
+    def log(self, model: Model) -> UpdateLog:
+        """Return the updates of a model."""
+        return self.policy if model is Model.POLICY else self.critic
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that were made of whichever model is trained here."""
+        return max(len(self.policy.made), len(self.critic.made))
 
     def share(self) -> dict[str, Any]:
         """Return what the other ranks must know of a published step; see `join`."""
         return {
             "ledger": self.ledger,
             "totals": vars(self.totals),
+            "gap": vars(self.gap),
             "sync_bytes": self.sync_bytes,
             "stopped": self.stopped,
             "save_wanted": self.save_wanted,
         }
 
     def training_metrics(self) -> dict[str, float]:
-        """Return what the updates report: means over them."""
-        answers = sum(update.totals.answers for update in self.updates)
-        masked = answers - sum(update.totals.sequences for update in self.updates)
-        return {
-            "num_updates": len(self.updates),
-            "loss": fmean(update.loss for update in self.updates),
-            "grad_norm": fmean(update.stats.grad_norm for update in self.updates),
-            "lr": self.updates[-1].stats.lr,
-            "masked_fraction": masked / answers,
-        }
+        """Return what the updates report, the critic's under names of its own."""
+        answers = sum(update.totals.answers for update in self.policy.made)
+        masked = answers - sum(update.totals.sequences for update in self.policy.made)
+        critic = self.critic_metrics() if self.critic.made else self.critic_report
+        return {**self.policy.metrics(), "masked_fraction": masked / max(1, answers), **critic}
+
+    def critic_metrics(self) -> dict[str, float]:
+        """Return the figures of a critic that is trained here."""
+        updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
+        return {**updates, **self.totals.critic_metrics()}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
         """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
         self.ledger = [line for share in shares for line in share["ledger"]]
         self.totals = StepTotals.merged(StepTotals(**share["totals"]) for share in shares)
+        self.gap = LogProbGap.merged(LogProbGap(**share["gap"]) for share in shares)
         self.sync_bytes = sum(share["sync_bytes"] for share in shares)
         self.stopped = any(share["stopped"] for share in shares)
         self.save_wanted = any(share["save_wanted"] for share in shares)
@@ -171,8 +210,9 @@ class StepRecorder:
         self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
         self._updates = JsonLines(context.run_dir / "updates.jsonl")
         self._unwritten_refills: list[Refill] = []
+        self._complained = False
         self.num_refills = 0
-        """Groups in quarantine that this recorder was told of."""
+        """Replaced groups that this recorder was told of."""
         self._last_at = time.monotonic()
         self._waiting: dict[str, list[tuple[float, float]]] = {}
         self._idle: dict[str, float] = {}
@@ -196,7 +236,7 @@ class StepRecorder:
         self._updates.write([line])
 
     def refilled(self, refills: Sequence[Refill]) -> None:
-        """These groups went into quarantine, and were not told of before; the next step's lines name them."""
+        """These groups were replaced, and were not told of before; the next step's lines name them."""
         self.num_refills += len(refills)
         self._unwritten_refills += refills
 
@@ -214,6 +254,7 @@ class StepRecorder:
             "step_time_s": round(step_time_s, 4),
             **totals,
             **record.training_metrics(),
+            **record.gap.metrics(),
             "staleness_bound": self._context.config.schedule.staleness_bound,
             "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
             "train_tokens_per_s": round(tokens_per_s, 1),
@@ -227,9 +268,13 @@ class StepRecorder:
         }
         lineage = self._context.job.lineage
         refills, self._unwritten_refills = self._unwritten_refills, []
-        quarantined = quarantine_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
-        self._ledger.write(quarantined + record.ledger)
+        metrics["filtered_groups"] = sum(refill.cause.filtered for refill in refills)
+        replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
+        self._ledger.write(replaced + record.ledger)
         self._metrics.write([metrics])
+        if record.gap.complaint and not self._complained:
+            self._complained = True
+            self._context.warn(f"step {record.step}: {record.gap.complaint}")
 
     def sync(self) -> None:
         """Make everything written durable."""
@@ -245,7 +290,8 @@ class StepRecorder:
         return round(self._context.elapsed_s, 3)
 
     def _num_devices(self) -> int:
-        roles = set(ON_DEVICE) - OBSERVERS
+        with_model = self._context.config.reward.model is not None
+        roles = set(roles_on_device(reward_model=with_model)) - OBSERVERS
         return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in roles)
 
     def _idle_fractions(self) -> dict[str, float]:

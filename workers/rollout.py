@@ -77,6 +77,7 @@ class Rollout:
         )  # fmt: skip
         self._client = context.queue_client()
         self._wake = threading.Event()
+        context.wake_to_stop(self._wake)  # an engine may wait long for a server that says nothing
         receiver = open_receiver(
             context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set
         )
@@ -89,6 +90,7 @@ class Rollout:
             samples=self._samples,
             # A lease that ends early is generated again as a whole, so that the same answers share a batch.
             rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
+            filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
             failed=self._wake.set,
         )
         self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()
@@ -96,6 +98,7 @@ class Rollout:
         self._tickets = itertools.count()
         self._step = 0
         self._lineage = 0
+        self._draining = False
         self._busy = ExitStack()
         self._noted: tuple[int, int] | None = None
 
@@ -125,20 +128,25 @@ class Rollout:
         if self._scorer is not None:
             self._scorer.close()
         self._client.close()
+        self._engine.close()
         self._weights.close()
 
     def _swap_if_due(self) -> None:
+        self._draining = False
         if not self._weights.newer_at_hand:
             return
         if self._weights.abandoned:
             self._abandon()
         boundary = any(lease.granted.partition > self._step for lease, _ in self._waiting)
-        due = may_swap(
+        may = partial(
+            may_swap,
             self._config.schedule.mode,
-            interruptible=self._engine.interruptible,
             num_running=self._engine.num_running,
             boundary=boundary or self._feeder.needed_version() is not None,
         )
+        due = may(interruptible=self._engine.interruptible)
+        # An engine that cannot be interrupted would never be idle while others take the places of what ended.
+        self._draining = not due and may(interruptible=True)
         if due and not self._weights.load_newest():
             retry = threading.Timer(_RETRY_S, self._wake.set)  # others are swapping
             retry.daemon = True
@@ -171,7 +179,8 @@ class Rollout:
 
     def _fill(self) -> None:
         """Give the engine what waits, and ask for what there is room for."""
-        number = min(self._engine.free_slots, len(self._waiting))
+        room = self._room()
+        number = min(room, len(self._waiting))
         if number:
             taken = [self._waiting.popleft() for _ in range(number)]
             self._running |= {request.ticket: lease for lease, request in taken}
@@ -179,7 +188,13 @@ class Rollout:
             self._engine.submit([request for _, request in taken])
         version = self._weights.version
         assert version is not None, "nobody asks for prompts before there are weights"
-        self._feeder.want(self._engine.free_slots - len(self._waiting), version=version)
+        self._feeder.want(self._room() - len(self._waiting), version=version)
+
+    def _room(self) -> int:
+        """Return how many answers may begin; with `deterministic`, answers that began together share all steps."""
+        if self._engine.num_running and (self._config.deterministic or self._draining):
+            return 0
+        return self._engine.free_slots
 
     def _generate(self) -> None:
         self._context.progress()

@@ -2,12 +2,16 @@
 
 Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back. A full disk
 costs samples, not the run, and so does a directory that is gone.
+
+Legend of shapes: R answer tokens.
 """
 
 import contextlib
 import json
 import logging
 from pathlib import Path
+
+from torch import Tensor
 
 from asyncflow.spare_file import open_spare
 from workers.engines.base import Generation
@@ -43,6 +47,7 @@ class SampleLog:
             "group": group,
             "index": generation.index,
             "version": int(generation.versions_R[0]),
+            "versions": version_spans(generation.versions_R),
             "prompt": scored.prompt,
             "response": scored.response,
             "answer": scored.answer,
@@ -62,3 +67,13 @@ class SampleLog:
         """Close the file; idempotent."""
         with contextlib.suppress(OSError):  # it writes what is buffered
             self._file.close()
+
+
+def version_spans(versions_R: Tensor) -> list[list[int]]:
+    """Return [version, tokens] of each run of tokens that the same weights drew, in the order of the answer.
+
+    Args:
+        versions_R: int32 [R], of the answer's tokens.
+    """
+    versions, counts = versions_R.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+    return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]

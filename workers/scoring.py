@@ -17,6 +17,7 @@ from tq.messages import Granted, NoRowsReason
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.dataflow import PlacedTask
+from workers.group_filter import uniform_groups
 from workers.tasks import task_of
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,25 @@ def _serve(
     batch = chain.add_columns(batch, step=granted.partition)
     with context.timeline.span("put", step=granted.partition, rows=len(batch)):
         try:
-            client.put(task.name, granted, granted.rows, {name: batch[name] for name in task.outputs})
+            batch = _without_uniform_groups(granted, batch, task, client=client, context=context)
+            if len(batch):
+                client.put(task.name, granted, batch.indices, {name: batch[name] for name in task.outputs})
         except Superseded as error:
             logger.warning("dropped %d rows: %s", len(batch), error)
+
+
+def _without_uniform_groups(
+    granted: Granted, batch: PackedBatch, task: PlacedTask, *, client: QueueClient, context: WorkerContext
+) -> PackedBatch:
+    """Have groups that teach nothing taken out where this role scores and the algorithm filters; returns the others."""
+    config = context.config
+    if not config.algorithm.filters_groups or "rewards" not in task.outputs:
+        return batch
+    rewards, size = batch["rewards"].values.tolist(), config.schedule.n_samples_per_prompt
+    uniform = uniform_groups(granted.groups, rewards, group_size=size)
+    if not uniform:
+        return batch
+    client.filter_groups(
+        task.name, granted, [row for row, group in zip(granted.rows, granted.groups, strict=True) if group in uniform]
+    )
+    return batch.select([k for k, group in enumerate(granted.groups) if group not in uniform])

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from yaml import YAMLError
 
-from asyncflow.errors import RoleFailed
+from asyncflow.errors import NothingToLearn, RoleFailed
 from tq.batch import Column
 from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
@@ -27,7 +27,7 @@ from workers.kept_columns import usable_columns
 from workers.prompt_dataset import PromptDataset
 from workers.run_data import check_data
 from workers.tasks import launched_tasks, task_of, task_specs
-from workers.trained_groups import trained_groups
+from workers.trained_groups import filtered_groups, trained_groups
 
 
 class DatasetPrompts:
@@ -67,6 +67,7 @@ def run_controller(context: WorkerContext) -> None:
 
     Raises:
         ConfigError: the data are not those that the run began with.
+        NothingToLearn: dynamic sampling finds too few prompts that teach something.
         RoleFailed: a part of the service died.
     """
     serve_only()
@@ -87,12 +88,16 @@ def run_controller(context: WorkerContext) -> None:
         refill=True,
         version=context.start_step,
         trained=_trained(context),
+        filtered=_filtered(context),
+        max_filtered=config.algorithm.max_filtered(config.schedule.rollout_batch_size),
         saved=_saved_rows(context) if prompts is not None else None,
         last_step=context.job.last_step,
         lineage=context.job.lineage,
     )
     context.report("serving")
     while not context.stopping.wait(0.2):
+        if isinstance(service.failure, NothingToLearn):
+            raise service.failure
         if service.failed.is_set():
             raise RoleFailed(f"{context.gang.name}: {service.failure}") from service.failure
     service.stop()
@@ -105,6 +110,11 @@ def _trained(context: WorkerContext) -> frozenset[int]:
     if not context.start_step:
         return frozenset()
     return trained_groups(context.run_dir, context.config.schedule, completed=context.start_step)
+
+
+def _filtered(context: WorkerContext) -> frozenset[int]:
+    """Return the groups that were filtered out before this run goes on."""
+    return filtered_groups(context.run_dir, completed=context.start_step) if context.start_step else frozenset()
 
 
 def _saved_rows(context: WorkerContext) -> SavedRows | None:

@@ -7,6 +7,7 @@ Legend of shapes: N samples.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -93,10 +94,10 @@ class StepTotals:
         self.add("early", len(batch) * (admitted_step > step))
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
 
-    def add_loss(self, stats: Mapping[str, float]) -> None:
-        """Add the loss's own sums over tokens."""
+    def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
+        """Add a loss's own sums over tokens: of the policy's, or of `critic`."""
         for name, value in stats.items():
-            self.add(f"loss/{name}", value)
+            self.add(f"{of}/{name}", value)
 
     @staticmethod
     def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
@@ -113,7 +114,7 @@ class StepTotals:
 
         Loss terms are means over the tokens whose loss counts, of all passes; everything else is over all samples.
         """
-        sums = self.sums
+        sums = defaultdict(float, self.sums)  # in a step of the critic alone the policy has no loss
         samples = sums["samples"]
         tokens = max(1.0, sums["loss/tokens"])
         reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], samples)
@@ -139,6 +140,24 @@ class StepTotals:
             "staleness_max": self.staleness_max,
             "late_fraction": sums["late"] / samples,
             "early_fraction": sums["early"] / samples,
+        }
+
+    def critic_metrics(self) -> dict[str, float]:
+        """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.
+
+        `explained_variance` is 1 - Var(return - value) / Var(return): 0 for a critic that knows nothing, 1 for one that
+        knows the return; 0 where all returns are equal.
+        """
+        sums = self.sums
+        tokens = max(1.0, sums["critic/tokens"])
+        value, target = sums["critic/value"] / tokens, sums["critic/return"] / tokens
+        variance = sums["critic/return_squared"] / tokens - target**2
+        left = sums["critic/error_squared"] / tokens - (value - target) ** 2
+        return {
+            "value_mean": value,
+            "return_mean": target,
+            "value_clip_fraction": sums["critic/clipped"] / tokens,
+            "explained_variance": 1 - left / variance if variance > 0 else 0.0,
         }
 
 

@@ -7,7 +7,7 @@ from tq.config import ScheduleConfig, ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import StepSpec, TaskSpec
 from workers.config import RunConfig
-from workers.dataflow import SERVICES, NeededWeights, PlacedTask, place_tasks
+from workers.dataflow import SERVICES, TRAINERS, NeededWeights, PlacedTask, place_tasks
 from workers.graph import graph_of
 
 
@@ -22,10 +22,10 @@ def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]
             max_staleness=_max_staleness(task, config),
             barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
-            keeps_leases=task.role == "actor",
-            max_deliveries=0 if task.role == "actor" else config.tq.max_deliveries,
-            policy=load_policy(config.tq.policy if task.role == "actor" else "fifo"),
-            steps=_steps(config.schedule) if task.role == "actor" else None,
+            keeps_leases=task.role in TRAINERS,
+            max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
+            policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
+            steps=_steps(config.schedule) if task.role in TRAINERS else None,
         )
         for task in tasks
     ]

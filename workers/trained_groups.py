@@ -1,4 +1,5 @@
-"""Which groups a checkpoint's weights were trained on, as the surviving lines of `ledger.jsonl` say. Torch-free.
+"""Which groups a checkpoint's weights were trained on, and which were filtered out until then, as the surviving lines
+of `ledger.jsonl` say. Torch-free.
 
 Mostly those that the steps up to the checkpoint's were admitted with; not where some were in quarantine, or with
 `schedule.fill: first_ready`.
@@ -29,7 +30,7 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
     ledger = read_lines(path, lambda _: LedgerKey)
     if ledger.wrong:
         raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
-    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.quarantined}
+    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.replaced}
     expected = completed * schedule.rollout_batch_size
     if len(groups) != expected:
         raise ConfigError(
@@ -37,3 +38,13 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
             f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
         )
     return frozenset(groups)
+
+
+def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
+    """Return the ids of the groups that were filtered out, as known when step `completed` was finished.
+
+    Raises:
+        ConfigError: the ledger cannot be read.
+    """
+    ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
+    return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)

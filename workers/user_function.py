@@ -8,14 +8,20 @@ import _thread
 import ast
 import importlib
 import importlib.util
+import inspect
+import reprlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.coroutines import CoroutineThread
+
+_COROUTINES = CoroutineThread()
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -33,12 +39,14 @@ def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callabl
     module_name, _, attribute = name.partition(":")
     try:
         value: object = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"{field}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a script may end itself: its role would look as if it were done
+        raise ConfigError(f"{field}: importing {module_name!r} raised {_said(error)}") from error
     for part in attribute.split("."):
         value = getattr(value, part, None)
     if not callable(value):
-        raise ConfigError(f"{field}: {name!r} is not a function but {value!r}; name a callable")
+        raise ConfigError(f"{field}: {name!r} is not a function but {reprlib.repr(value)}; name a callable")
+    if not _can_be_called(value, len(arguments)):
+        raise ConfigError(f"{field}: {name} must take {', '.join(arguments)}")
     return value
 
 
@@ -60,19 +68,22 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
         module = ast.parse(source.read_bytes())
     except SyntaxError as error:
         raise ConfigError(f"{field}: {source}:{error.lineno}: {error.msg}") from error
+    except (OSError, ValueError) as error:  # not readable; null bytes
+        raise ConfigError(f"{field}: {source} cannot be read: {error}; name a Python module") from error
     defined = _top_level_names(module)
     if attribute.split(".")[0] not in defined and not defined & {"*", "__getattr__"}:
         raise ConfigError(f"{field}: {source} defines no {attribute!r}; name a function of that module")
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    last = next((node for node in reversed(functions) if node.name == attribute), None)
+    # What a decorator makes of a function may take other arguments.
+    if last is not None and not last.decorator_list and not _takes(last.args, len(arguments)):
+        raise ConfigError(f"{field}: {source}:{last.lineno}: {attribute} must take {', '.join(arguments)}")
 
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name == attribute and not _takes(node.args, len(arguments)):
-            raise ConfigError(f"{field}: {source}:{node.lineno}: {attribute} must take {', '.join(arguments)}")
 
-
-def call(
-    function: Callable[..., Any], *arguments: object, what: str, limit: str, timeout_s: float, response: str
-) -> object:
+def call(function: Callable[..., Any], *arguments: object, what: str, limit: str, timeout_s: float, on: str) -> object:
     """Call a user's function in a thread of its own, which is left behind when it passes the deadline.
+
+    An `async def` runs in the event loop that all users' coroutines share, and is cancelled at its deadline.
 
     Args:
         function: the user's.
@@ -80,17 +91,22 @@ def call(
         what: begins every message, e.g. `reward.function: my_rewards:score`.
         limit: name of the setting that holds the deadline.
         timeout_s: the deadline (s).
-        response: on which it is called.
+        on: what it is called on, in words, e.g. `response '7'`.
 
     Raises:
         UserCodeFailed: it raised, or did not return in time.
     """
     outcome: list[tuple[object, BaseException | None]] = []
+    begun: list[Future[object]] = []
     ended = threading.Event()
 
     def run() -> None:
         try:
-            outcome.append((function(*arguments), None))
+            value = function(*arguments)
+            if inspect.iscoroutine(value):
+                begun.append(_COROUTINES.start(value))
+                value = begun[0].result()
+            outcome.append((value, None))
         except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
             outcome.append((None, error))
         ended.set()
@@ -98,20 +114,42 @@ def call(
     # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
     _thread.start_new_thread(run, ())
     if not ended.wait(timeout_s):
+        for future in begun:
+            _COROUTINES.give_up(future)
         raise UserCodeFailed(
-            f"{what} took longer than {limit} = {timeout_s:g} s on response {excerpt(response)}; "
-            f"make it faster or raise the limit"
+            f"{what} took longer than {limit} = {timeout_s:g} s on {on}; make it faster or raise the limit"
         )
     value, error = outcome[0]
     if error is not None:
-        raised = f"{type(error).__name__}: {error}"
-        raise UserCodeFailed(f"{what} raised {raised} on response {excerpt(response)}") from error
+        raise UserCodeFailed(f"{what} raised {_said(error)} on {on}") from error
     return value
 
 
 def excerpt(text: str) -> str:
     """Return the beginning of a text, quoted, for a message."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _said(error: BaseException) -> str:
+    """Return class and message of what a user's code raised, in one line of bounded length."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  their `__str__` is their code, too
+        message = ""
+    return f"{type(error).__name__}: {message if len(message) <= 500 else message[:497] + '...'}"
+
+
+def _can_be_called(function: Callable[..., Any], count: int) -> bool:
+    """Whether it takes so many arguments, as far as it says; functions of C may say nothing."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[""] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _takes(arguments: ast.arguments, count: int) -> bool:
@@ -127,8 +165,14 @@ def _find(module_name: str, field: str) -> ModuleSpec:
         sys.path.append(here)
     try:
         spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{field}: importing the package of {module_name!r} raised {_said(error)}") from error
         spec = None
+    except ValueError:  # a module without a spec
+        spec = None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{field}: importing the package of {module_name!r} raised {_said(error)}") from error
     if spec is None:
         raise ConfigError(
             f"{field}: no module {module_name!r}; install it, or put {module_name.split('.')[0]}.py into {here}"

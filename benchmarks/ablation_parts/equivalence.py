@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from launcher.config import load_config
 from launcher.recipes import find_recipe
@@ -76,9 +75,9 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
             "ref_log_probs": Column.of_rows([one.log_probs_R - 0.1 for one in answers]),
             "truncated": Column.of_scalars(torch.tensor([one.truncated for one in answers])),
         }
-        reward_G = torch.tensor([float(one.reward) for one in scored])
-        columns["advantages"] = Column.of_scalars(algorithm_of(config).advantages(reward_G, group_size=size))
-        groups.append(PackedBatch(tuple(one.index for one in answers), columns, (group,) * size))
+        columns["rewards"] = Column.of_scalars(torch.tensor([float(one.reward) for one in scored]))
+        batch = PackedBatch(tuple(one.index for one in answers), columns, (group,) * size)
+        groups.append(batch.with_columns(algorithm_of(config).advantages(batch, group_size=size)))
     scorer.close()
     return groups
 
@@ -94,8 +93,7 @@ def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_
     for start in range(0, len(rows), micro_batch_size):
         batch = rows.select(range(start, min(start + micro_batch_size, len(rows))))
         engine.forward_backward(sequences_of(batch), algorithm.loss(batch, device=_CPU))
-    gradients = [parameter.grad for parameter in engine._model.parameters()]
-    return [each.full_tensor() for each in gradients if isinstance(each, DTensor)]
+    return [parameter.grad for parameter in engine._model.parameters() if parameter.grad is not None]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -2,10 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from chaos_parts.fault import Fault, Lab, Outcome, Seen, gave_up, is_named, judge_named, recovers, went_on
+from chaos_parts.faulty_run import FaultyRun
 from chaos_parts.small_disk import fill, small_disks
 
 _SOON = 3
@@ -34,28 +36,20 @@ def disk_is_full_during_a_save(lab: Lab) -> Seen:
 
 def disk_is_full_for_everything(lab: Lab) -> Seen:
     """No room for ledger, metrics, logs, checkpoints for a while: a warning, lines wait, nothing is lost or torn."""
-    with small_disks() as disks:
-        (lab.directory / "disk").mkdir()
-        disk = disks.mount(lab.directory / "disk", "40m")
-        with lab.run_on(disks, below="disk", steps=60) as run:
-            run.wait_for_step(_SOON)
-            filler = fill(disk)
-            run.hurt()
-            run.wait(lambda: _NO_ROOM in run.output, "a warning", within_s=40.0)
-            filler.unlink()
-            return went_on(run, steps=60)
+    with _run_on_its_own_disk(lab) as (run, disk):
+        filler = fill(disk)
+        run.hurt()
+        run.wait(lambda: _NO_ROOM in run.output, "a warning", within_s=40.0)
+        filler.unlink()
+        return went_on(run, steps=60)
 
 
 def disk_stays_full(lab: Lab) -> Seen:
     """No room for ledger, metrics, logs, checkpoints to the end: the run ends and says what is lost."""
-    with small_disks() as disks:
-        (lab.directory / "disk").mkdir()
-        disk = disks.mount(lab.directory / "disk", "40m")
-        with lab.run_on(disks, below="disk", steps=60) as run:
-            run.wait_for_step(_SOON)
-            fill(disk)
-            run.hurt()
-            return gave_up(run, "actor rank 0", "No space left on device")
+    with _run_on_its_own_disk(lab) as (run, disk):
+        fill(disk)
+        run.hurt()
+        return gave_up(run, "actor rank 0", "No space left on device")
 
 
 def disk_is_full_for_logs(lab: Lab) -> Seen:
@@ -67,6 +61,17 @@ def disk_is_full_for_logs(lab: Lab) -> Seen:
         fill(disk)
         run.hurt(run.pid("rollout-0"))
         return went_on(run)
+
+
+@contextmanager
+def _run_on_its_own_disk(lab: Lab) -> Iterator[tuple[FaultyRun, Path]]:
+    """Start a run of 60 steps whose whole directory is on a small disk; it has finished a few of them."""
+    with small_disks() as disks:
+        (lab.directory / "disk").mkdir()
+        disk = disks.mount(lab.directory / "disk", "40m")
+        with lab.run_on(disks, below="disk", steps=60) as run:
+            run.wait_for_step(_SOON)
+            yield run, disk
 
 
 def run_directory_is_removed(lab: Lab) -> Seen:

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
+from chaos_parts.run_files import lines
+
 _COMMAND = "from launcher.cli import launch; launch()"
 _MARK = "ASYNCFLOW_FAULT_RUN"
 _LOOK_S = 0.05
@@ -256,15 +258,6 @@ class FaultyRun:
 
     def _last_line(self) -> str:
         return next((line for line in reversed(self._lines) if line.strip()), "")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete JSON lines of a file; none when it does not exist."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _all_pids() -> list[int]:

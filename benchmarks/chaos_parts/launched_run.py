@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from chaos_parts.run_files import lines
+
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 _OTHER_COMMANDS = Path(sys.executable).parent / "asyncflow"
 LAUNCHER, FORK_SERVER, TRACKER = "launcher", "fork server", "resource tracker"
@@ -124,10 +126,7 @@ class LaunchedRun:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the complete lines of one of the run's JSONL files."""
-        path = self.run_dir / name
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return lines(self.run_dir / name)
 
     def last_step(self) -> tuple[int, int]:
         """Return (lineage, step) of the newest line of the metrics; (0, 0): there is none."""

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from chaos_parts.launched_run import kill
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "local_slurm.sh"
 COMMAND = Path(sys.executable).parent / "asyncflow"
 DEADLINE_S = 180.0
@@ -155,14 +157,6 @@ def _job_of(process: psutil.Process) -> tuple[str, str] | None:
     if "SLURM_JOB_ID" not in variables or process.status() == psutil.STATUS_ZOMBIE:
         return None
     return variables["SLURM_JOB_ID"], variables.get("SLURM_CONF", "")
-
-
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL if it still lives."""
-    try:
-        process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
 
 
 def wait_until(

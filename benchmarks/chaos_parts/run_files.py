@@ -15,9 +15,11 @@ class LedgerFaults(NamedTuple):
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete JSON lines of a file; none when it does not exist."""
-    if not path.is_file():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def last_step(run_dir: Path) -> int:

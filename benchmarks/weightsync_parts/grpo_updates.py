@@ -67,9 +67,9 @@ class GrpoUpdates:
             "rollout_log_probs": Column.of_rows([answer.log_probs_R for answer in answers]),
             "truncated": Column.of_scalars(torch.tensor([answer.truncated for answer in answers])),
             "rewards": Column.of_scalars(rewards),
-            "advantages": Column.of_scalars(self._algorithm.advantages(rewards, group_size=size)),
         }
-        return PackedBatch(tuple(range(len(answers))), columns)
+        batch = PackedBatch(tuple(range(len(answers))), columns)
+        return batch.with_columns(self._algorithm.advantages(batch, group_size=size))
 
 
 def _by_name(shards: Sequence[LocalShard]) -> Mapping[str, Tensor]:

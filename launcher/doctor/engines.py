@@ -1,12 +1,12 @@
 """Engines: can the libraries be imported that the run's engines, or this device, ask for."""
 
 import importlib
-import importlib.util
 import time
 from dataclasses import dataclass
 
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
+from launcher.engine_libraries import install, is_installed
 
 CHECK = "engines"
 
@@ -26,13 +26,21 @@ class Library:
 
 _TRANSFORMERS = Library("transformers.models.auto.modeling_auto", "pip install 'transformers>=5.16,<6'")
 _FSDP = Library("torch.distributed.fsdp", "pip install 'torch>=2.10'")
-_VLLM = Library("vllm", "pip install 'asyncflow-rl[cuda]'")
-_VLLM_ASCEND = Library("vllm_ascend", "pip install 'asyncflow-rl[npu]'")
-_MEGATRON = Library("megatron.core", "pip install 'megatron-core>=0.16,<0.17'")
+_VLLM = Library("vllm", install("vllm", "cuda"))
+_VLLM_CPU = Library("vllm", install("vllm", "cpu"))
+_HTTPX = Library("httpx2", install("openai", "cpu"))
+_VLLM_ASCEND = Library("vllm_ascend", install("vllm", "npu"))
+_MEGATRON = Library("megatron.core", install("megatron", "cuda"))
 _MINDSPEED = Library("mindspeed", "pip install git+https://github.com/Ascend/MindSpeed (PyPI's is a placeholder)")
 _TORCH_NPU = Library("torch_npu", "pip install 'asyncflow-rl[npu]'")
 
-_OF_ENGINE = {"hf": (_TRANSFORMERS,), "fsdp": (_FSDP, _TRANSFORMERS), "vllm": (_VLLM,), "megatron": (_MEGATRON,)}
+_OF_ENGINE = {
+    "hf": (_TRANSFORMERS,),
+    "fsdp": (_FSDP, _TRANSFORMERS),
+    "vllm": (_VLLM,),
+    "openai": (_HTTPX,),
+    "megatron": (_MEGATRON,),
+}
 _ON_NPU = {"vllm": (_VLLM_ASCEND,), "megatron": (_MINDSPEED,)}
 _OPTIONAL = {"cuda": (_VLLM, _MEGATRON), "npu": (_VLLM, _VLLM_ASCEND, _MEGATRON, _MINDSPEED)}
 """What other engines of that device would need."""
@@ -63,6 +71,8 @@ def check(needs: Needs) -> list[Finding]:
 def needed_libraries(needs: Needs) -> tuple[Library, ...]:
     """Return what the engines need on this device, each once."""
     libraries = [library for engine in needs.engines for library in _OF_ENGINE.get(engine, ())]
+    if needs.device == "cpu":  # another build of it
+        libraries = [_VLLM_CPU if library is _VLLM else library for library in libraries]
     if needs.device == "npu":
         libraries += [_TORCH_NPU, *(library for engine in needs.engines for library in _ON_NPU.get(engine, ()))]
     return tuple(dict.fromkeys(libraries))
@@ -74,7 +84,7 @@ def gather(needs: Needs) -> EngineFacts:
     needed = [library.module for library in needed_libraries(needs)]
     errors = {module: _import_error(module) for module in needed}
     optional = [library.module for library in _OPTIONAL.get(needs.device, ()) if library.module not in needed]
-    there = tuple(module for module in optional if _is_installed(module))
+    there = tuple(module for module in optional if is_installed(module))
     absent = tuple(module for module in optional if module not in there)
     return EngineFacts(errors, time.monotonic() - began, there, absent)
 
@@ -102,10 +112,3 @@ def _import_error(module: str) -> str:
     except Exception as error:  # noqa: BLE001 (third-party code at import raises anything)
         return reason(error)
     return ""
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # of a parent package
-        return False

@@ -144,9 +144,12 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     """Return what takes host memory (bytes), P parameters, c bytes each in copies, w on the wire.
 
         weight slots   num_slots x P x w              shared memory of the weight agent
-        training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW
+        training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW; a
+                                                      critic counts as another policy
+        policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating, reference, evaluating rank, on the CPU
-        broadcasts     P x w per such rank            only with `weightsync.path: broadcast`
+        reward models  R x c per reward rank, on the CPU: R parameters, c of its own
+        broadcasts     P x w per generating, reference, evaluating rank, only with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
         processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device)
 
@@ -163,8 +166,10 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
-        "training": _TRAINED_PARAMETER_BYTES * parameters if on_cpu else 0,
+        "training": _trained_models(config) * _TRAINED_PARAMETER_BYTES * parameters if on_cpu else 0,
+        "policy copies": _policy_copies(config) * parameters * _DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
+        "reward models": _reward_model_bytes(checked) if on_cpu else 0,
         "broadcasts": holders * parameters * wire if config.weightsync.path == "broadcast" else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES
@@ -172,6 +177,13 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         + (ranks - on_device) * _RANK_BYTES
         + on_device * _DEVICE_RANK_BYTES,
     }
+
+
+def _policy_copies(config: RunConfig) -> int:
+    """Return how many copies of the policy the actor keeps beside it; see `workers.tri_model`."""
+    if not config.actor.tri_model:
+        return 0
+    return config.num_old_policies + (config.algorithm.kl_coef > 0)
 
 
 def queue_bytes(config: RunConfig) -> int:
@@ -191,17 +203,30 @@ def _row_bytes(config: RunConfig) -> int:
     return (config.data.max_prompt_tokens + config.rollout.max_response_tokens) * _TOKEN_BYTES
 
 
+def _reward_model_bytes(checked: Preflight) -> int:
+    model = checked.config.reward.model
+    if model is None:
+        return 0
+    return checked.config.roles["reward"] * checked.num_reward_parameters * _DTYPE_BYTES[model.dtype]
+
+
 def checkpoint_bytes(checked: Preflight, *, model_bytes: int) -> int:
-    """Return the size of one checkpoint: 13 x P, the Hugging Face export, and the finished answers in the queue.
+    """Return the size of one checkpoint: 13 x P per trained model, the Hugging Face export, answers in the queue.
 
     Float32 weights and two moments of AdamW have 12; measured are 12.9 where input and output embeddings are one. A
-    reference that follows the policy adds one more copy of the model. Answers count as if all were as long as allowed.
+    reference that follows the policy adds one more copy of the model, a critic as much as the policy. Answers count as
+    if all were as long as allowed.
     """
     config = checked.config
     moving_reference = config.algorithm.kl_coef > 0 and config.algorithm.ref_update_interval > 0
     copies = int(config.checkpoint.export_hf) + int(moving_reference)
     answers = config.schedule.live_rows * _row_bytes(config)
-    return _SAVED_PARAMETER_BYTES * _parameters(checked) + copies * model_bytes + answers
+    saved = _trained_models(config) * _SAVED_PARAMETER_BYTES * _parameters(checked)
+    return saved + copies * model_bytes + answers
+
+
+def _trained_models(config: RunConfig) -> int:
+    return 1 + config.algorithm.has_critic
 
 
 def num_checkpoints(config: RunConfig) -> int:

@@ -1,11 +1,11 @@
 """Process groups: do two ranks meet and add up, over the interface and the backend that a run would use."""
 
-import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from asyncflow.environment import variables_set
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.interfaces import between_nodes, find_interfaces
 from launcher.doctor.needs import Needs
@@ -78,17 +78,12 @@ def _gloo_error(interface: str) -> str:
 
     from asyncflow.transport.channel import gloo_device
 
-    before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = interface
-    gloo_device.cache_clear()
-    try:
-        return _error_of([torch.device("cpu")] * 2)
-    finally:
+    with variables_set({_INTERFACE: interface}):
         gloo_device.cache_clear()
-        if before is None:
-            del os.environ[_INTERFACE]
-        else:
-            os.environ[_INTERFACE] = before
+        try:
+            return _error_of([torch.device("cpu")] * 2)
+        finally:
+            gloo_device.cache_clear()
 
 
 def _error_of(devices: "list[torch.device]") -> str:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # children import `peers` by nam
 
 import peers
 from echo_peers import Pong, echo_server
+from waiting import wait_until
 from weight_run import WeightRun
 
 from asyncflow.transport.connection import Connection
@@ -45,8 +46,14 @@ class Child:
         self._pipe.send(message)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal; returns when it stands still, if that is what the signal is for."""
         os.kill(self.process.pid, number)
+        if number is signal.SIGSTOP:
+            wait_until(self._stands_still, f"{self.process} was not stopped", deadline_s=DEADLINE_S)
+
+    def _stands_still(self) -> bool:
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def end(self) -> int:
         """Wait for its own end; returns the exit code."""

@@ -24,10 +24,10 @@ def make_sequences(rows: list[int]) -> Sequences | None:
     if not rows:
         return None
     samples = [torch.randint(2, 13, (4 + row,), generator=torch.Generator().manual_seed(row)) for row in rows]
-    return Sequences(
-        tokens_T=torch.cat(samples),
-        lengths_N=torch.tensor([len(sample) for sample in samples], dtype=torch.int32),
-        prompt_lengths_N=torch.tensor([2 + row % 2 for row in rows], dtype=torch.int32),
+    cuts = [2 + row % 2 for row in rows]
+    return Sequences.of(
+        [sample[:cut] for sample, cut in zip(samples, cuts, strict=True)],
+        [sample[cut:] for sample, cut in zip(samples, cuts, strict=True)],
     )
 
 

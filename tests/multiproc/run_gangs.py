@@ -21,11 +21,9 @@ def gangs(rollouts: int, actor_ranks: int) -> tuple[GangSpec, ...]:
     )
 
 
-def main() -> int:
-    started_at = time.time()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup, which ignores it for good
-    run_dir, entrypoint, rollouts, actor_ranks, launcher = sys.argv[1:]
-    config = RunConfig.model_validate(
+def config(launcher: str) -> RunConfig:
+    """Return a configuration of which only the launcher's part, given as JSON, counts."""
+    return RunConfig.model_validate(
         {
             "steps": 2,
             "roles": {},
@@ -36,8 +34,14 @@ def main() -> int:
             "launcher": json.loads(launcher),
         }
     )
+
+
+def main() -> int:
+    started_at = time.time()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup, which ignores it for good
+    run_dir, entrypoint, rollouts, actor_ranks, launcher = sys.argv[1:]
     return run_job(
-        config,
+        config(launcher),
         gangs(int(rollouts), int(actor_ranks)),
         Path(run_dir),
         resume_from="",

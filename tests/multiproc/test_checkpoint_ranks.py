@@ -1,30 +1,18 @@
 """Two ranks save together, beside collectives of their own: all of them save, or none does; any number restores."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_script
 
 SCRIPT = Path(__file__).with_name("checkpoint_rank.py")
 DEADLINE_S = 120
 
 
 def run_ranks(root: Path, mode: str, num_ranks: int) -> list[dict[str, Any]]:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    processes = [
-        subprocess.Popen([sys.executable, SCRIPT, root, mode, str(rank), str(num_ranks)], env=environment)
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0] * num_ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_script(SCRIPT, root, mode, num_ranks=num_ranks, deadline_s=DEADLINE_S)
     return [json.loads((root / f"{mode}-{num_ranks}-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 import configs
 from asyncflow.clock import HostClock
@@ -163,7 +164,9 @@ def test_example_follows_a_run_and_ends_with_it(run: Run, start_script: Any) -> 
         lines.append(engine.stdout.readline())
     versions = [Version(0, 0), Version(0, 1), Version(1, 1)]
     assert lines == [f"{checksum(wire(version))} weights of {version}\n" for version in versions]
-    assert run.agent.status().serving["external-engine"] == Version(1, 1)
+    wait_until(  # it prints before it says what it serves
+        lambda: run.agent.status().serving["external-engine"] == Version(1, 1), "not served", deadline_s=DEADLINE_S
+    )
     (run.dir / "job.json").unlink()
     assert engine.wait(DEADLINE_S) == 0
 

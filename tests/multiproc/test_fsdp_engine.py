@@ -1,13 +1,11 @@
 """FSDP over two Gloo ranks trains the same parameters as one rank, also across a checkpoint."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_script
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,17 +17,7 @@ DEADLINE_S = 120
 
 
 def run_ranks(root: Path, mode: str, num_ranks: int) -> None:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    processes = [
-        subprocess.Popen([sys.executable, SCRIPT, root, mode, str(rank), str(num_ranks)], env=environment)
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0] * num_ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_script(SCRIPT, root, mode, num_ranks=num_ranks, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
@@ -94,11 +94,7 @@ def joined(run: Run) -> tuple[HeadLink, "SimpleQueue[Inbound]"]:
 
 def until(condition: Callable[[], Any], what: str) -> Any:
     """Return the condition's first true value."""
-    end, never = time.monotonic() + DEADLINE_S, threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < end, what
-        never.wait(0.01)
-    return value
+    return wait_until(condition, what, deadline_s=DEADLINE_S)
 
 
 def test_orders_and_events_arrive_in_their_order(run: Run) -> None:

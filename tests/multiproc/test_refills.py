@@ -37,10 +37,10 @@ def _start_controller(credentials: Credentials) -> Iterator[Start]:
         one.close()
 
 
-def judge(client: QueueClient, *, groups: set[int], refused: int = -1) -> None:
+def judge(client: QueueClient, *, groups: set[int], refused: int | None = None) -> None:
     """Score groups; give the refused one back until nobody gets it any more."""
     left, failures = set(groups), 0
-    while left or failures < 2:
+    while left or (refused is not None and failures < 2):
         lease = client.fetch("judge", num_rows=2, timeout_s=20)
         group = lease.groups[0]
         if group == refused:
@@ -65,5 +65,34 @@ def test_step_is_full_and_the_trainer_hears_of_the_refill(credentials: Credentia
     lead.close()
     start_controller("controller-0")
     assert client.publish_version(1) == [refill]
+    loader.close()
+    client.close()
+
+
+def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
+    credentials: Credentials, start_controller: Start
+) -> None:
+    lead = start_controller("controller-0")
+    start_controller("controller-1")
+    client = QueueClient(credentials, "everybody", config=CONFIG)
+    filtered: list[int] = []
+    while len(filtered) < 2:  # the first groups that come
+        lease = client.fetch("judge", num_rows=2, timeout_s=20)
+        client.filter_groups("judge", lease, lease.rows)
+        client.filter_groups("judge", lease, lease.rows)
+        filtered.append(lease.groups[0])
+        if len(filtered) == 1:
+            lead.close()
+            lead = start_controller("controller-0")
+    assert filtered == [0, 1]
+    judge(client, groups={2, 3, 4, 5})
+    loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=2, rows_per_round=2)
+    loader.next_partition()
+    assert sorted(group for batch, _ in loader for group in batch.groups) == [4, 4, 5, 5]
+    refills = client.publish_version(1)
+    # Which one came first, a restarted lead learns from the other controller.
+    assert [(refill.group, refill.step) for refill in refills] == [(4, 1), (5, 1)]
+    assert {refill.replaced for refill in refills} == {0, 1}
+    assert {refill.cause for refill in refills} == {QuarantineCause("judge", filtered=True)}
     loader.close()
     client.close()

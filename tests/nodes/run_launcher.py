@@ -3,18 +3,18 @@
 Every node has an actor rank and a rollout; node 0 the controller, the last one the storage unit.
 """
 
-import json
 import signal
 import sys
 import time
 from pathlib import Path
+
+from run_gangs import config
 
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.job import GangSpec
 from launcher.job import run_job
 from launcher.node_options import NodePlace
 from launcher.node_run import NodeRun
-from workers.config import RunConfig
 
 
 def gangs(count: int) -> tuple[GangSpec, ...]:
@@ -24,21 +24,6 @@ def gangs(count: int) -> tuple[GangSpec, ...]:
         GangSpec("storage-0", "storage", 0, 1, ("cpu",), (count - 1,)),
         *(GangSpec(f"rollout-{node}", "rollout", node, 1, ("cpu",), (node,)) for node in range(count)),
         GangSpec("actor", "actor", 0, count, ("cpu",) * count, tuple(range(count))),
-    )
-
-
-def config(launcher: str) -> RunConfig:
-    """Return a configuration of which only the launcher's part counts."""
-    return RunConfig.model_validate(
-        {
-            "steps": 2,
-            "roles": {},
-            "model": {"path": "none"},
-            "data": {"path": "none"},
-            "schedule": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
-            "rollout": {"max_response_tokens": 1},
-            "launcher": json.loads(launcher),
-        }
     )
 
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.config import GRPOConfig
 from workers.algorithms.graph import algorithm_tasks
 from workers.columns.config import UserTaskConfig
 from workers.dataflow import PlacedTask, place_tasks
 from workers.graph import with_user_tasks
 
-GRPO = algorithm_tasks(AlgorithmConfig(kl_coef=0.1))
+GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
 
 
 def user(name: str = "safety", **settings: Any) -> UserTaskConfig:

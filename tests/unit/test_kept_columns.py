@@ -45,6 +45,7 @@ def test_unchanged_configuration_keeps_everything() -> None:
         ({"rollout": {"max_response_tokens": 9}}, PROMPT),
         ({"model": {"dtype": "bfloat16"}}, PROMPT),
         ({"reward": {"function": "digits"}}, EVERYTHING - REWARD - {"advantages"}),
+        ({"reward": {"model": {"path": "r"}}}, EVERYTHING - REWARD - {"advantages"}),
         ({"ref": {"engine": "sim"}}, EVERYTHING - REFERENCE),
         ({"algorithm": {"eps_clip": 0.1}}, EVERYTHING - {"advantages"}),
         ({"algorithm": {"kl_coef": 0.0}}, EVERYTHING - REFERENCE - {"advantages"}),

@@ -11,9 +11,9 @@ from tq.batch import Column, PackedBatch
 from tq.config import ScheduleConfig
 from tq.refill import QuarantineCause, Refill
 from workers.json_lines import JsonLines
-from workers.ledger import check_staleness, ledger_lines, prompt_hash, quarantine_lines
-from workers.ledger_file import QuarantinedLine, read_ledger
-from workers.trained_groups import trained_groups
+from workers.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
+from workers.ledger_file import FilteredLine, QuarantinedLine, read_ledger
+from workers.trained_groups import filtered_groups, trained_groups
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
@@ -84,7 +84,7 @@ def test_prompt_hash_is_that_of_the_group_s_prompt_whatever_was_answered() -> No
 def test_reader_tells_trained_groups_from_those_in_quarantine(tmp_path: Path) -> None:
     trained = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=1, time_s=1.0)
     refill = Refill(12, 6, 10, QuarantineCause("judge", 3))
-    quarantined = quarantine_lines([refill], step=5, lineage=1, time_s=2.0)
+    quarantined = refill_lines([refill], step=5, lineage=1, time_s=2.0)
     ledger = JsonLines(tmp_path / "ledger.jsonl")
     ledger.write([*quarantined, *trained, {"step": 5, "group": "x"}])
     ledger.close()
@@ -105,6 +105,22 @@ def test_groups_in_quarantine_were_not_trained(tmp_path: Path) -> None:
     lines = [{"step": 1, "group": 1, "quarantined": True}, {"step": 1, "group": 0}, {"step": 1, "group": 4}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert trained_groups(tmp_path, schedule, completed=1) == {0, 4}
+
+
+def test_filtered_groups_have_lines_of_their_own(tmp_path: Path) -> None:
+    schedule = ScheduleConfig(rollout_batch_size=1, n_samples_per_prompt=2)
+    refills = [Refill(12, 6, 10, QuarantineCause("rewards", filtered=True)), Refill(13, 6, 11, QuarantineCause("a", 2))]
+    lines = refill_lines(refills, step=1, lineage=0, time_s=2.0)
+    late = refill_lines([Refill(14, 7, 8, QuarantineCause("rewards", filtered=True))], step=2, lineage=0, time_s=3.0)
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 1, "group": 0}, *late])
+    (tmp_path / "ledger.jsonl").write_text(text)
+    read = read_ledger(tmp_path)
+    assert [line for _, line in read.filtered] == [
+        FilteredLine(0, 1, 6, 10, 12, "rewards", 2.0), FilteredLine(0, 2, 7, 8, 14, "rewards", 3.0),
+    ]  # fmt: skip
+    assert [line.group for _, line in read.quarantined] == [11]
+    assert trained_groups(tmp_path, schedule, completed=1) == {0}
+    assert filtered_groups(tmp_path, completed=1) == {10}, "a resume at step 1 forgets what step 2 found out"
 
 
 def test_ledger_that_nobody_understands_is_refused(tmp_path: Path) -> None:

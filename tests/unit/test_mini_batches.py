@@ -12,7 +12,7 @@ from workers.mini_batches import Round, StepRounds, mini_batches
 
 
 def make_rounds(totals: list[int]) -> list[Round]:
-    return [Round(PackedBatch((number,), {}), 1, total) for number, total in enumerate(totals)]
+    return [Round(PackedBatch((number,), {}), [range(1)], total) for number, total in enumerate(totals)]
 
 
 def updates(config: ActorConfig, totals: list[int], seed: int = 0) -> list[list[int]]:

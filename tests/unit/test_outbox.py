@@ -13,9 +13,10 @@ from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.messages import Granted
-from workers.config import RewardConfig
 from workers.engines.base import Generation
 from workers.outbox import Outbox, RolloutLease
+from workers.rewards.base import Score
+from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
 from workers.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ class Queue:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.puts: list[tuple[list[int], Mapping[str, Column]]] = []
+        self.filtered: list[list[int]] = []
         self.arrived = threading.Semaphore(0)
         self.error = error
 
@@ -37,6 +39,10 @@ class Queue:
             raise self.error
         self.puts.append((list(rows), columns))
         self.arrived.release()
+
+    def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
+        assert task == "actor_rollout" and granted.token == 7
+        self.filtered.append(list(rows))
 
 
 class GatedScorer(Scorer):
@@ -175,3 +181,39 @@ def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
         outbox.add(new, answer(index))
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
+
+
+def leased_groups(*groups: int) -> RolloutLease:
+    """A lease of these groups' rows, 10, 11, ...; answer "c" is what `answer` gives."""
+    rows = list(range(10, 10 + len(groups)))
+    granted = Granted("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
+    columns = {
+        "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
+        "answers": Column.of_texts(["-"] * len(rows)),
+    }
+    return RolloutLease(granted, PackedBatch(tuple(rows), columns, groups))
+
+
+class GradedScorer(Scorer):
+    """Rewards 1 only for the responses that are named."""
+
+    good: frozenset[str] = frozenset()
+
+    def _score_text(self, prompt: str, response: str, answer: str):  # type: ignore[no-untyped-def]
+        return Score(float(response in self.good), False)
+
+
+def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:
+    client, scorer = Queue(), GradedScorer(RewardConfig(), load_tokenizer(model_dir))
+    scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
+    one = leased_groups(0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
+    outbox = Outbox(client, scorer=scorer, samples=samples, rows_per_put=2, filter_size=2)  # type: ignore[arg-type]
+    tokens = {10: 4, 11: 5, 12: 4, 13: 6, 14: 7, 15: 8, 16: 9}
+    versions = torch.tensor([3, 4], dtype=torch.int32)
+    for index in (12, 10, 14, 16, 15, 13, 11):
+        response = torch.tensor([tokens[index], 1])
+        outbox.add(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+    outbox.close(stop=threading.Event())
+    scorer.close()
+    assert sorted(sorted(rows) for rows, _ in client.puts) == [[10, 11], [16]]
+    assert sorted(sorted(rows) for rows in client.filtered) == [[12, 13], [14, 15]]

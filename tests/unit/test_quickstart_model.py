@@ -27,8 +27,8 @@ ROUNDING = 1e-3
 """Largest difference of a weight between machines; another instruction set was measured to change them by 4e-5."""
 
 
-def make(target: Path, *arguments: str) -> None:
-    script = str(QUICKSTART / "make_model.py")
+def make(target: Path, *arguments: str, name: str = "make_model.py") -> None:
+    script = str(QUICKSTART / name)
     environment = {**os.environ, "PYTHONPATH": str(CONFIGS.parent)}
     subprocess.run(
         [sys.executable, "-P", script, "--target", str(target), *arguments],
@@ -56,6 +56,21 @@ def test_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     a, b, c = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in "abc")
     assert a == b
     assert a != c
+
+
+def test_script_of_the_reward_model_makes_one_like_the_committed_one(tmp_path: Path) -> None:
+    """What the committed one has learnt is looked at in `tests/unit/columns/test_rewards.py`."""
+    make(tmp_path, "--steps", "1", name="make_reward_model.py")
+    folders = (tmp_path / "reward_model", QUICKSTART / "reward_model")
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in (*folders, QUICKSTART / "model")}) == 1
+    made, committed = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {name: weight.shape for name, weight in made.items()} == {
+        name: weight.shape for name, weight in committed.items()
+    }
+    shapes = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    for config in shapes:
+        config.pop("transformers_version")
+    assert shapes[0] == shapes[1]
 
 
 def test_folder_is_small_and_complete() -> None:
@@ -91,7 +106,9 @@ def test_model_is_right_about_one_sum_in_three() -> None:
     assert 0.2 < sum(correct) / len(correct) < 0.4
 
 
-@pytest.mark.parametrize("name", ["quickstart", "smollm2-arithmetic-cpu", "smollm2-gsm8k-cpu"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "smollm2-arithmetic-cpu", "smollm2-two-digit-sums-cpu", "smollm2-gsm8k-cpu"]
+)
 def test_recipes_are_valid_and_their_batches_divide(name: str) -> None:
     config = RunConfig.model_validate(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
     num_samples = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
@@ -103,7 +120,9 @@ def test_recipes_are_valid_and_their_batches_divide(name: str) -> None:
 def test_arithmetic_prompts_are_what_their_script_makes(tmp_path: Path) -> None:
     script = CONFIGS / "data" / "make_arithmetic.py"
     subprocess.run([sys.executable, script, "--target", tmp_path], check=True, timeout=60, capture_output=True)
-    for name in ("arithmetic.jsonl", "arithmetic_held_out.jsonl"):
+    names = sorted(path.name for path in (CONFIGS / "data").glob("*.jsonl"))
+    assert names == sorted(path.name for path in tmp_path.iterdir())
+    for name in names:
         assert (tmp_path / name).read_bytes() == (CONFIGS / "data" / name).read_bytes(), name
 
 
@@ -112,6 +131,7 @@ def test_arithmetic_prompts_are_what_their_script_makes(tmp_path: Path) -> None:
     [
         ("quickstart/train.jsonl", "quickstart/held_out.jsonl", 20),
         ("data/arithmetic.jsonl", "data/arithmetic_held_out.jsonl", 64),
+        ("data/two_digit_sums.jsonl", "data/two_digit_sums_held_out.jsonl", 400),
     ],
 )
 def test_held_out_prompts_are_not_trained_on(train: str, held_out: str, num_held_out: int) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tq.refill import QuarantineCause, Refill
 from workers.algorithms.losses import LossCounts
 from workers.engines.base import StepStats
+from workers.log_prob_gap import LogProbGap
 from workers.records import LengthMean, StepRecord, StepRecorder
 from workers.step_totals import StepTotals
 
@@ -40,9 +42,9 @@ def test_without_a_stop_all_go_on() -> None:
 def test_figures_of_several_updates_are_means_over_them() -> None:
     record = StepRecord(1)
     for loss_sum, scale, norm, lr in ((4.0, 0.5, 1.0, 1e-3), (2.0, 0.25, 3.0, 2e-3)):
-        record.next_update.add(LossCounts(8, 3, 4), loss_sum)
-        record.add_update(record.next_update, scale=scale, stats=StepStats(norm, lr))
-    assert record.next_update.counts == LossCounts(0, 0, 0)
+        record.policy.next_update.add(LossCounts(8, 3, 4), loss_sum)
+        record.policy.add(record.policy.next_update, scale=scale, stats=StepStats(norm, lr))
+    assert record.policy.next_update.counts == LossCounts(0, 0, 0)
     metrics = record.training_metrics()
     assert metrics["num_updates"] == 2
     assert metrics["loss"] == pytest.approx((2.0 + 0.5) / 2)
@@ -62,13 +64,14 @@ def test_length_bias_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     assert LengthMean.so_far(path).add(55.0, 4) == pytest.approx(20.0)
 
 
-def recorder(run_dir: Path, *, lineage: int = 1) -> StepRecorder:
+def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = print) -> StepRecorder:
     context: Any = SimpleNamespace(
         run_dir=run_dir,
-        config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1)),
+        config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1), reward=SimpleNamespace(model=None)),
         elapsed_s=0.0,
         job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", num_ranks=1)]),
         waiting_seconds=dict,
+        warn=warn,
     )
     return StepRecorder(context)
 
@@ -76,8 +79,8 @@ def recorder(run_dir: Path, *, lineage: int = 1) -> StepRecorder:
 def finished_step(step: int) -> StepRecord:
     record = StepRecord(step, ledger=[{"step": step, "group": step - 1}])
     record.totals = StepTotals(defaultdict(float, samples=2.0))
-    record.next_update.add(LossCounts(8, 2, 2), 1.0)
-    record.add_update(record.next_update, scale=1.0, stats=StepStats(1.0, 1e-3))
+    record.policy.next_update.add(LossCounts(8, 2, 2), 1.0)
+    record.policy.add(record.policy.next_update, scale=1.0, stats=StepStats(1.0, 1e-3))
     return record
 
 
@@ -95,6 +98,17 @@ def test_groups_in_quarantine_are_named_once_in_the_step_that_is_finished_next(t
     assert [(line["step"], line["group"]) for line in lines] == [(1, 0), (2, 3), (2, 1), (3, 2)]
     named = {name: lines[1][name] for name in ("lineage", "admitted_step", "quarantined", "replaced_by", "task")}
     assert named == {"lineage": 1, "admitted_step": 4, "quarantined": True, "replaced_by": 6, "task": "judge"}
+
+
+def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:
+    told: list[str] = []
+    records = recorder(tmp_path, warn=told.append)
+    for step, total in ((1, 0.3), (2, 39.0), (3, 39.0)):
+        record = finished_step(step)
+        record.gap = LogProbGap(10, total, 9.0)
+        records.write(record)
+    records.close()
+    assert len(told) == 1 and told[0].startswith("step 2: the generating engine's log-probabilities are 3.9 nats from")
 
 
 def test_update_is_written_down_before_anybody_knows_whether_its_step_will_be_finished(tmp_path: Path) -> None:

@@ -91,7 +91,10 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
     made: Any = object.__new__(Rollout)
     made._config = SimpleNamespace(
-        schedule=SimpleNamespace(mode=mode), weightsync=SimpleNamespace(timeout_s=timeout_s), seed=0
+        schedule=SimpleNamespace(mode=mode),
+        weightsync=SimpleNamespace(timeout_s=timeout_s),
+        seed=0,
+        deterministic=False,
     )
     made._context = SimpleNamespace(
         timeline=NoTimeline(),
@@ -107,6 +110,7 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     made._weights = HeldWeights(made._context, made._receiver, made._engine.load_weights, loaded=made._loaded)
     made._waiting, made._running = deque(), {}
     made._tickets, made._step, made._noted, made._lineage = itertools.count(), 0, None, 0
+    made._draining = False
     made._busy = rollout.ExitStack()
     return made
 
@@ -158,6 +162,26 @@ def test_substep_takes_newer_weights_at_once() -> None:
     assert loop._weights.version == Version(0, 1)
 
 
+def test_engine_that_cannot_be_interrupted_gets_nothing_new_until_it_took_the_weights() -> None:
+    loop = make()
+    loop._engine.interruptible = False
+    loop._weights.load_newest()
+    loop._feeder.leases.append(lease(1, 0))
+    loop._take_leases()
+    loop._fill()
+    loop._receiver.newest = Version(0, 1)
+    loop._feeder.leases.append(lease(2, 8))
+    loop._take_leases()
+    loop._swap_if_due()
+    loop._fill()
+    assert (loop._engine.num_running, len(loop._waiting)) == (1, 1)
+    loop._generate()
+    loop._swap_if_due()
+    loop._fill()
+    loop._generate()
+    assert versions(loop._outbox) == {0: [0] * 4, 8: [1] * 4}
+
+
 def test_turn_that_was_refused_is_asked_for_again_soon() -> None:
     loop = make(ScheduleMode.SUBSTEP)
     loop._receiver.refusals = 1
@@ -200,6 +224,26 @@ def test_no_more_is_wanted_than_there_is_room_for() -> None:
     loop._take_leases()
     loop._fill()
     assert loop._feeder.wanted[-1][0] == -1, "one waits"
+
+
+@pytest.mark.parametrize(("deterministic", "room"), [(False, 2), (True, 0)])
+def test_free_places_are_filled_while_others_run_unless_the_run_is_deterministic(
+    deterministic: bool, room: int
+) -> None:
+    loop = make()
+    loop._config.deterministic = deterministic
+    slow = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=1e3)
+    lengths = SimLengths(slow, samples_per_step=8, seed=0)
+    loop._engine = SimGenerateEngine(slow, lengths, num_slots=4, max_response_tokens=9)
+    loop._weights.load_newest()
+    loop._feeder.leases.append(lease(1, 0, 1))
+    loop._take_leases()
+    loop._fill()
+    assert loop._feeder.wanted[-1][0] == room
+    loop._feeder.leases.append(lease(1, 2))
+    loop._take_leases()
+    loop._fill()
+    assert loop._engine.num_running == (2 if deterministic else 3)
 
 
 def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> None:

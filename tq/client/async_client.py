@@ -116,6 +116,10 @@ class AsyncQueueClient:
         """See `QueueClient.give_back`."""
         await self._call(self._client.give_back, task, granted, rows)
 
+    async def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
+        """See `QueueClient.filter_groups`."""
+        await self._call(self._client.filter_groups, task, granted, rows)
+
     async def forget(self, task: str, granted: Granted) -> None:
         """See `QueueClient.forget`."""
         await self._call(self._client.forget, task, granted)

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import ConfigError, PeerRefused, TransportError
 from tq.balance import split_by_tokens, split_evenly
-from tq.batch import PackedBatch
+from tq.batch import Column, PackedBatch
 from tq.client.patience import Patience
 from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
@@ -205,6 +205,20 @@ class StreamingDataLoader(IterableDataset[Rows]):
         filled = min(count, -(-len(batch) // num_rows))
         parts = split_evenly(tokens, filled, equal_counts=True) if filled else []
         return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
+
+    def put(self, columns: Mapping[str, Column]) -> None:
+        """Write the task's outputs for the round that was yielded last; its rows then need no ack.
+
+        Args:
+            columns: outputs, in the order of the round's rows; none for an empty round.
+
+        Raises:
+            Superseded, TransportError: see `QueueClient.put`.
+        """
+        granted = self._held[-1]
+        if granted.rows and self._client is not None:
+            self._client.put(self._request.task, granted, granted.rows, columns)
+        self._held.pop()
 
     def ack(self) -> None:
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again."""

@@ -304,6 +304,21 @@ class QueueClient:
         self._services.ask(service, GiveBack(task, granted.token, list(rows)))
         self._held.settled(task, granted.token, rows)
 
+    def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
+        """Nobody shall work on the groups of these rows any more: they leave the queue.
+
+        Where prompts are admitted, the next one takes each one's place in its step. A lease that is void by now changes
+        nothing: the rows are somebody else's, who will judge them.
+
+        Raises:
+            ConfigError: the lease is another task's, or has no such rows.
+        """
+        check_granted(granted)
+        check_lease(task, granted, rows)
+        service = self._services.directory.controller_of(task)
+        self._services.ask(service, GiveBack(task, granted.token, list(rows), filtered=True))
+        self._held.settled(task, granted.token, rows)
+
     def forget(self, task: str, granted: Granted) -> None:
         """Another reader of this lease (a rank of the same replica) settles it: this client does not vouch for it."""
         check_granted(granted)
@@ -312,7 +327,7 @@ class QueueClient:
     # The queue as a whole
 
     def publish_version(self, step: int, *, refills_known: int = 0) -> list[Refill]:
-        """Announce that weights of `step` exist; returns which groups admission replaced, since they failed too often.
+        """Announce that weights of `step` exist; returns which groups admission replaced: failed or filtered ones.
 
         Args:
             step: the version's.

@@ -6,24 +6,25 @@ admitted once weights exist that may start it: (s - 1) - v <= max_staleness for 
     AdmissionState(..., version=0)  admits steps 1 .. 1 + max_staleness
     version 1 is published          admits step 2 + max_staleness
 
-A group in quarantine is replaced by the next id, in its step; later steps go on behind it. So ids stay contiguous, and
-steps and refills alone say where every group belongs:
+A group in quarantine, or one that was filtered out since it would teach nothing, is replaced by the next id, in its
+step; later steps go on behind it. So ids stay contiguous, and steps and refills alone say where every group belongs:
 
     batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
 
 When a run is resumed, the groups that were trained may be no prefix: some were in quarantine, and with `fill:
 first_ready` the step that a group belongs to is not always the one that trains it. So they are named, and the others
-fill the steps that follow, in order:
+fill the steps that follow, in order; those that were in quarantine are tried again, those that were filtered are not:
 
-    batch 2, trained 0 4:  step 2: 1 2   step 3: 3 5   step 4: 6 7
+    batch 2, trained 0 4:               step 2: 1 2   step 3: 3 5   step 4: 6 7
+    batch 2, trained 0 4, filtered 2:   step 2: 1 3   step 3: 5 6
 """
 
-import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from asyncflow.errors import NothingToLearn
 from tq.config import ScheduleConfig
 from tq.refill import UNKNOWN, QuarantineCause, Refill
 
@@ -60,7 +61,14 @@ class AdmissionState:
     """The prompt cursor and its gate."""
 
     def __init__(
-        self, schedule: ScheduleConfig, *, version: int, last_step: int, trained: Collection[int] = ()
+        self,
+        schedule: ScheduleConfig,
+        *,
+        version: int,
+        last_step: int,
+        trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
     ) -> None:
         """Args:
         schedule: batch, group size and staleness bound.
@@ -68,25 +76,47 @@ class AdmissionState:
         last_step: steps beyond are never admitted.
         trained: groups that are in the weights with which the run, or its resumption, began: as many as their steps
             have; none: they are a prefix.
+        filtered: groups that were filtered out before the run was resumed.
+        max_filtered: at most so many groups of a step may be filtered out; None: any number.
         """
         self._schedule = schedule
         self._last_step = last_step
         self._version = version
         self._next_step = version + 1
         self._refills: list[Refill] = []
+        self._replaced: set[int] = set()
+        self._by_step: dict[int, list[Refill]] = {}
         self._trained = frozenset(trained)
         self._num_trained = len(self._trained)
-        self._first = next(group for group in range(self._num_trained + 1) if group not in self._trained)
-        self._beyond = sorted(group for group in self._trained if group > self._first)
+        self._over = self._trained.union(filtered)
+        self._first = next(group for group in range(len(self._over) + 1) if group not in self._over)
+        self._beyond = sorted(group for group in self._over if group > self._first)
+        self._taken = list(self._beyond)
+        """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
+        self._max_filtered = max_filtered
 
     @staticmethod
     def from_mark(
-        mark: AdmissionMark, schedule: ScheduleConfig, *, last_step: int, trained: Collection[int] = ()
+        mark: AdmissionMark,
+        schedule: ScheduleConfig,
+        *,
+        last_step: int,
+        trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
     ) -> "AdmissionState":
         """Go on where an earlier incarnation, or a checkpoint, stood; `schedule` has the same batch and group size."""
-        state = AdmissionState(schedule, version=mark.version, last_step=last_step, trained=trained)
+        state = AdmissionState(
+            schedule,
+            version=mark.version,
+            last_step=last_step,
+            trained=trained,
+            filtered=filtered,
+            max_filtered=max_filtered,
+        )
         state._next_step = mark.next_step
-        state._refills = list(mark.refills)
+        for refill in mark.refills:
+            state._add(refill)
         return state
 
     @property
@@ -100,9 +130,9 @@ class AdmissionState:
         return self._schedule.n_samples_per_prompt
 
     @property
-    def quarantined(self) -> frozenset[int]:
-        """Groups that were replaced."""
-        return frozenset(refill.replaced for refill in self._refills)
+    def replaced(self) -> frozenset[int]:
+        """Groups that others replaced: in quarantine, or filtered out."""
+        return frozenset(self._replaced)
 
     def mark(self) -> AdmissionMark:
         """Return where admission stands."""
@@ -126,9 +156,9 @@ class AdmissionState:
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
         """Return the groups of a step, in data order, without those in quarantine."""
-        batch, absent = self._schedule.rollout_batch_size, self.quarantined
+        batch, absent = self._schedule.rollout_batch_size, self._replaced
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
-        groups += [refill.group for refill in self._refills if refill.step == step]
+        groups += [refill.group for refill in self._by_step.get(step, ())]
         return [self._group(group, step) for group in groups if group not in absent]
 
     def refills(self) -> list[Refill]:
@@ -136,10 +166,16 @@ class AdmissionState:
         return list(self._refills)
 
     def refill(self, step: int, group: int, cause: QuarantineCause = UNKNOWN) -> AdmittedGroup | None:
-        """Replace a group of a step by the next one; None: it was replaced before, or is not of this step."""
-        if group in self.quarantined or not self._admitted(group) or self.step_of(group) != step:
+        """Replace a group of a step by the next one; None: it was replaced before, or is not of this step.
+
+        Raises:
+            NothingToLearn: too many groups of this step were filtered out.
+        """
+        if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
             return None
-        self._refills.append(Refill(self.admitted_groups, step, group, cause))
+        if cause.filtered:
+            self._check_filtered(step)
+        self._add(Refill(self.admitted_groups, step, group, cause))
         return self._group(self._refills[-1].group, step)
 
     def step_of(self, group: int) -> int:
@@ -152,11 +188,10 @@ class AdmissionState:
 
     def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
         """Return the groups that rows belong to, each with these rows only, without those in quarantine."""
-        quarantined = self.quarantined
         found: dict[int, list[int]] = {}
         for row in sorted(set(rows)):
             group = row // self.group_size
-            if self._admitted(group) and group not in quarantined:
+            if self._admitted(group) and group not in self._replaced:
                 found.setdefault(group, []).append(row)
         return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
 
@@ -178,17 +213,29 @@ class AdmissionState:
                     missing.append(AdmittedGroup(group.group, step, absent))
         return missing
 
+    def _check_filtered(self, step: int) -> None:
+        number = sum(refill.cause.filtered for refill in self._by_step.get(step, ())) + 1
+        if self._max_filtered is not None and number > self._max_filtered:
+            batch = self._schedule.rollout_batch_size
+            raise NothingToLearn(
+                f"step {step}: {number} groups had answers of equal reward, {number / (number + batch):.0%} of those "
+                f"that were generated for it; look at samples/ whether the reward function is right, give prompts that "
+                f"are sometimes answered right, or raise algorithm.max_filtered_share"
+            )
+
     def _admitted(self, group: int) -> bool:
-        return 0 <= group < self.admitted_groups and group not in self._trained
+        return 0 <= group < self.admitted_groups and group not in self._over
 
     def _in_order(self, place: int) -> int:
         """Return the id of the place-th group of all steps, refills aside."""
-        group = self._first + place - self._num_trained
-        for taken in heapq.merge(self._beyond, (refill.group for refill in self._refills)):
-            if taken > group:
-                break
-            group += 1
-        return group
+        group, taken = self._first + place - self._num_trained, self._taken
+        return group + bisect_right(range(len(taken)), group, key=lambda k: taken[k] - k)
+
+    def _add(self, refill: Refill) -> None:
+        self._refills.append(refill)
+        self._replaced.add(refill.replaced)
+        self._by_step.setdefault(refill.step, []).append(refill)
+        insort(self._taken, refill.group)
 
     def _group(self, group: int, step: int) -> AdmittedGroup:
         size = self.group_size

@@ -107,6 +107,8 @@ class ControllerService:
         version: int = 0,
         last_step: int = 0,
         trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
         lineage: int = 0,
         saved: SavedRows | None = None,
     ) -> None:
@@ -124,6 +126,7 @@ class ControllerService:
             version: step of the weights at the start.
             last_step: admission ends here.
             trained: groups in the weights at the start, where they are not just those up to `version`.
+            filtered, max_filtered: see `AdmissionState`.
             lineage: of the queue: nothing of an earlier one counts.
             saved: finished samples that admission, on the lead, may put instead of prompts.
         """
@@ -186,7 +189,14 @@ class ControllerService:
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
             self._admitting = PromptAdmitter(
-                self._memory.admission_state(schedule, version=version, last_step=last_step, trained=trained),
+                self._memory.admission_state(
+                    schedule,
+                    version=version,
+                    last_step=last_step,
+                    trained=trained,
+                    filtered=filtered,
+                    max_filtered=max_filtered,
+                ),
                 self._client,
                 prompts,
                 num_units=config.num_storage_units,

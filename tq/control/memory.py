@@ -38,12 +38,20 @@ class Memory:
         return self._mark.newest_version
 
     def admission_state(
-        self, schedule: ScheduleConfig, *, version: int, last_step: int, trained: Collection[int] = ()
+        self,
+        schedule: ScheduleConfig,
+        *,
+        version: int,
+        last_step: int,
+        trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
     ) -> AdmissionState:
         """Return where admission stands; on a first start it begins behind `version`, or behind `trained` groups."""
-        if self._mark.admission is None:
-            return AdmissionState(schedule, version=version, last_step=last_step, trained=trained)
-        return AdmissionState.from_mark(self._mark.admission, schedule, last_step=last_step, trained=trained)
+        mark = self._mark.admission or AdmissionMark(version, version + 1)
+        return AdmissionState.from_mark(
+            mark, schedule, last_step=last_step, trained=trained, filtered=filtered, max_filtered=max_filtered
+        )
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""

@@ -131,10 +131,11 @@ class PromptAdmitter:
                     return  # two controllers reported it
                 self._save(self._state.mark())
                 self._refills = tuple(self._state.refills())
-                logger.warning(
-                    "group %d went into quarantine after %d deliveries to %s; group %d takes its place in step %d",
-                    event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
-                )  # fmt: skip
+                if not event.cause.filtered:
+                    logger.warning(
+                        "group %d went into quarantine after %d deliveries to %s; group %d takes its place in step %d",
+                        event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
+                    )  # fmt: skip
                 self._put_new([group])
 
     def _admit(self) -> None:

@@ -1,4 +1,5 @@
-"""Groups that a task failed on too often: nobody is given anything of them, and they leave the queue. Pure.
+"""Groups that a task failed on too often, or that were filtered out: nobody is given anything of them, and they leave
+the queue. Pure.
 
 begin -> rows withheld, Quarantine told to the units -> each unit reports its rows removed -> Quarantined, once
 """
@@ -23,7 +24,9 @@ class Quarantines:
         refill: admission replaces groups, so partitions keep their size; else they get smaller.
         """
         self.count = 0
-        """Groups that left."""
+        """Groups that left because a task failed on them."""
+        self.num_filtered = 0
+        """Groups that left because they were filtered out."""
         self._book = book
         self._refill = refill
         self._groups: dict[tuple[int, int], QuarantineCause] = {}
@@ -88,8 +91,10 @@ class Quarantines:
         key = (row.partition, row.group)
         if key not in self._reported:
             self._reported.add(key)
-            self.count += 1
-            self._book.out.append(Quarantined(row.partition, row.group, row.group_size, self._groups[key]))
+            cause = self._groups[key]
+            self.num_filtered += cause.filtered
+            self.count += not cause.filtered
+            self._book.out.append(Quarantined(row.partition, row.group, row.group_size, cause))
 
     def _withhold(self, row: LiveRow, cause: QuarantineCause) -> list[int]:
         """Hand out nothing of a row's group any more; returns the group's rows."""

@@ -211,6 +211,13 @@ class RowBook:
         if here:
             self._fence(task, here, counts=True)
 
+    def filter_groups(self, task: TaskState, token: int, rows: Iterable[int]) -> None:
+        """The holder of a lease has no use for the groups of some of its rows."""
+        for number in task.leases.by_token[token].rows.intersection(rows):
+            row = self.rows.rows.get(number)
+            if row is not None:
+                self.quarantines.begin(row, QuarantineCause(task.spec.name, filtered=True))
+
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""
         task = self.tasks.get(event.task)

@@ -329,7 +329,11 @@ class ControlState:
         task = self._book.tasks.get(event.task)
         if task is None:
             raise PeerRefused(f"{event.task} is served by another controller")
-        if event.token in task.leases.by_token:
+        if event.token not in task.leases.by_token:
+            return
+        if event.filtered:
+            self._book.filter_groups(task, event.token, event.rows)
+        else:
             self._book.give_back(task, event.token, event.rows)
 
     def _join(self, event: Join, request: int) -> None:

@@ -20,6 +20,7 @@ def count_rows(book: RowBook, fetches: Fetches, room: Room) -> QueueStats:
         waiting_puts=len(room.waiting),
         lost_rows=book.rows.num_lost,
         quarantined_groups=book.quarantines.count,
+        filtered_groups=book.quarantines.num_filtered,
     )
 
 

@@ -111,11 +111,16 @@ class FetchRound(Message):
 
 
 class GiveBack(Message):
-    """The consumer returns rows of a lease that it will not finish. -> `Done`."""
+    """The consumer returns rows of a lease that it will not finish. -> `Done`.
+
+    Attributes:
+        filtered: nobody shall: the groups of these rows leave the queue, and admission replaces them.
+    """
 
     task: str
     token: int
     rows: list[int]
+    filtered: bool = False
 
 
 class AckLost(Message):

@@ -158,6 +158,7 @@ class QueueStats(Message):
         admitted_groups: high-water mark of admission (0 without admission).
         lost_rows: went with a unit, not put again yet.
         quarantined_groups: taken out after too many deliveries.
+        filtered_groups: taken out since they would teach nothing.
         units: name -> bytes held; only those that are up.
         owners: consumers with a fresh heartbeat.
     """
@@ -172,5 +173,6 @@ class QueueStats(Message):
     waiting_puts: int = 0
     lost_rows: int = 0
     quarantined_groups: int = 0
+    filtered_groups: int = 0
     units: dict[str, int] = {}
     owners: list[str] = []

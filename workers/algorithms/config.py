@@ -1,8 +1,16 @@
-"""Settings of the algorithms. Torch-free: `--dry-run` reads this."""
+"""Settings of the algorithms, a class each: a key of another algorithm is refused. Torch-free: `--dry-run` reads this.
 
-from typing import Literal, Self
+PolicyConfig            what every clipped policy loss has
+  |- KlLossConfig       the KL penalty is a term of the loss, unless a setting puts it into the reward
+  |    |- GRPOConfig  DAPOConfig  GSPOConfig  ReinforcePlusPlusConfig  PPOConfig
+  '- RLOOConfig         the KL penalty is part of the reward
+"""
 
-from pydantic import Field
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag
 
 from asyncflow.settings import Settings
 
@@ -33,20 +41,18 @@ class OffPolicyConfig(Settings):
         return self.model_copy(update={"method": "truncated_is" if staleness_bound else "none"})
 
 
-class AlgorithmConfig(Settings):
-    """Objective of the actor."""
+KlEstimator = Literal["k1", "k2", "k3"]
 
-    name: Literal["grpo"] = "grpo"
-    """Which algorithm; GRPO: Shao et al. 2024 (arXiv 2402.03300)."""
+
+class PolicyConfig(Settings):
+    """What every clipped policy loss has."""
+
     eps_clip: float = Field(0.2, gt=0, lt=1)
     """Lower clip: the ratio counts down to 1 - eps_clip."""
     eps_clip_high: float | None = Field(None, gt=0)
-    """Upper clip: the ratio counts up to 1 + eps_clip_high; unset: `eps_clip` (DAPO uses 0.28)."""
+    """Upper clip: the ratio counts up to 1 + eps_clip_high; null: `eps_clip`."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty to the reference policy inside the loss; 0 drops the reference task."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators. k3 is GRPO's; k2 has the exact gradient of KL(policy || reference); the gradient of k1
-    averages to zero, so it measures and does not restrain. See `workers.algorithms.losses.kl_divergence`."""
+    """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
     """After every so many steps the reference becomes a copy of the policy; 0: it stays the initial model."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -54,7 +60,240 @@ class AlgorithmConfig(Settings):
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all answer tokens of the step; `sequence`: mean per answer, then over answers (GRPO's paper);
     `constant`: sum over tokens / (answers x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+
+    @property
+    def upper_clip(self) -> float:
+        """`eps_clip_high`, or what it stands for."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is part of the reward; else it is a term of the loss."""
+        return True
+
+    @property
+    def kl_loss(self) -> tuple[float, KlEstimator]:
+        """Weight of the KL term inside the loss, and its estimator; with weight 0 it is only measured."""
+        return 0.0, "k3"
+
+    @property
+    def min_group_size(self) -> int:
+        """Answers per prompt that it needs to compare."""
+        return 2
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy (section `critic`)."""
+        return False
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups whose rewards are all equal are replaced, not trained."""
+        return False
+
+    def max_filtered(self, batch: int) -> int | None:
+        """Return how many groups of a step with so many may be replaced because of that; None: any number."""
+        return None
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        return ("rewards", "rollout_log_probs", "ref_log_probs") if self.kl_in_reward and self.kl_coef else ("rewards",)
+
+    def correction(self, staleness_bound: int) -> OffPolicyConfig:
+        """Return the correction under a schedule with such a bound."""
+        return self.off_policy.settled(staleness_bound)
+
+
+class KlLossConfig(PolicyConfig):
+    """An algorithm whose KL penalty is a term of the loss, unless `kl_in_reward` says otherwise."""
+
+    kl_estimator: KlEstimator = "k3"
+    """Schulman's estimators. k3 is GRPO's; k2 has the exact gradient of KL(policy || reference); the gradient of k1
+    averages to zero, so it measures and does not restrain. See `workers.algorithms.losses.kl_divergence`."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """A term of the loss."""
+        return False
+
+    @property
+    def kl_loss(self) -> tuple[float, KlEstimator]:
+        """Weight of the KL term inside the loss, and its estimator."""
+        return 0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator
+
+
+class GRPOConfig(KlLossConfig):
+    """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300).
+
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm."""
     scale_advantages_by_std: bool = True
     """Divide the centred rewards by the group's standard deviation; Dr. GRPO does not."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation, so that a group of equal rewards yields zeros."""
+
+
+class DAPOConfig(KlLossConfig):
+    """GRPO with a higher upper clip, groups that teach, and a price for overlong answers: arXiv 2503.14476."""
+
+    name: Literal["dapo"] = "dapo"
+    """Which algorithm."""
+    eps_clip_high: float | None = Field(0.28, gt=0)
+    """Upper clip: the ratio counts up to 1 + eps_clip_high, so that unlikely tokens may grow (eq. 10)."""
+    dynamic_sampling: bool = True
+    """Groups whose rewards are all equal teach nothing: they are not trained, and the next prompt takes their place in
+    the step (eq. 11). Each has its ledger line, `filtered`."""
+    max_filtered_share: float = Field(0.9, gt=0, lt=1)
+    """The run ends with an error when more than this share of the groups generated for a step had equal rewards."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """L_cache of eq. 13: from `max_response_tokens` minus this on, an answer's reward falls linearly, by 1 for one that
+    was cut; 0: length costs nothing."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the deviation."""
+
+    @property
+    def filters_groups(self) -> bool:
+        """As the user says."""
+        return self.dynamic_sampling
+
+    def max_filtered(self, batch: int) -> int:
+        """Return the number that, with the step's own groups, makes up the largest share."""
+        return int(batch * self.max_filtered_share / (1 - self.max_filtered_share) + 1e-6)
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        return ("rewards", "responses") if self.overlong_buffer_tokens else ("rewards",)
+
+
+class GSPOConfig(KlLossConfig):
+    """GRPO whose ratio and clip are those of whole answers: Zheng et al. 2025 (arXiv 2507.18071)."""
+
+    name: Literal["gspo"] = "gspo"
+    """Which algorithm."""
+    eps_clip: float = Field(3e-4, gt=0, lt=1)
+    """Lower clip of the answer's ratio, which is a mean over its tokens and so far closer to 1 (section 5.1)."""
+    eps_clip_high: float | None = Field(4e-4, gt=0)
+    """Upper clip."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
+    """`sequence` is the paper's: each answer counts the same."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the deviation."""
+
+    def correction(self, staleness_bound: int) -> OffPolicyConfig:
+        """Return the correction: unless given none, since the answer's ratio is one (eq. 7)."""
+        return super().correction(0)
+
+
+class RLOOConfig(PolicyConfig):
+    """Reward minus the mean of the other answers', the KL penalty inside the reward: arXiv 2402.14740."""
+
+    name: Literal["rloo"] = "rloo"
+    """Which algorithm."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "constant"
+    """`constant` is the paper's sum over an answer's tokens, times a constant."""
+
+
+class ReinforcePlusPlusConfig(KlLossConfig):
+    """Advantages normalised over the whole step: Hu et al. 2025 (arXiv 2501.03262).
+
+    Training begins when the step's last answer is there, so nothing of a step overlaps with its own generation.
+    """
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """Which algorithm."""
+    baseline: Literal["none", "group"] = "none"
+    """`group`: the group's mean reward is subtracted first, and the KL penalty is a term of the loss (section 3.2);
+    `none`: the KL penalty is part of each token's reward."""
+    kl_estimator: KlEstimator = "k2"
+    """Of the KL term of the loss, with `baseline: group`."""
+    advantage_eps: float = Field(1e-4, gt=0)
+    """Least deviation that advantages are divided by."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """With a baseline it is a term of the loss."""
+        return self.baseline == "none"
+
+    @property
+    def min_group_size(self) -> int:
+        """Without a baseline nothing is compared inside a group."""
+        return 2 if self.baseline == "group" else 1
+
+
+class PPOConfig(KlLossConfig):
+    """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
+
+    name: Literal["ppo"] = "ppo"
+    """Which algorithm."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of rewards per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """GAE's lambda. 0: one-step errors, which believe the critic; 1: the whole answer's reward minus its value."""
+    whiten_advantages: bool = True
+    """Advantages of the whole step get mean 0 and variance 1. The policy's training then begins when the step's last
+    answer is there, so within a step nothing of it overlaps with generation; `false` streams."""
+    advantage_eps: float = Field(1e-8, gt=0)
+    """Added to the variance that advantages are whitened by."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty is: a term of the loss (`kl_estimator`), or part of each token's reward (k1, of the policy
+    that drew the token), as in InstructGPT."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """How far a value may move in a step and still be trained; null: any distance."""
+    value_loss_coef: float = Field(1.0, gt=0)
+    """Multiplies the critic's loss. The critic has its own optimizer, so this only changes how soon `critic.grad_clip`
+    acts."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """As `kl_placement` says."""
+        return self.kl_placement == "reward"
+
+    @property
+    def min_group_size(self) -> int:
+        """Answers are compared with values, not with each other."""
+        return 1
+
+    @property
+    def has_critic(self) -> bool:
+        """It has."""
+        return True
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        return (*super().advantage_inputs, "values")
+
+
+ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
+    {
+        "grpo": GRPOConfig,
+        "dapo": DAPOConfig,
+        "rloo": RLOOConfig,
+        "reinforce_plus_plus": ReinforcePlusPlusConfig,
+        "gspo": GSPOConfig,
+        "ppo": PPOConfig,
+    }
+)
+"""Name -> settings."""
+
+
+def _name_of(section: Any) -> Any:
+    """Return the algorithm that a section is of; without a name it is GRPO."""
+    return section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+
+
+AlgorithmConfig = Annotated[
+    Annotated[GRPOConfig, Tag("grpo")]
+    | Annotated[DAPOConfig, Tag("dapo")]
+    | Annotated[RLOOConfig, Tag("rloo")]
+    | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
+    | Annotated[GSPOConfig, Tag("gspo")]
+    | Annotated[PPOConfig, Tag("ppo")],
+    Discriminator(_name_of),
+]
+"""Objective of the actor."""

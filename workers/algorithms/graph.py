@@ -1,9 +1,12 @@
 """The dataflow graph of every algorithm. Torch-free: `--dry-run` and the queue's controllers read it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
-from workers.algorithms.config import AlgorithmConfig
-from workers.dataflow import NeededWeights, Task
+from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
+from workers.dataflow import CRITIC_TRAIN, NeededWeights, Task
 
 
 def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:
@@ -13,11 +16,11 @@ def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> 
         config: of the algorithm.
         old_log_probs: the loss needs log-probabilities under the weights that the step found.
     """
-    return GRAPHS[config.name](config, old_log_probs)
+    return GRAPHS.get(config.name, critic_free_tasks)(config, old_log_probs)
 
 
-def grpo_tasks(config: AlgorithmConfig, old_log_probs: bool) -> tuple[Task, ...]:
-    """GRPO: no critic; the reference is there only when the loss has a KL penalty.
+def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """Algorithms without a critic; the reference is there only when there is a KL penalty.
 
     Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
     """
@@ -35,6 +38,7 @@ def grpo_tasks(config: AlgorithmConfig, old_log_probs: bool) -> tuple[Task, ...]
         host="rollout",
         inputs=("prompts", "responses", "answers"),
         outputs=("rewards", "correct"),
+        whole_groups=config.filters_groups,
     )
     reference = Task(
         name="ref_log_probs",
@@ -55,7 +59,7 @@ def grpo_tasks(config: AlgorithmConfig, old_log_probs: bool) -> tuple[Task, ...]
         name="compute_advantages_and_returns",
         role="advantages",
         host="actor",
-        inputs=("rewards",),
+        inputs=config.advantage_inputs,
         outputs=("advantages",),
         whole_groups=True,
     )
@@ -76,5 +80,32 @@ def grpo_tasks(config: AlgorithmConfig, old_log_probs: bool) -> tuple[Task, ...]
     return (rollout, rewards, *optional, advantages, train)
 
 
-GRAPHS: Mapping[str, Callable[[AlgorithmConfig, bool], tuple[Task, ...]]] = {"grpo": grpo_tasks}
-"""Algorithm name -> its graph, from the arguments of `algorithm_tasks`."""
+def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """PPO: a critic computes values, advantages and returns, passes the advantages on, and trains on the returns.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+    """
+    *others, advantages, train = critic_free_tasks(config, old_log_probs)
+    values = Task(
+        name="values",
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("values",),
+    )
+    advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
+    critic = Task(
+        name=CRITIC_TRAIN,
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses", "values", "returns", "truncated"),
+        outputs=(),
+        whole_groups=True,
+        passes_on=True,
+    )
+    return (*others, values, advantages, critic, train)
+
+
+GRAPHS: Mapping[str, Callable[[Any, bool], tuple[Task, ...]]] = MappingProxyType({"ppo": ppo_tasks})
+"""Algorithm name -> its graph, from the arguments of `algorithm_tasks`, where that is another than the critic-free one.
+The configuration is the algorithm's own class."""

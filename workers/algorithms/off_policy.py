@@ -74,8 +74,12 @@ def correct(
     return Correction(proximal_A, weight_A, weight_A != plain_A)
 
 
+def answer_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
+    """Return floating [N]: the sum over each answer's tokens; 0 for an answer without any."""
+    answer_A = torch.arange(len(length_N), device=value_A.device).repeat_interleave(length_N)
+    return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, answer_A, value_A)
+
+
 def answer_means(value_A: Tensor, length_N: Tensor) -> Tensor:
     """Return floating [N]: the mean of each answer's tokens; 0 for an answer without any."""
-    answer_A = torch.arange(len(length_N), device=value_A.device).repeat_interleave(length_N)
-    total_N = torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add_(0, answer_A, value_A)
-    return total_N / length_N.clamp(min=1)
+    return answer_sums(value_A, length_N) / length_N.clamp(min=1)

@@ -20,9 +20,8 @@ class Advantages(ColumnTask):
         self.num_rows = self._group_size * _GROUPS
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `advantages`, float32 [N], from `rewards`."""
-        advantages = self._algorithm.advantages(batch["rewards"].values, group_size=self._group_size)
-        return {"advantages": Column.of_scalars(advantages)}
+        """Return what the algorithm makes of whole groups, at least `advantages`."""
+        return self._algorithm.advantages(batch, group_size=self._group_size)
 
     def close(self) -> None:
         """Nothing is held."""

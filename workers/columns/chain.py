@@ -11,7 +11,9 @@ from tq.batch import Column, PackedBatch
 from workers.columns.registry import open_task
 from workers.columns.task import ColumnTask
 from workers.context import WorkerContext
-from workers.engines.base import TrainEngine
+from workers.dataflow import CRITIC_TRAIN
+from workers.engines.base import TrainEngine, ValueEngine
+from workers.replicas import ReplicaPeers
 
 _EMPTY = PackedBatch((), {})
 
@@ -19,16 +21,27 @@ _EMPTY = PackedBatch((), {})
 class TaskChain:
     """Several column tasks as one."""
 
-    def __init__(self, names: Sequence[str], context: WorkerContext, engine: TrainEngine | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        context: WorkerContext,
+        engine: TrainEngine | None = None,
+        *,
+        critic: ValueEngine | None = None,
+        peers: ReplicaPeers | None = None,
+    ) -> None:
         """Open the tasks.
 
         Args:
             names: of the tasks, producers before consumers.
             context: of this rank.
             engine: of the actor that hosts them; None in a role of their own.
+            critic: that the process trains; its training is no column task.
+            peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
         """
+        self._peers = peers
         self._timeline = context.timeline
-        self._tasks = {name: open_task(name, context, engine) for name in names}
+        self._tasks = {name: open_task(name, context, engine, critic) for name in names if name != CRITIC_TRAIN}
 
     @property
     def num_rows(self) -> int:
@@ -51,7 +64,7 @@ class TaskChain:
         for name, task in self._tasks.items():
             if len(batch) or task.collective:
                 with self._timeline.span(name, step=step, rows=len(batch)):
-                    columns = _compute(task, batch, step, max(len(batch), round_rows))
+                    columns = self._computed(task, batch, step, max(len(batch), round_rows))
                 batch = batch.with_columns(columns)
         return batch
 
@@ -65,6 +78,11 @@ class TaskChain:
         """Close all tasks."""
         for task in self._tasks.values():
             task.close()
+
+    def _computed(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+        if self._peers is None or task.collective:
+            return _compute(task, batch, step, round_rows)
+        return self._peers.share(_compute(task, batch, step, round_rows) if self._peers.leads else None)
 
 
 def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:

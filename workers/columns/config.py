@@ -24,7 +24,7 @@ class UserTaskConfig(Settings):
     tasks' outputs ...)."""
     output: Name
     """Column that it writes: `loss_masks` (0 to 1: the weight of the answer's loss), or one that another task reads."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call (s)."""
     host: Literal["actor"] = "actor"
     """Role that runs it when its own was not launched."""

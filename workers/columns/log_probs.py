@@ -47,7 +47,10 @@ class TrainerLogProbs(ColumnTask):
     collective = True
 
     def __init__(self, context: WorkerContext, engine: TrainEngine) -> None:
-        self.num_rows = context.config.actor.micro_batch_size
+        config = context.config
+        self.num_rows = config.actor.micro_batch_size
+        if config.actor.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
+            self.num_rows = min(self.num_rows, config.ref.micro_batch_size)
         self._engine = engine
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:

@@ -1,29 +1,61 @@
 """Task `rewards` in a role of its own; inside rollout every answer is scored as it ends (`workers.outbox`)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.columns.task import ColumnTask
 from workers.context import WorkerContext
 from workers.engines.base import TrainEngine
-from workers.rewards.scorer import Scorer, score_columns
+from workers.engines.load import load_reward_model
+from workers.packing import sequences_of
+from workers.rewards.base import LARGEST_REWARD
+from workers.rewards.config import RewardModelConfig
+from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns
 from workers.tokenizer import load_tokenizer
+from workers.user_function import excerpt
 
 
 class Rewards(ColumnTask):
-    """Scores answers with the reward function."""
+    """Scores answers with the reward function, and with the reward model if there is one."""
 
     def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
         config = context.config
-        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+        self._config = config.reward.model
         self.num_rows = config.schedule.n_samples_per_prompt
+        if self._config is not None:
+            self._model = load_reward_model(self._config, device=context.device)
+            self.num_rows = self._config.micro_batch_size
+        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `rewards` and `correct` from `prompts`, `responses`, `answers`."""
+        """Return `rewards` and `correct` from `prompts`, `responses`, `answers`.
+
+        Raises:
+            UserCodeFailed: the reward model gave an answer no finite number.
+        """
         prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
-        return score_columns(self._scorer.score_all(prompts, responses, batch["answers"].texts()))
+        answers = batch["answers"].texts()
+        if self._config is None:
+            return score_columns(self._scorer.score_all(prompts, responses, answers))
+        futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]
+        model_scores = self._model.scores(sequences_of(batch)).tolist()  # the function is called meanwhile
+        pairs = zip((future.result() for future in futures), model_scores, strict=True)
+        return score_columns([_combined(scored, score, self._config) for scored, score in pairs])
 
     def close(self) -> None:
         """End the scoring threads."""
         self._scorer.close()
+
+
+def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
+    """Return the answer with the weighted sum of both as its reward; whether it is right is the function's word."""
+    reward = config.weight * model_score + config.function_weight * scored.reward
+    if not abs(reward) <= LARGEST_REWARD:
+        raise UserCodeFailed(
+            f"reward.model: {config.path} scored the response {excerpt(scored.response)} with {model_score:g}, which "
+            f"is no reward; look at the model, or set reward.model.dtype to float32"
+        )
+    return replace(scored, reward=reward)

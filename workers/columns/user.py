@@ -1,5 +1,6 @@
 """A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
 
+import reprlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -10,6 +11,7 @@ from workers.columns.config import UserTaskConfig
 from workers.columns.row import ARGUMENTS, TaskRow
 from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
+from workers.rewards.base import as_number
 from workers.tokenizer import TextDecoder
 from workers.user_function import call, excerpt, load_function
 
@@ -64,12 +66,13 @@ class UserTask(ColumnTask):
         what = f"task {self._config.name}: {self._config.function}"
         value = call(
             self._function, row,
-            what=what, limit="its timeout_s", timeout_s=self._config.timeout_s, response=row.response,
+            what=what, limit="its timeout_s", timeout_s=self._config.timeout_s,
+            on=f"response {excerpt(row.response)}",
         )  # fmt: skip
         try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UserCodeFailed(f"{what} returned {value!r} instead of a number") from error
+            number = as_number(value)
+        except Exception as error:  # the boundary to the user's objects
+            raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} instead of a number") from error
         if not abs(number) <= _LARGEST or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
             wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that float32 holds"
             raise UserCodeFailed(

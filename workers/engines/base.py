@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from asyncflow.errors import BadRequest
 from weightsync.boxes import Box
 from weightsync.plan import Need
 
@@ -32,6 +34,11 @@ class GenerateRequest:
     prompt_P: Tensor
     seed: int
     ticket: int = 0
+
+    @property
+    def signed_seed(self) -> int:
+        """The seed for engines that keep it as a signed integer of 64 bits."""
+        return self.seed % 2**63
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,32 @@ class Generation:
     truncated: bool
     ticket: int = 0
 
+    @staticmethod
+    def of(
+        request: GenerateRequest,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        truncated: bool,
+    ) -> "Generation":
+        """Return the answer to a request, of one number per token each."""
+        return Generation(
+            index=request.index,
+            response_R=torch.tensor(tokens, dtype=torch.int64),
+            log_probs_R=torch.tensor(log_probs, dtype=torch.float32),
+            versions_R=torch.tensor(versions, dtype=torch.int32),
+            truncated=truncated,
+            ticket=request.ticket,
+        )
+
 
 class GenerateEngine(Protocol):
     """Generates answers, many at a time, with the newest weights that were loaded. Used by one thread.
 
     submit(requests) -> step() ... step() -> finished answers, each as soon as it ends
                 load_weights() between steps, while nothing runs or, where the engine is `interruptible`, at any time
+    close()
     """
 
     version: int
@@ -82,7 +109,12 @@ class GenerateEngine(Protocol):
         """How many answers may be submitted now."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers, at most `free_slots`."""
+        """Begin answers, at most `free_slots`.
+
+        Raises:
+            BadRequest: a prompt is empty, leaves no room for `max_response_tokens`, or has tokens that the model has
+                not; nothing was begun. `check_request` finds such ones.
+        """
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Go on until answers finish, a token was drawn, or `wake` is set; returns those that finished."""
@@ -93,6 +125,8 @@ class GenerateEngine(Protocol):
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names) and drop cached keys and values of prompts and of what does not run.
 
+        No token is drawn between this and the next `submit` or `step`, so that `version` can be set.
+
         Args:
             weights: of the model's shapes; other element types are cast.
             adopt: they stay as they are until the end of the next call: an engine that can computes with them.
@@ -100,6 +134,33 @@ class GenerateEngine(Protocol):
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
+
+    def close(self) -> None:
+        """Give back processes and device memory; idempotent. Nothing else may be called afterwards."""
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int | None) -> None:
+    """Refuse what a model cannot answer.
+
+    Args:
+        request: to check.
+        vocab_size: of the model.
+        max_tokens: longest prompt: the model's positions less `max_response_tokens`; None: no limit.
+    Raises:
+        BadRequest: see `GenerateEngine.submit`.
+    """
+    prompt_P = request.prompt_P
+    if not prompt_P.numel():
+        raise BadRequest(f"the prompt of row {request.index} has no tokens")
+    if max_tokens is not None and prompt_P.numel() > max_tokens:
+        raise BadRequest(
+            f"the prompt of row {request.index} has {prompt_P.numel()} tokens; the model's positions less "
+            f"rollout.max_response_tokens are {max_tokens}; lower data.max_prompt_tokens"
+        )
+    lowest, highest = int(prompt_P.min()), int(prompt_P.max())
+    if lowest < 0 or highest >= vocab_size:
+        unknown = lowest if lowest < 0 else highest
+        raise BadRequest(f"the prompt of row {request.index} has token {unknown}; the model has {vocab_size} tokens")
 
 
 def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
@@ -125,6 +186,41 @@ class Sequences:
     tokens_T: Tensor
     lengths_N: Tensor
     prompt_lengths_N: Tensor
+
+    @staticmethod
+    def of(prompts: Sequence[Tensor], answers: Sequence[Tensor]) -> "Sequences":
+        """Join the prompt and the answer of each of N >= 1 samples; int64 [P] and int64 [R] each."""
+        pairs = list(zip(prompts, answers, strict=True))
+        return Sequences(
+            tokens_T=torch.cat([part for pair in pairs for part in pair]),
+            lengths_N=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int32),
+            prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
+        )
+
+
+def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
+    """Refuse what no model can compute; on accelerators such batches would end the process.
+
+    Args:
+        batch: to check, in host memory.
+        vocab_size: of the model.
+    Raises:
+        BadRequest: there are no samples, lengths do not fit, a sample has no prompt, or a token is unknown.
+    """
+    if not len(batch.lengths_N):
+        raise BadRequest("a micro-batch has no samples; a rank without rows passes None")
+    if int(batch.lengths_N.sum()) != len(batch.tokens_T):
+        raise BadRequest(f"a micro-batch has {len(batch.tokens_T)} tokens, its samples {int(batch.lengths_N.sum())}")
+    sample = int((batch.prompt_lengths_N < 1).logical_or(batch.prompt_lengths_N > batch.lengths_N).int().argmax())
+    prompt, length = int(batch.prompt_lengths_N[sample]), int(batch.lengths_N[sample])
+    if not 1 <= prompt <= length:
+        raise BadRequest(
+            f"sample {sample} of a micro-batch has {prompt} prompt tokens of {length}; it needs at least 1"
+        )
+    lowest, highest = int(batch.tokens_T.min()), int(batch.tokens_T.max())
+    if lowest < 0 or highest >= vocab_size:
+        unknown = lowest if lowest < 0 else highest
+        raise BadRequest(f"a micro-batch has token {unknown}; the model has {vocab_size} tokens")
 
 
 @dataclass(frozen=True)
@@ -180,23 +276,19 @@ class FrozenEngine(Protocol):
         """Write the weights as safetensors, in the element type that they have here, into an existing directory."""
 
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised. Entropy carries no gradient."""
-
-
-class TrainEngine(Protocol):
-    """Trains the policy; methods but `zero_grad`, `shards` and `export_hf` are collective over the actor's ranks."""
+class TrainedEngine(Protocol):
+    """What every engine that trains has; methods but `zero_grad` are collective over the ranks that hold the model."""
 
     @property
     def optimizer_updates(self) -> int:
         """How often `step` was called for these weights: the count is part of `state_dict`."""
 
-    def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
-        it only joins the collectives, and gets [0]."""
+    def forward_backward(self, batch: Sequences | None, loss: Callable[..., Tensor]) -> None:
+        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives.
 
-    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
-        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
+        Raises:
+            BadRequest: see `check_sequences`; before any collective.
+        """
 
     def step(self, scale: float) -> StepStats:
         """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
@@ -204,15 +296,31 @@ class TrainEngine(Protocol):
     def zero_grad(self) -> None:
         """Drop accumulated gradients: the step in progress was abandoned."""
 
-    def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then
         `load_state_dict`). Its tensors are views that only `step` and `load_state_dict` change."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(log_probs_A, entropy_A) -> scalar sum of the loss, not normalised. Entropy carries no gradient."""
+
+
+class TrainEngine(TrainedEngine, Protocol):
+    """Trains the policy by a `LossFunction`; `shards` and `export_hf` are not collective."""
+
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
+        it only joins the collectives, and gets [0].
+
+        Raises:
+            BadRequest: see `check_sequences`; before any collective.
+        """
+
+    def shards(self) -> Iterable[LocalShard]:
+        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
 
     def export_hf(self, target: Path, saved: Path) -> None:
         """Write a Hugging Face directory (safetensors, config, tokenizer) of a saved state.
@@ -223,3 +331,33 @@ class TrainEngine(Protocol):
             target: is made.
             saved: directory that torch.distributed.checkpoint wrote of a `state_dict`.
         """
+
+
+class PolicyCopy(Protocol):
+    """Other weights of the policy, in the layout of the trainer; collective over the actor's ranks."""
+
+    def take(self) -> None:
+        """Hold the weights that the policy has now."""
+
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A], under the weights that are held; see `TrainEngine.log_probs`. With equal weights it is
+        equal to what the policy computes for the same batch, to the last bit."""
+
+
+@runtime_checkable
+class CopyingEngine(TrainEngine, Protocol):
+    """A training engine that can keep copies of its policy."""
+
+    def open_copy(self, *, initial: bool = False) -> PolicyCopy:
+        """Return a copy without weights, or with those of the initial model; collective."""
+
+
+ValueLossFunction = Callable[[Tensor], Tensor]
+"""values_A -> scalar sum of the loss, not normalised."""
+
+
+class ValueEngine(TrainedEngine, Protocol):
+    """Trains a critic, by a `ValueLossFunction`."""
+
+    def values(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A]: the return expected before each answer token, without gradient; None: no rows."""

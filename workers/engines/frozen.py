@@ -13,13 +13,14 @@ from workers.engines.hf_model import (
     DTYPES,
     empty_causal_lm,
     materialize,
-    parameter_aliases,
+    read_weights,
     replace_weights,
+    vocab_size,
     weight_needs,
 )
 from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import PackedInputs, answer_log_probs
+from workers.engines.packed_forward import InputsOfBatch, answer_log_probs
 
 
 class FrozenModel:
@@ -33,6 +34,7 @@ class FrozenModel:
         temperature: float,
         device: torch.device,
         weights_dir: Path | None = None,
+        shared_prompt: bool = True,
     ) -> None:
         """Load the weights in `config.dtype`.
 
@@ -42,6 +44,7 @@ class FrozenModel:
             temperature: divides the logits, as in rollout and training.
             device: where it computes.
             weights_dir: holds the safetensors, if `model_dir` does not.
+            shared_prompt: compute a prompt that several samples have in common once.
 
         Raises:
             ConfigError: the directory does not hold the model that its config.json describes.
@@ -51,8 +54,9 @@ class FrozenModel:
         weights = HfWeights(weights_dir or model_dir)
         self._model = empty_causal_lm(model_dir, dtype=DTYPES[config.dtype], attention=PACKED_ATTENTION)
         materialize(self._model, device)
+        self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=shared_prompt)
         self._model.requires_grad_(False)
-        self._read(weights)
+        read_weights(self._model, weights)
 
     @property
     def adopts_weights(self) -> bool:
@@ -69,13 +73,7 @@ class FrozenModel:
         Raises:
             ConfigError: they are not all there.
         """
-        self._read(HfWeights(weights_dir))
-
-    @torch.no_grad()
-    def _read(self, weights: HfWeights) -> None:
-        aliases = parameter_aliases(self._model)
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+        read_weights(self._model, HfWeights(weights_dir))
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
@@ -90,5 +88,4 @@ class FrozenModel:
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         """Return float32 [A]: log-probabilities of the answers' tokens under the tempered distribution."""
-        inputs = PackedInputs.of(batch, self._device)
-        return answer_log_probs(self._model, inputs, self._temperature)[0]
+        return answer_log_probs(self._model, self._inputs(batch), self._temperature)[0]

@@ -1,20 +1,21 @@
-"""Builds causal language models from a Hugging Face directory without reading or initialising weights.
+"""Builds models of transformers from a Hugging Face directory without reading or initialising weights.
 
 Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from the files, the generator from
 the trainer. Knows config.json and generation_config.json; never opens a weight file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, PlanError
 from weightsync.plan import Need
+from workers.engines.hf_weights import HfWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Element types by their configuration name."""
@@ -32,15 +33,33 @@ def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> n
     Raises:
         ConfigError: config.json is missing, or no causal language model of transformers fits it.
     """
+    return _empty_model(AutoModelForCausalLM, model_dir, dtype=dtype, attention=attention, key="model.path")
+
+
+def empty_reward_model(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
+    """Build a model that gives a sequence one number as `empty_causal_lm` builds a language model.
+
+    Args:
+        model_dir, dtype, attention: see there.
+    Raises:
+        ConfigError: config.json is missing, or no model of transformers for sequence classification fits it.
+    """
+    kind = AutoModelForSequenceClassification
+    return _empty_model(kind, model_dir, dtype=dtype, attention=attention, key="reward.model.path", num_labels=1)
+
+
+def _empty_model(
+    kind: Any, model_dir: Path, *, dtype: torch.dtype, attention: str, key: str, **changes: object
+) -> nn.Module:
+    """Build what transformers' class `kind` makes of a config.json with some `changes`; `key` begins messages."""
     if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"model.path: {model_dir} has no config.json; give a Hugging Face model directory")
+        raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
     try:
-        config = AutoConfig.from_pretrained(model_dir)
+        config = AutoConfig.from_pretrained(model_dir, **changes)
         with _parameters_on_meta():
-            build: Any = AutoModelForCausalLM.from_config
-            model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
+            model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
-        raise ConfigError(f"model.path: transformers cannot build {model_dir}: {error}") from error
+        raise ConfigError(f"{key}: transformers cannot build {model_dir}: {error}") from error
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -70,6 +89,28 @@ def weight_needs(model: nn.Module) -> dict[str, Need]:
     return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
 
 
+def vocab_size(model: nn.Module) -> int:
+    """Return how many tokens a model knows."""
+    known: Any = model
+    return int(known.get_input_embeddings().num_embeddings)
+
+
+def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> None:
+    """Compare weights with what a model needs.
+
+    Raises:
+        PlanError: a weight is missing, unknown, or of another shape.
+    """
+    missing, unknown = needs.keys() - weights.keys(), weights.keys() - needs.keys()
+    if missing or unknown:
+        raise PlanError(f"weights do not fit the model: missing {_few(missing)}, unknown {_few(unknown)}")
+    for name, need in needs.items():
+        if tuple(weights[name].shape) != need.shape:
+            raise PlanError(
+                f"weight {name}: its shape is {tuple(weights[name].shape)}, but the model's is {need.shape}"
+            )
+
+
 @torch.no_grad()
 def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], *, adopt: bool) -> None:
     """Give parameters new values.
@@ -86,10 +127,27 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
             parameter.copy_(weights[name])
 
 
+@torch.no_grad()
+def read_weights(model: nn.Module, weights: HfWeights) -> None:
+    """Fill all parameters of a model from files.
+
+    Raises:
+        ConfigError: they are not all there.
+    """
+    aliases = parameter_aliases(model)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a transformers model, which declares their classes as indivisible."""
     indivisible = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in indivisible]
+
+
+def _few(names: Set[str]) -> str:
+    shown = sorted(names)[:3]
+    return " ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "") or "none"
 
 
 @contextmanager

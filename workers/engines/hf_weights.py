@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
+from workers.engines.base import LocalShard
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx"})
@@ -43,6 +44,10 @@ class HfWeights:
                 raise ConfigError(f"model.path: cannot read {path}: {error}") from error
             self._files.update(dict.fromkeys(file.keys(), file))
         self._model_dir = model_dir
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have this weight."""
+        return name in self._files
 
     def find(self, name: str, aliases: Iterable[str] = ()) -> str:
         """Return the first of the names that is in the files.
@@ -73,6 +78,15 @@ class HfWeights:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole weight in the file's element type; errors as in `read_rows`."""
         return self.read_rows(name, shape, 0, shape[0] if shape else 1)
+
+    def read_shard(self, shard: LocalShard, aliases: Iterable[str]) -> Tensor:
+        """Return what the files have for the rows of a shard that is whole in its other dimensions.
+
+        Raises:
+            ConfigError: see `find` and `read_rows`.
+        """
+        start = shard.box.offset[0]
+        return self.read_rows(self.find(shard.name, aliases), shard.shape, start, start + shard.box.size[0])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the element type of a weight."""

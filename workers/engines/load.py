@@ -1,15 +1,20 @@
 """Builds the engine that the configuration names; roles get it as its protocol and never know which one runs.
 
-Called by rollout, actor, reference and evaluation. Each engine is imported when it is chosen, so that one is not needed
-for another.
+Called by rollout, actor, reference, rewards and evaluation. Each engine is imported when it is chosen, so that one is
+not needed for another.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from workers.config import RunConfig, SamplingConfig
-from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine
+from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
+from workers.rewards.config import RewardModelConfig
+
+if TYPE_CHECKING:
+    from workers.engines.reward_model import RewardModel
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -29,6 +34,21 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
             from workers.engines.hf import HfEngine
 
             return HfEngine(model_dir, config.model, sampling=sampling, device=device)
+        case "vllm":
+            from workers.engines.vllm import VllmEngine
+
+            return VllmEngine(
+                model_dir,
+                config.model,
+                config.vllm,
+                sampling=sampling,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                device=device,
+            )
+        case "openai":
+            from workers.engines.openai import OpenAIEngine
+
+            return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
         case "sim":
             from workers.engines.sim import SimGenerateEngine
             from workers.engines.sim_model import SimLengths
@@ -51,19 +71,23 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
     """
     match config.ref.engine:
         case "hf":
-            from workers.engines.frozen import FrozenModel
-
-            return FrozenModel(
-                Path(config.model.path),
-                config.model,
-                temperature=config.rollout.temperature,
-                device=device,
-                weights_dir=weights_dir,
-            )
+            return _frozen_model(config, device=device, weights_dir=weights_dir)
         case "sim":
             from workers.engines.sim import SimFrozenModel
 
             return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
+
+
+def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
+    """Return the model that scores answers.
+
+    Raises:
+        ConfigError: see `RewardModel`.
+    """
+    from workers.engines.hf_model import DTYPES
+    from workers.engines.reward_model import RewardModel
+
+    return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device)
 
 
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
@@ -75,11 +99,8 @@ def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngi
         ConfigError: see the engine.
     """
     match config.actor.engine:
-        case "fsdp":
-            from workers.engines.frozen import FrozenModel
-
-            temperature = config.rollout.temperature
-            return FrozenModel(Path(config.model.path), config.model, temperature=temperature, device=device)
+        case "fsdp" | "megatron":
+            return _frozen_model(config, device=device)
         case "sim":
             from workers.engines.sim import SimFrozenModel
 
@@ -94,14 +115,57 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
     """
     model_dir = Path(config.model.path)
     temperature = config.rollout.temperature
-    match config.actor.engine:
+    actor = config.actor.for_run(config.steps, begins_after=config.critic_only_steps)
+    match actor.engine:
         case "fsdp":
             from workers.engines.fsdp import FsdpEngine
 
             return FsdpEngine(
-                model_dir, config.model, actor=config.actor, temperature=temperature, device=device, seed=config.seed
+                model_dir,
+                config.model,
+                actor=actor,
+                temperature=temperature,
+                device=device,
+                seed=config.seed,
+            )
+        case "megatron":
+            from workers.engines.megatron import MegatronEngine
+
+            return MegatronEngine(
+                model_dir,
+                actor=actor,
+                temperature=temperature,
+                device=device,
+                seed=config.seed,
+                timeout_s=config.launcher.operation_timeout_s,
             )
         case "sim":
             from workers.engines.sim import SimTrainEngine
 
             return SimTrainEngine(config.sim, lr=config.actor.lr)
+
+
+def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine:
+    """Return the critic with its initial weights; collective over the default group.
+
+    Raises:
+        ConfigError: see the engine.
+    """
+    from workers.engines.fsdp_value import FsdpValueEngine
+
+    model_dir = Path(config.critic.path or config.model.path)
+    training = config.critic.training(config.actor).for_run(config.steps)
+    return FsdpValueEngine(model_dir, config.model, training=training, device=device, seed=config.seed)
+
+
+def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:
+    from workers.engines.frozen import FrozenModel
+
+    return FrozenModel(
+        Path(config.model.path),
+        config.model,
+        temperature=config.rollout.temperature,
+        device=device,
+        weights_dir=weights_dir,
+        shared_prompt=config.ref.shared_prompt,
+    )

@@ -1,20 +1,17 @@
-"""Attention over packed documents, registered in transformers' attention interface.
+"""Attention over packed documents, registered in transformers' attention interface; picks the kernel of the device.
 
-A packed sequence [1, T] holds documents one after another; each attends causally to itself only. Documents are sorted
-by length beforehand (`packed_forward`), so those of one length are neighbours, and a bucket of them is a view:
+    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and answer merged
+    CUDA (half precision)   `device_attention`: one variable-length flash call
+    NPU (half precision)    `device_attention`: one fused call, layout TND
+    all else                here: SDPA, document after document of one shape
 
-    lengths  3 3 5        T = 11
-    buckets  (2, 3) (1, 5)     two calls of SDPA: [2, H, 3, D] and [1, H, 5, D]
+No kernel pads, and none makes a [T, T] mask. All compute the same (`tests/unit/engines/test_packed_attention.py`).
 
-So many short documents cost a few large calls and a few long ones cost one call each; nothing is padded or copied and
-no [T, T] mask exists. SDPA with `is_causal` picks the device's own kernel (flash attention on CPU and CUDA, torch_npu's
-fused attention on Ascend). A variable-length kernel (flash_attn_varlen, npu_fusion_attention TND) would need one call
-instead of one per bucket; on those devices that is the faster choice for many distinct lengths and is not used here.
-
-Legend of shapes: N documents, L tokens of each document in a bucket, T tokens in all, H heads, D head dimension.
+Legend of shapes: L tokens of a document, M tokens that its last token sees, T tokens in all, H heads, D head dimension.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +19,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
+from workers.engines.cpu_attention import cpu_attention
+from workers.engines.device_attention import npu_attention, varlen_attention
+from workers.engines.packed_layout import ALONE, PackedLayout
 
 PACKED_ATTENTION = "asyncflow_packed"
 """Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
 
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where the documents of a packed sequence lie; passed to the model as the keyword argument `packed_layout`.
-
-    Attributes:
-        buckets: (documents, tokens of each), in the order of the sequence.
-    """
-
-    buckets: tuple[tuple[int, int], ...]
+Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
+"""(query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D]."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -54,13 +47,15 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend inside each document; transformers' signature of an attention function.
 
+    A compiled model calls it as it is: every micro-batch has another layout, which would be compiled again.
+
     Args:
         query: [1, H, T, D]; `key` and `value` may have fewer heads (grouped-query attention).
         attention_mask: None.
         packed_layout: of the T tokens.
         scaling: factor on the scores; None: D ** -0.5.
         sliding_window: a token sees itself and the tokens before it, this many in all; None: all before it.
-        softcap, s_aux: refused when set, since SDPA has neither.
+        softcap, s_aux: refused when set, since none of the kernels has either.
     Returns:
         [1, T, H, D], and no attention weights.
     Raises:
@@ -69,41 +64,73 @@ def packed_attention(
     assert attention_mask is None, "packed attention got a mask"
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: models with capped scores or attention sinks cannot be trained packed yet")
-    sizes = [num * length for num, length in packed_layout.buckets]
-    queries, keys, values = (torch.split(tensor[0], sizes, dim=1) for tensor in (query, key, value))
-    outputs = [
-        _attend(queries[i], keys[i], values[i], packed_layout.buckets[i], scaling, sliding_window)
-        for i in range(len(sizes))
-    ]
-    return torch.cat(outputs).unsqueeze(0), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is not None and packed_layout.longest > sliding_window:
+        out_THD = sdpa_attention(query[0], key[0], value[0], packed_layout, scale, sliding_window)
+    else:
+        out_THD = kernel_of(query)(query[0], key[0], value[0], packed_layout, scale)
+    return out_THD.unsqueeze(0), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bucket: tuple[int, int],
-    scaling: float | None,
-    sliding_window: int | None,
+def kernel_of(query: Tensor) -> Kernel:
+    """Return the fastest kernel for such queries."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    match query.device.type:
+        case "cpu":
+            return cpu_attention
+        case "cuda" if half:
+            return varlen_attention
+        case "npu" if half:
+            return npu_attention
+        case _:
+            return sdpa_attention
+
+
+def sdpa_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, sliding_window: int | None = None
 ) -> Tensor:
-    """Attend inside the documents of one bucket: [H, N * L, D] -> [N * L, H, D]."""
-    length = bucket[1]
-    q_NHLD, k_NHLD, v_NHLD = (t.view(-1, *bucket, t.shape[-1]).transpose(0, 1) for t in (query, key, value))
-    mask = None
-    if sliding_window is not None and length > sliding_window:
-        position = torch.arange(length, device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
-    out_NHLD = scaled_dot_product_attention(
-        q_NHLD,
-        k_NHLD,
-        v_NHLD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[0] != key.shape[0],
-    )
-    return out_NHLD.transpose(1, 2).flatten(0, 1)
+    """Attend with SDPA: neighbours that continue one prompt and are of one length in one call; on any device.
+
+    The keys of a prompt are copied to each of its answers. Arguments: see `Kernel`.
+    """
+    outputs = []
+    shapes = zip(layout.prompts, layout.lengths, layout.starts, strict=True)
+    for (prompt, length), run in groupby(shapes, key=lambda shape: shape[:2]):
+        starts = [start for _, _, start in run]
+        tokens = slice(starts[0], starts[0] + len(starts) * length)
+        q_NHLD, k_NHMD, v_NHMD = (_documents(t[:, tokens], length) for t in (query, key, value))
+        if prompt != ALONE:
+            first, size = layout.starts[prompt], layout.lengths[prompt]
+            k_NHMD, v_NHMD = (
+                torch.cat([t[:, first : first + size].expand(len(starts), -1, -1, -1), own], dim=2)
+                for t, own in ((key, k_NHMD), (value, v_NHMD))
+            )
+        mask = _mask(length, k_NHMD.shape[2], sliding_window, query.device)
+        out_NHLD = scaled_dot_product_attention(
+            q_NHLD,
+            k_NHMD,
+            v_NHMD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def _documents(tensor: Tensor, length: int) -> Tensor:
+    """Return [H, N * L, D] as [N, H, L, D]."""
+    return torch.unflatten(tensor, 1, (-1, length)).transpose(0, 1)
+
+
+def _mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return bool [L, M]: what the last L of M positions see; None: plain causal."""
+    if length == num_keys and (window is None or num_keys <= window):
+        return None
+    position = torch.arange(num_keys, device=device)
+    distance = position[num_keys - length :, None] - position[None, :]
+    return (distance >= 0) & (distance < (num_keys if window is None else window))
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,26 +1,37 @@
-"""The forward pass over a packed micro-batch, shared by the trainer and the frozen reference.
+"""The forward pass over a packed micro-batch, shared by trainer, its copies, critic and frozen reference.
 
 Legend of shapes: N samples, T tokens of the micro-batch, A answer tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.engines.base import Sequences
-from workers.engines.packed_attention import PackedLayout
+from workers.engines.base import Sequences, check_sequences
+from workers.engines.packed_layout import ALONE, PackedLayout
+
+_IDLE = Sequences(
+    tokens_T=torch.zeros(2, dtype=torch.int64),
+    lengths_N=torch.tensor([2], dtype=torch.int32),
+    prompt_lengths_N=torch.tensor([1], dtype=torch.int32),
+)
+"""The least that has a prompt and an answer."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """A micro-batch in the order in which the model sees it: samples sorted by length (stable).
+    """A micro-batch in the order in which the model sees it.
+
+    The last token of an answer predicts nothing, so it is left out. Samples that share a prompt become one document
+    for the prompt and one for each answer; the others are one document each, sorted by length (stable).
 
     Attributes:
         tokens_T: int64 [T].
         positions_T: int64 [T], from 0 in each sample.
-        layout: of the samples in `tokens_T`.
+        layout: of the documents in `tokens_T`.
         predictors_A: int64 [A], position in `tokens_T` whose logits predict each answer token; answers are in the
             micro-batch's order, not in the sorted one.
         targets_A: int64 [A], the answer tokens.
@@ -33,43 +44,72 @@ class PackedInputs:
     targets_A: Tensor
 
     @staticmethod
-    def of(batch: Sequences, device: torch.device) -> "PackedInputs":
-        """Sort the samples of a micro-batch and move the result to `device`."""
-        lengths_N, prompts_N = batch.lengths_N.long().cpu(), batch.prompt_lengths_N.long().cpu()
-        assert bool((prompts_N > 0).all()), "a sample without prompt tokens has nothing to predict its answer from"
-        order_N = lengths_N.argsort(stable=True)
-        sorted_N = lengths_N[order_N]
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        sorted_starts_N = torch.empty_like(starts_N)
-        sorted_starts_N[order_N] = sorted_N.cumsum(0) - sorted_N
-        positions_T = _ranges(torch.zeros_like(sorted_N), sorted_N)
-        source_T = starts_N[order_N].repeat_interleave(sorted_N) + positions_T
-        answers_N = lengths_N - prompts_N
-        unique, counts = torch.unique_consecutive(sorted_N, return_counts=True)
+    def of(batch: Sequences, device: torch.device, *, shared_prompt: bool = False) -> "PackedInputs":
+        """Arrange the samples of a micro-batch and move the result to `device`.
+
+        Args:
+            batch: in host memory, or on the device.
+            device: of the model.
+            shared_prompt: compute a prompt that several samples have in common once.
+        """
+        lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths_N.tolist()
+        starts = [0, *accumulate(lengths)][:-1]
+        documents = _documents(batch.tokens_T.cpu(), starts, lengths, prompts, shared_prompt=shared_prompt)
+        layout = PackedLayout(tuple(one.length for one in documents), tuple(one.prompt for one in documents))
+        predictors: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        for document, start in zip(documents, layout.starts, strict=True):
+            for sample in document.samples:
+                first = start if document.position else start + prompts[sample] - 1
+                end = start + document.length
+                predictors[sample].append((first, min(end - first, lengths[sample] - prompts[sample])))
         tokens_T = batch.tokens_T.to(device, torch.int64)
+        source_T = _ranges([(one.source, one.length) for one in documents])
+        targets_A = _ranges([(start + p, n - p) for start, n, p in zip(starts, lengths, prompts, strict=True)])
         return PackedInputs(
             tokens_T=tokens_T[source_T.to(device)],
-            positions_T=positions_T.to(device),
-            layout=PackedLayout(tuple(zip(counts.tolist(), unique.tolist(), strict=True))),
-            predictors_A=_ranges(sorted_starts_N + prompts_N - 1, answers_N).to(device),
-            targets_A=tokens_T[_ranges(starts_N + prompts_N, answers_N).to(device)],
+            positions_T=_ranges([(one.position, one.length) for one in documents]).to(device),
+            layout=layout,
+            predictors_A=_ranges([part for parts in predictors for part in parts]).to(device),
+            targets_A=tokens_T[targets_A.to(device)],
         )
 
 
-def answer_log_probs(
-    model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the answer tokens under the tempered distribution.
+class InputsOfBatch:
+    """Packs micro-batches for one or several models; a batch that comes twice in a row is packed once."""
 
-    Logits exist at the A answer positions only. Works in float32 (float64 for a float64 model).
+    def __init__(self, device: torch.device, *, vocab_size: int, shared_prompt: bool) -> None:
+        """Args:
+        device: of the models.
+        vocab_size: of the models.
+        shared_prompt: see `PackedInputs.of`.
+        """
+        self._device = device
+        self._vocab_size = vocab_size
+        self._shared_prompt = shared_prompt
+        self._last: tuple[Sequences, PackedInputs] | None = None
+
+    def __call__(self, batch: Sequences | None) -> PackedInputs:
+        """Return what a model gets; None: of the least batch that there is.
+
+        Raises:
+            BadRequest: see `check_sequences`.
+        """
+        batch = _IDLE if batch is None else batch
+        if self._last is None or self._last[0] is not batch:
+            check_sequences(batch, vocab_size=self._vocab_size)
+            self._last = batch, PackedInputs.of(batch, self._device, shared_prompt=self._shared_prompt)
+        return self._last[1]
+
+
+def answer_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """Return what the model's output layer says of each answer token, at the token before it.
 
     Args:
-        model: causal language model of transformers, built with the packed attention.
+        model: causal language model of transformers, built with the packed attention; V is 1 for one with a head of
+            one number.
         inputs: the micro-batch on the model's device.
-        temperature: divides the logits.
-        entropy: also compute the entropy; else the second result is empty.
     Returns:
-        float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
+        float32 [A, V] (float64 for a float64 model), with gradient where enabled.
     """
     output: Any = model(
         input_ids=inputs.tokens_T.unsqueeze(0),
@@ -78,8 +118,23 @@ def answer_log_probs(
         packed_layout=inputs.layout,
         use_cache=False,
     )
-    logits_AV = output.logits[0]
-    logits_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
+    logits_AV: Tensor = output.logits[0]
+    return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
+
+
+def answer_log_probs(
+    model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of the answer tokens under the tempered distribution.
+
+    Args:
+        model, inputs: see `answer_logits`.
+        temperature: divides the logits.
+        entropy: also compute the entropy; else the second result is empty.
+    Returns:
+        float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
+    """
+    logits_AV = answer_logits(model, inputs)
     if temperature != 1.0:
         logits_AV = logits_AV / temperature
     log_probs_AV = logits_AV.log_softmax(-1)
@@ -90,7 +145,51 @@ def answer_log_probs(
         return log_probs_A, -(log_probs_AV.exp() * log_probs_AV).sum(-1)
 
 
-def _ranges(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Document:
+    """Neighbouring tokens of one or several samples.
+
+    Attributes:
+        source: first token in the micro-batch.
+        length: tokens.
+        samples: whose tokens, or whose prompt, they are.
+        position: of the first token; 0 unless it continues a prompt.
+        prompt: position among the documents of the prompt that it continues.
+    """
+
+    source: int
+    length: int
+    samples: tuple[int, ...]
+    position: int = 0
+    prompt: int = ALONE
+
+
+def _documents(
+    tokens_T: Tensor, starts: list[int], lengths: list[int], prompts: list[int], *, shared_prompt: bool
+) -> list[_Document]:
+    """Return the documents of a micro-batch: samples alone and shared prompts by length, then answers to prompts."""
+    groups: dict[object, list[int]] = {}
+    for sample, start in enumerate(starts):
+        key = tokens_T[start : start + prompts[sample]].numpy().tobytes() if shared_prompt else sample
+        groups.setdefault(key, []).append(sample)
+    first = []
+    for samples in groups.values():
+        one = samples[0]
+        fed = prompts[one] if len(samples) > 1 else max(prompts[one], lengths[one] - 1)
+        first.append(_Document(starts[one], fed, tuple(samples)))
+    first.sort(key=lambda document: document.length)
+    answers = []
+    for place, document in enumerate(first):
+        fed_last = [s for s in document.samples if lengths[s] - 1 > prompts[s]] if len(document.samples) > 1 else []
+        for sample in sorted(fed_last, key=lambda sample: lengths[sample]):
+            prompt = prompts[sample]
+            source, length = starts[sample] + prompt, lengths[sample] - 1 - prompt
+            answers.append(_Document(source, length, (sample,), position=prompt, prompt=place))
+    return first + answers
+
+
+def _ranges(parts: list[tuple[int, int]]) -> Tensor:
     """Return the concatenation of `arange(start, start + length)`, int64."""
+    starts_N, lengths_N = torch.tensor(parts, dtype=torch.int64).unbind(1)
     before_N = lengths_N.cumsum(0) - lengths_N
     return torch.arange(int(lengths_N.sum())) + (starts_N - before_N).repeat_interleave(lengths_N)

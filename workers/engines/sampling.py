@@ -22,7 +22,10 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) ->
         tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
         at temperature 0 under the untempered one.
     """
-    log_probs_BV = (logits_BV.float() / (config.temperature or 1.0)).log_softmax(-1)
+    logits_BV = logits_BV.float()
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
+    log_probs_BV = logits_BV.log_softmax(-1)
     probs_BV = log_probs_BV.exp()
     if config.temperature == 0:
         token_B = log_probs_BV.argmax(-1)

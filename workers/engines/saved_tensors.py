@@ -20,6 +20,15 @@ class SavedTensors:
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors below a dotted path, by the rest of their path, sorted."""
+        entries = sorted(self._metadata.state_dict_metadata.items())
+        return {
+            name.removeprefix(prefix): tuple(entry.size)
+            for name, entry in entries
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
     def read(self, name: str) -> Tensor:
         """Return a tensor by its dotted path in the state."""
         entry = self._metadata.state_dict_metadata[name]

@@ -131,6 +131,9 @@ class SimGenerateEngine:
         """Return all parameters."""
         return _needs(self._config)
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def _generation(self, one: _Running) -> Generation:
         size = one.num_tokens
         versions_R = torch.full((size,), self._swaps[0][1] if self._swaps else self._version, dtype=torch.int32)

@@ -5,16 +5,22 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from asyncflow.errors import ConfigError
-from workers.config import RewardConfig
 from workers.rewards.base import ScoreFunction
+from workers.rewards.config import RewardConfig
 from workers.rewards.digits import digits_reward
 from workers.rewards.exact import exact_reward
+from workers.rewards.isolated import IsolatedReward
 from workers.rewards.math import math_reward
+from workers.rewards.math_verify import check_installed
+from workers.rewards.regex import compile_pattern
+from workers.rewards.remote import RemoteReward, check_url, is_url
 from workers.rewards.user import check_user_reward, load_user_reward
 
 BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
     {"exact": exact_reward, "digits": digits_reward, "math": math_reward}
 )
+ISOLATED = ("math_verify", "regex")
+"""Built-in ones that run in processes of their own."""
 
 
 def load_reward(config: RewardConfig) -> ScoreFunction:
@@ -24,7 +30,13 @@ def load_reward(config: RewardConfig) -> ScoreFunction:
         ConfigError: unknown name, or a user's module or function that cannot be imported.
     """
     check_reward(config)
-    return BUILT_IN.get(config.function) or load_user_reward(config.function, config.timeout_s)
+    if config.function in BUILT_IN:
+        return BUILT_IN[config.function]
+    if config.function in ISOLATED:
+        return IsolatedReward(config)
+    if is_url(config.function):
+        return RemoteReward(config)
+    return load_user_reward(config.function, config.timeout_s)
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -34,11 +46,18 @@ def check_reward(config: RewardConfig) -> None:
         ConfigError: unknown name, or no such module or function.
     """
     name = config.function
-    if name in BUILT_IN:
-        return
-    if ":" in name:
+    if config.pattern is not None and name != "regex":
+        raise ConfigError(f"reward.pattern: only reward.function regex reads it, not {name}; remove it")
+    if name == "regex":
+        compile_pattern(config.pattern)
+    elif name == "math_verify":
+        check_installed()
+    elif is_url(name):
+        check_url(name)
+    elif ":" in name:
         check_user_reward(name)
-        return
-    near = get_close_matches(name, BUILT_IN, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(BUILT_IN)}, or module:function"
-    raise ConfigError(f"reward.function: unknown reward {name!r}; {hint}")
+    elif name not in BUILT_IN:
+        known = (*BUILT_IN, *ISOLATED)
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}, module:function, or a URL"
+        raise ConfigError(f"reward.function: unknown reward {name!r}; {hint}")

@@ -14,14 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
-from workers.config import RewardConfig
 from workers.rewards.base import Score
+from workers.rewards.config import RewardConfig
+from workers.rewards.isolated import IsolatedReward
 from workers.rewards.load import load_reward
+from workers.rewards.remote import is_url
 from workers.tokenizer import TextDecoder
 
 logger = logging.getLogger(__name__)
 
 _THREADS = 4
+_MANY = 64
 _Work = tuple["Future[ScoredAnswer]", tuple[int, ...], tuple[int, ...], str]
 
 
@@ -50,9 +53,13 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._function = load_reward(config)
+        self._most_failures = config.max_failures_in_a_row
+        self._failures = 0
+        self._counting = threading.Lock()
         self._decoder = TextDecoder(tokenizer)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        for number in range(_THREADS):
+        self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
+        for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
@@ -78,8 +85,10 @@ class Scorer:
                 work = self._work.get_nowait()
                 if work is not None:
                     work[0].cancel()
-        for _ in range(_THREADS):
+        for _ in range(self._num_threads):
             self._work.put(None)
+        if isinstance(self._function, IsolatedReward):
+            self._function.close()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -98,10 +107,23 @@ class Scorer:
 
     def _score_text(self, prompt: str, response: str, answer: str) -> Score:
         try:
-            return self._function(prompt, response, answer)
+            score = self._function(prompt, response, answer)
         except UserCodeFailed as error:  # costs one sample, not the run
             logger.warning("%s; counted as 0", error)
+            self._count_failure(error)
             return Score(0.0, False)
+        self._failures = 0
+        return score
+
+    def _count_failure(self, error: UserCodeFailed) -> None:
+        """Raise if nothing was scored for too long: the reward is broken, or its server gone."""
+        with self._counting:
+            self._failures += 1
+            if 0 < self._most_failures <= self._failures:
+                raise UserCodeFailed(
+                    f"no score for {self._failures} answers in a row (reward.max_failures_in_a_row), for the "
+                    f"last one because {error}; correct the reward and resume"
+                )
 
 
 def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:

@@ -1,13 +1,10 @@
 """A user's reward: any Python callable, named `module:function`. Torch-free until the user's own module is imported."""
 
-from asyncflow.errors import UserCodeFailed
-from workers.rewards.base import RewardFunction, Score
+from workers.rewards.base import RewardFunction, Score, as_score
 from workers.user_function import call, check_function, excerpt, load_function
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")
-_LARGEST = 3.4028234e38
-"""Of float32, rounded down."""
 
 
 class UserReward:
@@ -30,24 +27,9 @@ class UserReward:
         value = call(
             self._function, prompt, response, answer,
             what=f"reward.function: {self._name}", limit="reward.timeout_s", timeout_s=self._timeout_s,
-            response=response,
+            on=f"response {excerpt(response)}",
         )  # fmt: skip
-        return self._as_score(value, response)
-
-    def _as_score(self, value: object, response: str) -> Score:
-        given = value.reward if isinstance(value, Score) else value
-        try:
-            number = float(given)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UserCodeFailed(
-                f"reward.function: {self._name} returned {value!r} instead of a number or a Score"
-            ) from error
-        if not abs(number) <= _LARGEST:
-            raise UserCodeFailed(
-                f"reward.function: {self._name} returned {number:g} on response {excerpt(response)}; a reward must be "
-                f"a number that float32 holds"
-            )
-        return Score(number, value.correct if isinstance(value, Score) else number >= 1.0)
+        return as_score(value, what=f"reward.function: {self._name}", response=response)
 
 
 def load_user_reward(name: str, timeout_s: float) -> UserReward:

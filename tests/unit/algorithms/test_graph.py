@@ -1,21 +1,24 @@
-"""GRPO's graph and where its tasks are placed."""
+"""The algorithms' graphs and where their tasks are placed."""
 
 import subprocess
 import sys
 
 import pytest
 
+from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.recipes import find_recipe
-from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.config import GRPOConfig, PPOConfig
 from workers.algorithms.graph import algorithm_tasks
+from workers.columns.config import UserTaskConfig
 from workers.dataflow import NeededWeights, PlacedTask, place_tasks
-from workers.graph import graph_of
+from workers.graph import graph_of, with_user_tasks
+from workers.tasks import task_specs
 
-WITH_KL = AlgorithmConfig(kl_coef=0.1)
+WITH_KL = GRPOConfig(kl_coef=0.1)
 
 
-def place(*roles: str, config: AlgorithmConfig = WITH_KL) -> dict[str, PlacedTask]:
+def place(*roles: str, config: GRPOConfig = WITH_KL) -> dict[str, PlacedTask]:
     return {task.name: task for task in place_tasks(algorithm_tasks(config), roles)}
 
 
@@ -45,11 +48,11 @@ def test_every_role_on_its_own() -> None:
 
 @pytest.mark.parametrize("roles", [("rollout", "actor"), ("rollout", "actor", "reward")])
 def test_no_reference_without_a_kl_penalty(roles: tuple[str, ...]) -> None:
-    placed = place(*roles, config=AlgorithmConfig())
+    placed = place(*roles, config=GRPOConfig())
     assert not any("ref_log_probs" in (*task.inputs, *task.fused) for task in placed.values())
 
 
-SEVERAL = algorithm_tasks(AlgorithmConfig(), old_log_probs=True)
+SEVERAL = algorithm_tasks(GRPOConfig(), old_log_probs=True)
 
 
 def test_actor_computes_the_old_policys_log_probs_where_nobody_else_does() -> None:
@@ -86,3 +89,45 @@ def test_old_log_probs_are_computed_exactly_where_the_loss_needs_them(
 def test_graph_needs_no_torch() -> None:
     code = "import sys, workers.graph; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+PPO = algorithm_tasks(PPOConfig(kl_coef=0.1, kl_placement="reward"))
+
+
+def test_critic_passes_advantages_on_and_keeps_values_and_returns() -> None:
+    placed = {task.name: task for task in place_tasks(PPO, ("rollout", "actor", "critic", "ref"))}
+    critic, train = placed["critic_train"], placed["actor_train"]
+    assert critic.fused == ("values", "compute_advantages_and_returns") and critic.outputs == ("advantages",)
+    assert set(critic.inputs) == {
+        *("prompts", "responses", "rewards", "rollout_log_probs", "ref_log_probs", "truncated"),
+    }
+    assert critic.whole_groups and train.fused == () and "advantages" in train.inputs
+
+
+def test_actor_trains_the_critic_that_has_no_role() -> None:
+    train = {task.name: task for task in place_tasks(PPO, ("rollout", "actor"))}["actor_train"]
+    assert train.fused == ("ref_log_probs", "values", "compute_advantages_and_returns", "critic_train")
+    assert train.outputs == () and not {"values", "advantages", "returns"} & set(train.inputs)
+
+
+def test_critic_in_a_role_of_its_own_needs_the_reference_in_one_too() -> None:
+    with pytest.raises(ConfigError, match=r"'critic' reads column ref_log_probs, which no other launched role writes"):
+        place_tasks(PPO, ("rollout", "actor", "critic"))
+    in_loss = algorithm_tasks(PPOConfig(kl_coef=0.1))
+    assert place_tasks(in_loss, ("rollout", "actor", "critic"))
+
+
+def test_masks_of_users_tasks_reach_the_critic_too() -> None:
+    safety = UserTaskConfig(name="safety", function="m:f", output="loss_masks")
+    tasks = {task.name: task for task in with_user_tasks(PPO, [safety])}
+    assert "loss_masks" in tasks["critic_train"].inputs and "loss_masks" in tasks["actor_train"].inputs
+
+
+def test_controllers_treat_the_critic_as_a_trainer() -> None:
+    roles = "rollout:1,actor:1,critic:1,ref:1"
+    config = load_config(find_recipe("quickstart-ppo-cpu"), roles=roles)
+    placed = place_tasks(graph_of(config), tuple(config.roles))
+    specs = {spec.name: spec for spec in task_specs(placed, config)}
+    for name in ("actor_train", "critic_train"):
+        assert specs[name].keeps_leases and specs[name].max_deliveries == 0 and specs[name].whole_groups
+    assert specs["critic_train"].outputs == {"advantages"} and not specs["ref_log_probs"].keeps_leases

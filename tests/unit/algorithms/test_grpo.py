@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.config import AlgorithmConfig
-from workers.algorithms.grpo import GRPO, PolicyLoss
+from workers.algorithms.config import GRPOConfig
+from workers.algorithms.grpo import GRPO
 from workers.algorithms.losses import LossCounts
+from workers.algorithms.policy_gradient import PolicyLoss
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)
@@ -30,9 +31,10 @@ def make_batch(grpo: GRPO) -> PackedBatch:
         "rollout_log_probs": Column.of_rows(OLD),
         "ref_log_probs": Column.of_rows(REF),
         "truncated": Column.of_scalars(torch.tensor(TRUNCATED)),
-        "advantages": Column.of_scalars(grpo.advantages(torch.tensor(REWARDS), group_size=2)),
+        "rewards": Column.of_scalars(torch.tensor(REWARDS)),
     }
-    return PackedBatch((0, 1, 2, 3), columns)
+    batch = PackedBatch((0, 1, 2, 3), columns)
+    return batch.with_columns(grpo.advantages(batch, group_size=2))
 
 
 def expected_loss(normalization: str, *, kl_coef: float, masked: bool) -> float:
@@ -62,7 +64,7 @@ def expected_loss(normalization: str, *, kl_coef: float, masked: bool) -> float:
 def test_loss_equals_the_paper_in_any_order(
     normalization: str, kl_coef: float, masked: bool, micro_batches: list[list[int]]
 ) -> None:
-    config = AlgorithmConfig.model_validate({"loss_normalization": normalization, "kl_coef": kl_coef})
+    config = GRPOConfig.model_validate({"loss_normalization": normalization, "kl_coef": kl_coef})
     grpo = GRPO(config, max_response_tokens=5, mask_truncated=masked)
     batch = make_batch(grpo)
     total, counts = 0.0, LossCounts(0, 0, 0)
@@ -78,7 +80,7 @@ def test_loss_equals_the_paper_in_any_order(
 
 
 def test_masks_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None:
-    grpo = GRPO(AlgorithmConfig(), max_response_tokens=5, mask_truncated=True)
+    grpo = GRPO(GRPOConfig(), max_response_tokens=5, mask_truncated=True)
     plain = make_batch(grpo)
     masked = plain.with_columns({"loss_masks": Column.of_scalars(torch.tensor([1.0, 0.0, 1.0, 0.25]))})
     assert grpo.counts(masked) == LossCounts(tokens=LENGTHS[0] + LENGTHS[3], sequences=2, answers=4)
@@ -89,7 +91,7 @@ def test_masks_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None
 
 
 def test_stats_are_sums_over_the_tokens_that_count() -> None:
-    grpo = GRPO(AlgorithmConfig(kl_coef=0.1), max_response_tokens=5, mask_truncated=True)
+    grpo = GRPO(GRPOConfig(kl_coef=0.1), max_response_tokens=5, mask_truncated=True)
     loss = grpo.loss(make_batch(grpo), device=CPU)
     new, old = torch.cat(NEW), torch.cat(OLD)
     counted = torch.tensor([True] * 4 + [False] * 4 + [True] * 2)
@@ -102,7 +104,7 @@ def test_stats_are_sums_over_the_tokens_that_count() -> None:
 
 
 def test_on_policy_gradient_is_minus_the_advantage() -> None:
-    grpo = GRPO(AlgorithmConfig(), max_response_tokens=5, mask_truncated=False)
+    grpo = GRPO(GRPOConfig(), max_response_tokens=5, mask_truncated=False)
     new = torch.cat(OLD).requires_grad_()
     batch = make_batch(grpo)
     grpo.loss(batch, device=CPU)(new, torch.zeros(10)).backward()
@@ -112,7 +114,7 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
 
 def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
     loss = PolicyLoss(
-        AlgorithmConfig(),
+        GRPOConfig(),
         length_N=torch.tensor([1, 1]),
         weight_A=torch.tensor([1.0, 0.0]),
         advantage_A=torch.ones(2),

@@ -8,9 +8,9 @@ import torch
 
 from launcher.config import load_config
 from launcher.recipes import find_recipe
-from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
-from workers.algorithms.grpo import PolicyLoss
+from workers.algorithms.config import GRPOConfig, OffPolicyConfig
 from workers.algorithms.off_policy import answer_means, correct
+from workers.algorithms.policy_gradient import PolicyLoss
 from workers.objective import algorithm_of
 
 LENGTHS = torch.tensor([2, 0, 3])
@@ -23,9 +23,7 @@ RATIOS = [math.exp(new - old) for new, old in zip(NEW.tolist(), OLD.tolist(), st
 def policy_loss(method: str | None, new: torch.Tensor = NEW, old: torch.Tensor = OLD, **settings: Any) -> PolicyLoss:
     off_policy = OffPolicyConfig.model_validate({"method": method, **settings})
     advantages = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0], dtype=torch.float64)
-    return PolicyLoss(
-        AlgorithmConfig(off_policy=off_policy), LENGTHS, torch.ones(5, dtype=torch.float64), advantages, old
-    )
+    return PolicyLoss(GRPOConfig(off_policy=off_policy), LENGTHS, torch.ones(5, dtype=torch.float64), advantages, old)
 
 
 @pytest.mark.parametrize(

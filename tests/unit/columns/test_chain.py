@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
+from launcher.config import load_config
+from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.columns import chain
 from workers.columns.chain import TaskChain
+from workers.columns.registry import open_task
 from workers.columns.task import ColumnTask
 
 EMPTY = PackedBatch((), {})
@@ -46,6 +49,15 @@ def make(monkeypatch: pytest.MonkeyPatch, **tasks: Plus) -> TaskChain:
 
 def rows(number: int) -> PackedBatch:
     return PackedBatch(tuple(range(number)), {"a": Column.of_scalars(torch.arange(number))}, (7,) * number)
+
+
+@pytest.mark.parametrize(("role", "budget", "expected"), [("actor", 0, 64), ("actor", 9, 8), ("critic", 9, 8)])
+def test_values_of_a_round_that_is_cut_by_tokens_are_computed_in_pieces(role: str, budget: int, expected: int) -> None:
+    sizes = [f"{section}.max_tokens_per_micro_batch={budget}" for section in ("actor", "critic")]
+    config = load_config(find_recipe("quickstart-ppo-cpu"), overrides=["ref.micro_batch_size=8", *sizes])
+    context: Any = SimpleNamespace(config=config, gang=SimpleNamespace(role=role))
+    critic: Any = object()
+    assert open_task("values", context, None, critic).num_rows == expected
 
 
 def test_later_tasks_read_what_earlier_ones_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ def leaves(row):
     raise SystemExit
 def text(row):
     return "much"
+def several(row):
+    import torch
+    return torch.ones(2)
 def large(row):
     return 1.5
 def nothing(row):
@@ -98,6 +101,7 @@ def test_what_is_no_input_is_empty(module: str) -> None:
         ("waits", "raised TimeoutError: no answer on response 'c'"),
         ("text", "returned 'much' instead of a number"),
         ("endless", "returned 1000"),
+        ("several", "returned tensor.* instead of a number"),
         ("large", "returned 1.5 on response 'c'; loss_masks must be a number between 0 and 1"),
     ],
 )

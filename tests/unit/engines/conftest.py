@@ -1,5 +1,6 @@
 """Tiny random models in temporary directories, and batches for them."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from workers.engines.base import Sequences
+
+sys.path.append(str(Path(__file__).parent))  # tests import `test_step_trainer` by name; behind other conftests
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -80,3 +83,13 @@ def batch() -> Sequences:
         lengths_N=lengths.int(),
         prompt_lengths_N=prompts.int(),
     )
+
+
+@pytest.fixture
+def groups() -> Sequences:
+    """Two prompts with four answers each, mixed, of 0 to 5 tokens, and one sample alone, in between."""
+    generator = torch.Generator().manual_seed(4)
+    first, second, alone = (torch.randint(2, 13, (n,), generator=generator) for n in (5, 3, 4))
+    prompts = [first, second, first, alone, second, first, second, first, second]
+    answers = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
+    return Sequences.of(prompts, answers)

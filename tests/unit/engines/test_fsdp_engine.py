@@ -65,6 +65,27 @@ def test_options_change_gradients_by_rounding_only(model_dir: Path, batch: Seque
     assert norms[1] == pytest.approx(norms[0], rel=0.1 if "autocast" in actor else 1e-5)
 
 
+# Dynamo looks at the gradients of whatever it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_train_alike(
+    make_model_dir: Callable[..., Path], batch: Sequences, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    """Traced as for a real compiler, which would take minutes; the second micro-batch has other lengths."""
+    monkeypatch.setattr("workers.engines.fsdp_sharding.COMPILER", "aot_eager")
+    first = Sequences(batch.tokens_T[:7], batch.lengths_N[:1], batch.prompt_lengths_N[:1])
+    model_dir, stats = make_model_dir(num_hidden_layers=1), []
+    for compiled in (False, True):
+        engine = make_engine(model_dir, compile=compiled, gradient_checkpointing=checkpointing)
+        for part in (batch, first):
+            engine.forward_backward(part, square_loss)
+        stats.append(engine.step(1.0).grad_norm)
+        assert engine.log_probs(None).shape == (0,)
+    assert stats[1] == pytest.approx(stats[0], rel=1e-5)
+    torch.compiler.reset()
+
+
 def test_micro_batches_add_up(model_dir: Path, batch: Sequences) -> None:
     whole, parts = make_engine(model_dir), make_engine(model_dir)
     whole.forward_backward(batch, square_loss)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.errors import ConfigError, PlanError
 from workers.config import ModelConfig, SamplingConfig
+from workers.engines import hf_batch
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.hf import HfEngine
 
@@ -74,7 +75,7 @@ def test_short_answers_come_first(model_dir: Path) -> None:
 def test_abort_ends_generation_between_tokens(model_dir: Path) -> None:
     engine, never = make_engine(model_dir), threading.Event()
     engine.submit(make_requests(40))
-    assert engine.num_running == 40 and engine.free_slots == 0
+    assert engine.num_running == 40 and engine.free_slots == 24
     while not (answers := engine.step(never)):
         pass
     assert 0 < engine.num_running == 40 - len(answers)
@@ -169,3 +170,47 @@ def test_model_without_end_token_is_refused(make_model_dir: Callable[..., Path])
     path = make_model_dir("llama", eos_token_id=None)
     with pytest.raises(ConfigError, match="eos_token_id"):
         make_engine(path)
+
+
+def test_prompt_of_a_group_is_computed_once_even_if_its_answers_begin_one_after_another(model_dir: Path) -> None:
+    engine = make_engine(model_dir, batch_size=2, max_response_tokens=3)
+    computed: list[int] = []
+    forward = engine._model.forward
+
+    def counting(*, input_ids: Tensor, **rest: Any) -> Any:
+        computed.append(input_ids.numel())
+        return forward(input_ids=input_ids, **rest)
+
+    engine._model.forward = counting
+    prompt = torch.arange(2, 12)
+    answers = list(generate(engine, [GenerateRequest(row, prompt, seed=row, ticket=row) for row in range(8)]))
+    # every token but each answer's last is fed once, and the prompt once
+    assert sum(computed) == 10 + sum(len(answer.response_R) - 1 for answer in answers)
+
+
+def test_answers_of_very_different_lengths_are_not_padded_to_each_other(model_dir: Path) -> None:
+    engine = make_engine(model_dir)
+    engine.submit([GenerateRequest(row, torch.full((length,), 3), seed=row) for row, length in enumerate((1, 2, 50))])
+    engine.step(threading.Event())
+    widths = sorted(lane.column for lane in engine._batch._lanes)
+    assert widths == [2, 50], "a lane for the short ones, and one for the long one"
+
+
+def test_long_documents_enter_in_several_steps(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests(12)
+    expected = by_index(list(generate(make_engine(model_dir), requests)))
+    monkeypatch.setattr(hf_batch, "MAX_ENTERING_TOKENS", 4)
+    answers = by_index(list(generate(make_engine(model_dir), requests)))
+    assert all(one.response_R.equal(other.response_R) for one, other in zip(expected, answers, strict=True))
+
+
+def test_sliding_window_is_kept(make_model_dir: Callable[..., Path]) -> None:
+    path = make_model_dir("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    requests = [GenerateRequest(row, 2 + torch.arange(3 + 2 * row), seed=row) for row in range(4)]
+    for request, answer in zip(requests, by_index(list(generate(make_engine(path), requests))), strict=True):
+        tokens = torch.cat([request.prompt_P, answer.response_R])
+        with torch.no_grad():
+            logits = model(tokens.unsqueeze(0)).logits[0, request.prompt_P.numel() - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, answer.response_R[:, None]).squeeze(-1)
+        torch.testing.assert_close(answer.log_probs_R, expected, rtol=0, atol=2e-5)

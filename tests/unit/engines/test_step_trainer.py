@@ -20,9 +20,12 @@ from workers.columns.chain import TaskChain
 from workers.config import RunConfig
 from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
+from workers.learner import policy_learner
+from workers.ledger import ledger_lines
 from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.step_trainer import StepTrainer
+from workers.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -92,9 +95,14 @@ def make_trainer(
     heard = [] if told is None else told
     return StepTrainer(
         context,
-        engine,
+        (policy_learner(config, engine),),
         stub,
         columns=TaskChain(tasks, context, engine),
+        training=config.actor,
+        tri_model=TriModel(config, engine) if config.actor.tri_model else None,
+        taken=lambda batch, record: record.add_rows(
+            batch, ledger_lines(batch, step=STEP, admitted_step=STEP, lineage=0, time_s=0.0), admitted_step=STEP
+        ),
         before_update=lambda: 0.0,
         after_update=lambda *update: heard.append(update),
     )
@@ -110,8 +118,8 @@ def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int
     prepared = []
     for batch in make_rounds():
         old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
-        advantages = Column.of_scalars(algorithm.advantages(batch["rewards"].values, group_size=SIZE))
-        prepared.append(batch.with_columns({"log_probs": old, "advantages": advantages}))
+        advantages = algorithm.advantages(batch, group_size=SIZE)
+        prepared.append(batch.with_columns({"log_probs": old, **advantages}))
     for rounds in updates:
         counts, total = LossCounts(0, 0, 0), 0.0
         for number in rounds:
@@ -138,11 +146,31 @@ def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     assert record is not None
     for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
-    assert [update.loss for update in record.updates] == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    assert [update.loss for update in record.policy.made] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     metrics = record.totals.metrics() | record.training_metrics()
     assert (metrics["num_updates"], metrics["samples"], metrics["reward_mean"]) == (4, GROUPS * SIZE, 0.5)
     assert metrics["masked_fraction"] == pytest.approx(1 / 8)
     assert len(record.ledger) == GROUPS
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("budget", [9, 12, 1000])
+def test_packed_by_tokens_trains_as_sample_by_sample(normalization: str, budget: int) -> None:
+    """The divisor is that of the whole update, so neither packing nor shared prompts change what it is."""
+    weights_after, norms = [], []
+    single = ("actor.micro_batch_size=1", "actor.shared_prompt=false")
+    packed = (f"actor.max_tokens_per_micro_batch={budget}",)
+    for settings in (single, packed):
+        config = configure(*settings, f"algorithm.loss_normalization={normalization}", "rollout.truncated=mask")
+        engine = load_train_engine(config, device=CPU)
+        record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+        assert record is not None
+        weights_after.append(torch.cat([one.flatten() for one in weights(engine)]))
+        norms.append(record.training_metrics()["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    # AdamW's first update is the learning rate for each weight, whatever the gradient's size, so compare loosely where
+    # a gradient is next to nothing.
+    assert float((weights_after[1] - weights_after[0]).abs().mean()) < 1e-6
 
 
 def test_a_second_pass_meets_the_clip() -> None:
@@ -150,7 +178,7 @@ def test_a_second_pass_meets_the_clip() -> None:
         config = configure(f"actor.ppo_epochs={passes}", "algorithm.off_policy.method=decoupled", "actor.lr=0.05")
         engine = load_train_engine(config, device=CPU)
         record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
-        assert record is not None and len(record.updates) == passes
+        assert record is not None and len(record.policy.made) == passes
         assert (record.totals.metrics()["clip_fraction"] > 0) == clips
 
 

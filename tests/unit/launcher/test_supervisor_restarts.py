@@ -37,8 +37,14 @@ WITH_THE_ACTOR = ("controller-0", "storage-0", "actor", "evaluate-0")
 KILLED = -9
 
 
-def new_run(*, reference_follows: bool = False, external: tuple[str, ...] = (), **limits: Any) -> Supervisor:
-    gangs = [GangSpec(name, name.partition("-")[0], int(name.partition("-")[2] or 0), 1, ("cpu",)) for name in NAMES]
+def new_run(
+    *,
+    reference_follows: bool = False,
+    external: tuple[str, ...] = (),
+    names: tuple[str, ...] = NAMES,
+    **limits: Any,
+) -> Supervisor:
+    gangs = [GangSpec(name, name.partition("-")[0], int(name.partition("-")[2] or 0), 1, ("cpu",)) for name in names]
     book = RestartBook(**{"max_restarts": 2, "max_global_restarts": 1, "window_s": 600} | limits)
     return Supervisor(
         gangs,
@@ -68,6 +74,19 @@ def silent(instructions: list[Instruction]) -> list[Instruction]:
 
 def told(instructions: list[Instruction]) -> str:
     return " ".join(instruction.text for instruction in instructions if isinstance(instruction, Note))
+
+
+@pytest.mark.parametrize("gang", ["critic", "actor", "storage-0", "controller-0"])
+def test_critic_goes_back_with_the_actor_and_with_what_the_queue_lost(gang: str) -> None:
+    supervisor = new_run(names=(*NAMES, "critic"))
+    supervisor.handle(AllReady())
+    together = [name for name in (*WITH_THE_ACTOR, "critic") if name != gang]
+    out = supervisor.handle(dies(gang))
+    assert sorted(silent(out), key=str) == sorted([KillGang(name) for name in together], key=str)
+    assert "it starts again from the last checkpoint" in told(out)
+    for name in together[:-1]:
+        assert supervisor.handle(dies(name)) == []
+    assert supervisor.handle(dies(together[-1])) == [Restore()]
 
 
 @pytest.mark.parametrize("gang", ["rollout-1", "ref-0", "storage-0", "controller-0", "weights-0", "evaluate-0"])

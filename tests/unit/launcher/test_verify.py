@@ -35,7 +35,7 @@ def wrong(report: Report) -> list[str]:
 
 def trained(run: MadeRun, chance: random.Random, *, of: Callable[[Line], bool] = lambda line: True) -> Line:
     """Return one of the lines of trained groups."""
-    return chance.choice([line for line in run.ledger if "quarantined" not in line and of(line)])
+    return chance.choice([line for line in run.ledger if "replaced_by" not in line and of(line)])
 
 
 @given(runs)
@@ -112,17 +112,17 @@ def go_back_in_lineage(run: MadeRun, chance: random.Random) -> set[str]:
 
 def lose_a_step(run: MadeRun, chance: random.Random) -> set[str]:
     step = chance.randint(1, run.completed)
-    run.ledger = [line for line in run.ledger if line["step"] != step or "quarantined" in line]
+    run.ledger = [line for line in run.ledger if line["step"] != step or "replaced_by" in line]
     return {"steps"}
 
 
-def forget_a_quarantine(run: MadeRun, chance: random.Random) -> set[str]:
+def forget_a_replacement(run: MadeRun, chance: random.Random) -> set[str]:
     """One whose step is over, so that the group is missed; of another one nobody can tell yet."""
     ends = {line["lineage"]: line["step"] for line in run.ledger}
     told = [
         line
         for line in run.ledger
-        if "quarantined" in line and line["admitted_step"] <= ends[line["lineage"]] - run.schedule.lateness
+        if "replaced_by" in line and line["admitted_step"] <= ends[line["lineage"]] - run.schedule.lateness
     ]
     if not told:
         return set()
@@ -131,7 +131,7 @@ def forget_a_quarantine(run: MadeRun, chance: random.Random) -> set[str]:
 
 
 def train_what_was_given_up(run: MadeRun, chance: random.Random) -> set[str]:
-    told = [line for line in run.ledger if "quarantined" in line]
+    told = [line for line in run.ledger if "replaced_by" in line]
     if not told:
         return set()
     given_up = chance.choice(told)
@@ -215,7 +215,7 @@ def save_a_step_that_was_not_made(run: MadeRun, chance: random.Random) -> set[st
 
 DAMAGES = [
     drop_trained, repeat_trained, train_again_later, swap_groups, change_group, change_index, change_staleness,
-    change_versions, exceed_the_bound, go_back_in_lineage, lose_a_step, forget_a_quarantine, train_what_was_given_up,
+    change_versions, exceed_the_bound, go_back_in_lineage, lose_a_step, forget_a_replacement, train_what_was_given_up,
     change_epoch, change_prompt, spoil_a_hash, lose_a_field, drop_metrics, repeat_metrics, change_metrics, drop_update,
     repeat_update, miscount_updates, save_other_updates, save_another_lineage, save_a_step_that_was_not_made,
 ]  # fmt: skip

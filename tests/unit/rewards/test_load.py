@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.config import RewardConfig
 from workers.rewards.base import Score
+from workers.rewards.config import RewardConfig
 from workers.rewards.load import check_reward, load_reward
 from workers.rewards.user import UserReward
 
@@ -67,7 +68,7 @@ def test_checking_does_not_run_the_module(module: Path) -> None:
     ("function", "message"),
     [
         ("exat", "unknown reward 'exat'; did you mean 'exact'"),
-        ("nothing", "use one of exact, digits, math, or module:function"),
+        ("nothing", "use one of exact, digits, math, math_verify, regex, module:function, or a URL"),
         ("my_rewards:", "is not of the form module:function"),
         ("my rewards:f", "is not of the form module:function"),
         ("my_missing:f", "no module 'my_missing'; install it, or put my_missing.py into"),
@@ -97,6 +98,54 @@ def test_functions_that_cannot_take_three_texts_are_refused(module: Path, signat
 def test_functions_that_can_take_three_texts_are_accepted(module: Path, signature: str) -> None:
     module.write_text(f"def f{signature}: ...\n")
     check_reward(RewardConfig(function="my_rewards:f"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def injected(f): return lambda p, r, a: f(0, p, r, a)\n@injected\ndef f(model, p, r, a): return 1\n",
+        "def f(old): ...\ndef f(p, r, a): return 1\n",
+    ],
+)
+def test_what_the_name_stands_for_in_the_end_counts(module: Path, source: str) -> None:
+    module.write_text(source)
+    assert load_reward(RewardConfig(function="my_rewards:f"))("", "", "") == Score(1.0, True)
+
+
+def test_a_callable_that_cannot_take_three_texts_is_refused_when_it_is_loaded(module: Path) -> None:
+    module.write_text("f = lambda response: 1.0\nfrom os import getcwd as g\n")
+    for name in ("f", "g"):
+        with pytest.raises(ConfigError, match=f"my_rewards:{name} must take prompt, response, answer"):
+            load_reward(RewardConfig(function=f"my_rewards:{name}"))
+
+
+def test_a_module_that_ends_the_program_is_named(module: Path) -> None:
+    module.write_text("import sys\ndef f(p, r, a): ...\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match="importing 'my_rewards' raised SystemExit: 0"):
+        load_reward(RewardConfig(function="my_rewards:f"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise RuntimeError('no GPU')", "importing the package of 'my_package.judge' raised RuntimeError: no GPU"),
+        ("raise SystemExit(3)", "importing the package of 'my_package.judge' raised SystemExit: 3"),
+        ("import my_absent", "importing the package of 'my_package.judge' raised ModuleNotFoundError: .*'my_absent'"),
+        ("", "no module 'my_package.judge'; install it"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_says_why(module: Path, source: str, message: str) -> None:
+    package = module.parent / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        check_reward(RewardConfig(function="my_package.judge:f"))
+
+
+def test_a_file_that_is_no_module_is_refused(module: Path) -> None:
+    module.write_bytes(b"x = 1\0")
+    with pytest.raises(ConfigError, match=r"my_rewards.py"):
+        check_reward(RewardConfig(function="my_rewards:f"))
 
 
 def test_what_is_no_function_is_refused(module: Path) -> None:
@@ -147,3 +196,41 @@ def test_a_hanging_function_passes_its_deadline() -> None:
     with pytest.raises(UserCodeFailed, match=r"m:hang took longer than reward.timeout_s = 0.05 s"):
         UserReward(hang, name="m:hang", timeout_s=0.05)("", "", "")
     release.set()
+
+
+class Hostile:
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1.0", b"1", torch.ones(2), [1.0], {}, Hostile(), Score(1.0, torch.ones(2)), Score("1", True)],  # type: ignore[arg-type]
+)
+def test_what_is_no_number_costs_its_answer_whatever_its_class_raises(value: object) -> None:
+    with pytest.raises(UserCodeFailed, match="instead of a number or a Score"):
+        UserReward(lambda *_: value, name="m:odd", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("value", [True, 1, torch.tensor(1.0), Score(1, 1), Score(torch.tensor(1), None)])  # type: ignore[arg-type]
+def test_numbers_and_truth_of_any_library_become_ours(value: object) -> None:
+    score = UserReward(lambda *_: value, name="m:one", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
+    assert type(score.reward) is float and score.reward == 1 and type(score.correct) is bool
+
+
+def test_what_a_function_raises_is_told_in_one_line_of_bounded_length() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def broken(prompt: str, response: str, answer: str) -> float:
+        raise Odd if response == "odd" else ValueError("a\nb" * 10000)
+
+    with pytest.raises(UserCodeFailed, match="m:broken raised Odd: "):
+        UserReward(broken, name="m:broken", timeout_s=10)("", "odd", "")
+    with pytest.raises(UserCodeFailed) as caught:
+        UserReward(broken, name="m:broken", timeout_s=10)("", "", "")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700

@@ -69,3 +69,9 @@ def test_math_accepts_equal_answers(response: str, answer: str) -> None:
 )
 def test_math_refuses_other_answers(response: str, answer: str) -> None:
     assert math_reward("", response, answer) == Score(0.0, False)
+
+
+@pytest.mark.parametrize("text", [" " * 10**6, "\n" * 10**6, "\\boxed{" + " " * 10**6 + "}", "- \\frac{" + " " * 10**6])
+def test_an_answer_of_nothing_but_spaces_is_read_in_one_pass(text: str) -> None:
+    """A million spaces a million times over would be days, in a thread that lets no other run."""
+    assert math_reward("", text, "42") == Score(0.0, False)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncflow.errors import UserCodeFailed
 from launcher.config import load_config
 from launcher.recipes import find_recipe
-from workers.config import RewardConfig
 from workers.rewards.base import Score
+from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
 from workers.tokenizer import load_tokenizer
 
@@ -18,11 +19,14 @@ DEADLINE_S = 20
 PROMPT, RESPONSE = torch.tensor([3]), torch.tensor([4])
 
 
+def make_scorer(**settings: int) -> Scorer:
+    tokenizer = load_tokenizer(Path(load_config(find_recipe("quickstart")).model.path))
+    return Scorer(RewardConfig.model_validate({"function": "exact"} | settings), tokenizer)
+
+
 @pytest.fixture
 def scorer() -> Scorer:
-    return Scorer(
-        RewardConfig(function="exact"), load_tokenizer(Path(load_config(find_recipe("quickstart")).model.path))
-    )
+    return make_scorer()
 
 
 def test_close_waits_for_no_reward_and_cancels_what_is_not_begun(scorer: Scorer) -> None:
@@ -64,3 +68,24 @@ def test_cancelled_answer_says_so(scorer: Scorer) -> None:
     released.set()
     with pytest.raises(CancelledError):
         futures[-1].result(DEADLINE_S)
+
+
+@pytest.mark.parametrize(("most", "ends"), [(3, True), (4, False), (0, False)])
+def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool) -> None:
+    scorer = make_scorer(concurrency=1, max_failures_in_a_row=most)
+    outcomes = iter([None, None, 1.0, None, None, None, 1.0])
+
+    def sometimes(prompt: str, response: str, answer: str) -> Score:
+        if (reward := next(outcomes)) is None:
+            raise UserCodeFailed("the server is gone")
+        return Score(reward, True)
+
+    scorer._function = sometimes
+    futures = [scorer.submit(PROMPT, RESPONSE, "-") for _ in range(6)]
+    assert [future.result(DEADLINE_S).reward for future in futures[:5]] == [0, 0, 1, 0, 0]
+    if ends:
+        with pytest.raises(UserCodeFailed, match="no score for 3 answers in a row .*the server is gone; correct"):
+            futures[5].result(DEADLINE_S)
+    else:
+        assert futures[5].result(DEADLINE_S).reward == 0
+    scorer.close()

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.errors import NothingToLearn
 from tq.config import Fill, ScheduleConfig, ScheduleMode
 from tq.control.admission import AdmissionState, AdmittedGroup
+from tq.refill import QuarantineCause
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:
@@ -105,7 +107,7 @@ def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_quarantined(
             state.refill(state.step_of(group), group)
         state = AdmissionState.from_mark(state.mark(), schedule(staleness, batch), last_step=9)
     groups = [group for step in steps for group in state.groups_of(step)]
-    assert {group.group for group in groups} | state.quarantined == set(range(state.admitted_groups))
+    assert {group.group for group in groups} | state.replaced == set(range(state.admitted_groups))
     assert all(len(state.groups_of(step)) == batch for step in steps)
     assert all(state.step_of(group.group) == group.step for group in groups)
 
@@ -137,6 +139,7 @@ def test_first_ready_admits_a_step_less_ahead_because_groups_may_be_trained_a_st
     assert state.admissible() == [3]
 
 
+FILTERED = QuarantineCause("reward", filtered=True)
 IN_ORDER = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_staleness=1)
 
 
@@ -198,3 +201,73 @@ def test_resumed_run_trains_every_group_once(batch: int, completed: int, last: i
         state.published(version)
         admitted += [group.group for step in state.admissible() for group in state.groups_of(step)]
     assert sorted([*admitted, *trained]) == list(range(last * batch))
+
+
+def test_filtered_groups_are_passed_over_after_a_resume() -> None:
+    state = AdmissionState(IN_ORDER, version=1, last_step=3, trained={0, 4}, filtered={2, 5})
+    admitted = {step: [group.group for group in state.groups_of(step)] for step in state.admissible()}
+    assert admitted == {2: [1, 3], 3: [6, 7]}
+    assert [state.step_of(group) for group in (1, 3, 6, 7)] == [2, 2, 3, 3]
+    assert state.refill(2, 2, FILTERED) is None and state.groups_of_rows([2, 5]) == []
+    refill = state.refill(2, 3, FILTERED)
+    assert refill is not None and (refill.group, refill.step) == (8, 2)
+    again = AdmissionState.from_mark(state.mark(), IN_ORDER, last_step=3, trained={0, 4}, filtered={2, 5})
+    assert [(group.group, group.step) for group in again.missing({})] == [(1, 2), (8, 2), (6, 3), (7, 3)]
+
+
+def test_a_step_for_which_too_many_groups_are_filtered_out_is_an_error() -> None:
+    state = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2)
+    state.admissible()
+    assert state.refill(1, 0, FILTERED) is not None
+    assert state.refill(1, 1, QuarantineCause("reward", 3)) is not None, "those in quarantine do not count"
+    assert state.refill(2, 2, FILTERED) is not None, "other steps have their own count"
+    assert state.refill(1, 4, FILTERED) is not None
+    again = AdmissionState.from_mark(state.mark(), IN_ORDER, last_step=9, max_filtered=2)
+    for one in (state, again):
+        with pytest.raises(NothingToLearn, match="step 1: 3 groups had answers of equal reward, 60% of those"):
+            one.refill(1, 5, FILTERED)
+
+
+@given(events=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=40), batch=st.integers(1, 3))
+def test_every_group_is_trained_or_filtered_once_over_resumes(events: list[tuple[int, int]], batch: int) -> None:
+    """Steps are trained in order; groups are filtered, and the run resumed, at any time."""
+    schedule = IN_ORDER.model_copy(update={"rollout_batch_size": batch})
+    trained, filtered = set[int](), set[int]()
+    completed = 0
+    state = AdmissionState(schedule, version=0, last_step=99)
+    for kind, number in events:
+        state.admissible()
+        if kind == 0:
+            completed += 1
+            groups = {group.group for group in state.groups_of(completed)}
+            assert len(groups) == batch and not groups & (trained | filtered)
+            trained |= groups
+            state.published(completed)
+        elif kind == 1:
+            live = [group.group for step in state.untrained() for group in state.groups_of(step)]
+            live = [group for group in live if group not in trained]
+            group = live[number % len(live)]
+            assert state.refill(state.step_of(group), group, FILTERED) is not None
+            filtered.add(group)
+        else:
+            state = AdmissionState(schedule, version=completed, last_step=99, trained=trained, filtered=filtered)
+    state.admissible()
+    to_come = {group.group for step in state.untrained() for group in state.groups_of(step)} - trained
+    assert trained | filtered | to_come == set(range(len(trained) + len(filtered) + len(to_come)))
+
+
+@given(refills=st.lists(st.integers(0, 60), max_size=30), over=st.sets(st.integers(0, 30), max_size=12))
+def test_ids_in_data_order_are_those_that_nobody_else_has(refills: list[int], over: set[int]) -> None:
+    """Against counting one by one."""
+    schedule = IN_ORDER.model_copy(update={"rollout_batch_size": 1})
+    state = AdmissionState(schedule, version=0, last_step=40, filtered=over)
+    state.published(39)
+    state.admissible()
+    for number in refills:
+        group = number % state.admitted_groups
+        if group not in over:
+            state.refill(state.step_of(group), group)
+    taken = over | {refill.group for refill in state.refills()}
+    in_order = [group for group in range(200) if group not in taken]
+    places = [state._in_order(place) for place in range(40)]
+    assert places == in_order[:40]

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import Quarantined
-from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved
+from tq.messages import GiveBack, RegisterUnit, RemovalReason, RowRecords, RowsRemoved
 from tq.refill import UNKNOWN, QuarantineCause
 
 World = Callable[..., Any]
@@ -205,3 +205,51 @@ def test_partition_is_cleared_when_no_unit_has_rows_of_it_any_more(make_world: W
     world.handle(RowsRemoved("storage-0", 2, [], RemovalReason.CLEARED))
     world.handle(RowsRemoved("storage-1", 2, [], RemovalReason.CLEARED))
     assert world.refused(declared) == "partition_done"
+
+
+def filter_groups(world: Any, granted: Any, rows: list[int]) -> None:
+    world.handle(GiveBack(granted.task, granted.token, rows, filtered=True))
+
+
+def test_filtered_groups_leave_and_the_rest_of_the_lease_goes_on(make_world: World) -> None:
+    world = make_world(REF, TRAIN, refill=True)
+    world.open(4)
+    world.create(range(4), size=2)
+    granted = world.granted(world.ask("ref", 4))
+    filter_groups(world, granted, [0, 1])
+    (quarantine,) = world.quarantines
+    cause = QuarantineCause("ref", filtered=True)
+    assert (quarantine.rows, quarantine.cause) == ({"storage-0": (0, 1)}, cause)
+    filter_groups(world, granted, [0, 1])
+    world.remove([0, 1], reason="quarantined")
+    assert world.quarantined == [Quarantined(1, 0, 2, cause)]
+    world.write("ref", granted, [2, 3])
+    stats = world.state.stats()
+    assert (stats.filtered_groups, stats.quarantined_groups, stats.live_rows) == (1, 0, 2)
+    whole_step = world.ask_round("train", 0, 0, num_ranks=1, num_rows=4)
+    assert whole_step not in world.answers
+    world.put([8, 9], size=2)
+    assert world.granted(whole_step).rows == [2, 3, 8, 9]
+
+
+def test_whoever_has_a_void_lease_filters_nothing(make_world: World) -> None:
+    world = make_world(LOOK, TRAIN, refill=True)
+    world.open(2)
+    world.create(range(2), size=2)
+    granted = world.granted(world.ask("look", 2))
+    world.give_back("look", granted)
+    world.confirm_fences()
+    filter_groups(world, granted, [0, 1])
+    assert world.quarantines == []
+    assert world.granted(world.ask("look", 2)).rows == [0, 1]
+
+
+def test_filtering_a_group_whose_rows_were_lost_reports_it_at_once(make_world: World) -> None:
+    world = make_world(REF, refill=True)
+    world.open(2)
+    world.create(range(2), size=2)
+    granted = world.granted(world.ask("ref", 2))
+    world.lose("storage-0")
+    filter_groups(world, granted, [0, 1])
+    assert [(one.group, one.cause.filtered) for one in world.quarantined] == [(0, True)]
+    assert world.state.known_rows().get(1, []) == []

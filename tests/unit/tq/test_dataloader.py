@@ -2,7 +2,7 @@
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ class CannedClient:
         self.asked: list[FetchRound] = []
         self.acked: list[list[int]] = []
         self.forgotten: list[list[int]] = []
+        self.written: list[tuple[list[int], list[float]]] = []
         self.parked = threading.Event()
         self.closed = threading.Event()
         self.answer_always: NoRows | None = None
@@ -56,6 +57,10 @@ class CannedClient:
     def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
         assert (task, rows) == ("train", None)
         self.acked.append(granted.rows)
+
+    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        assert task == "train" and rows is granted.rows
+        self.written.append((granted.rows, columns["y"].values.tolist()))
 
     def forget(self, task: str, granted: Granted) -> None:
         assert task == "train"
@@ -116,6 +121,16 @@ class SlowAcks(CannedClient):
 
 
 Load = Callable[..., StreamingDataLoader]
+
+
+def test_rows_whose_outputs_are_put_need_no_ack(load: Load) -> None:
+    client = CannedClient(lease(0, 1), lease(round_rows=1), lease(2), DONE)
+    loader = load(client)
+    for _, indices in loader:
+        loader.put({"y": Column.of_scalars(torch.tensor(indices))} if indices else {})
+    loader.ack()
+    assert client.written == [([0, 1], [0, 1]), ([2], [2])]
+    assert client.acked == []
 
 
 def test_partitions_follow_each_other_and_are_acked_once(load: Load) -> None:

@@ -1,0 +1,11 @@
+"""Lets scripts in this directory import the project's packages: one of them has the name of a script, `weightsync`."""
+
+import sys
+from pathlib import Path
+
+
+def find_packages() -> None:
+    """Look into this directory last, here and in the processes that are started; behind the one with the packages."""
+    here = Path(__file__).resolve().parent
+    others = [each for each in sys.path if Path(each or ".").resolve() not in (here, here.parent)]
+    sys.path[:] = [*others, str(here.parent), str(here)]

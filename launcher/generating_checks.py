@@ -1,0 +1,109 @@
+"""What must hold of the engines that generate before a run is accepted. Torch-free."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncflow.errors import ConfigError
+from launcher.paths import check_makeable
+from workers.config import RunConfig
+from workers.engines.openai_config import UPDATE_ARGUMENTS
+from workers.user_function import check_function
+
+
+def check_generating(config: RunConfig) -> None:
+    """Check what the configuration alone decides.
+
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    _check_deterministic(config)
+    _check_openai(config)
+    _check_vllm(config)
+
+
+def check_positions(config: RunConfig) -> None:
+    """Refuse sequences that are longer than the model's positions: its answers there would be noise, or an error.
+
+    Raises:
+        ConfigError: says which setting to lower.
+    """
+    from workers.model_files import max_positions
+
+    limit = max_positions(Path(config.model.path))
+    prompt = config.data.max_prompt_tokens
+    for section, engine, response in _generating(config):
+        if engine == "sim" or limit is None:
+            continue
+        longest = config.vllm.max_model_len
+        if engine == "vllm" and longest is not None and longest > limit:
+            raise ConfigError(
+                f"vllm.max_model_len: {longest} is more than the model's {limit} positions (max_position_embeddings); "
+                f"set it to {limit} or less, or leave it out"
+            )
+        if prompt + response <= limit:
+            continue
+        name = f"{section}.max_response_tokens"
+        if response >= limit:
+            raise ConfigError(
+                f"{name}: {response} leave no room for a prompt, the model has {limit} positions "
+                f"(max_position_embeddings); set it below {limit}"
+            )
+        raise ConfigError(
+            f"data.max_prompt_tokens: {prompt} and {name} {response} together are more than the model's {limit} "
+            f"positions (max_position_embeddings); set data.max_prompt_tokens to {limit - response} or less"
+        )
+
+
+def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
+    """Yield section, engine and longest answer (tokens) of the roles that generate."""
+    for section, sampling in (("rollout", config.rollout), ("evaluate", config.evaluate.sampling(config.rollout))):
+        if section in config.roles:
+            yield section, sampling.engine, sampling.max_response_tokens
+
+
+def _check_deterministic(config: RunConfig) -> None:
+    """Refuse engines that decide by themselves what they compute together."""
+    if config.deterministic and config.rollout.engine in ("vllm", "openai"):
+        raise ConfigError(
+            f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which computes together what "
+            f"comes together; set rollout.engine to hf, or deterministic to false"
+        )
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """Refuse a limit that prompts within theirs would pass: vLLM refuses these one by one, in the middle of the run."""
+    longest, prompt = config.vllm.max_model_len, config.data.max_prompt_tokens
+    for section, engine, response in _generating(config):
+        if engine == "vllm" and longest is not None and longest < prompt + response:
+            raise ConfigError(
+                f"vllm.max_model_len: {longest} is less than data.max_prompt_tokens {prompt} and "
+                f"{section}.max_response_tokens {response} together; set it to {prompt + response} or more, or leave "
+                f"it out"
+            )
+
+
+def _check_openai(config: RunConfig) -> None:
+    """Refuse servers that are not named, whose weights would be others' to replace, or that could not read them."""
+    if config.rollout.engine != "openai":
+        return
+    own = config.openai
+    if not own.urls:
+        raise ConfigError(
+            "openai.urls: is missing; name the servers, e.g. --set openai.urls=[http://127.0.0.1:8000], or set "
+            "rollout.engine to hf or vllm"
+        )
+    if not own.weights_dir:
+        raise ConfigError("openai.weights_dir: is missing; name a directory that the servers can read, too")
+    if config.roles["rollout"] > 1:
+        raise ConfigError(
+            f"roles: rollout:{config.roles['rollout']} cannot be with rollout.engine openai, whose servers have one "
+            f"version of the weights; launch rollout:1, which feeds all of openai.urls, and raise rollout.batch_size"
+        )
+    if not Path(own.weights_dir).is_absolute():
+        raise ConfigError(
+            f"openai.weights_dir: {own.weights_dir!r} is not absolute, but the servers read it under this name; write "
+            f"the path out, from /"
+        )
+    check_makeable(own.weights_dir, "openai.weights_dir")
+    if own.update != "vllm":
+        check_function(own.update, field="openai.update", arguments=UPDATE_ARGUMENTS)

@@ -1,0 +1,44 @@
+"""`rollout.engine: hf`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.hf import HfEngine
+
+from .adapter import Adapter
+
+
+class HfAdapter(Adapter):
+    """Runs in this process, on the CPU."""
+
+    name = "hf"
+    families = ("llama", "qwen2", "qwen3")
+    on_swap = "recompute"
+
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[HfEngine]:
+        sampling = sampling.model_copy(update={"on_swap": self.on_swap})
+        engine = HfEngine(model_dir, ModelConfig(path=str(model_dir)), sampling=sampling, device=torch.device("cpu"))
+        yield engine
+        engine.close()
+
+
+class HfKeepAdapter(HfAdapter):
+    """`rollout.on_swap: keep`."""
+
+    name = "hf-keep"
+    families = ("llama",)
+    on_swap = "keep"
+    keeps_cache = True
+
+
+class HfFinishAdapter(HfAdapter):
+    """`rollout.on_swap: finish`."""
+
+    name = "hf-finish"
+    families = ("llama",)
+    on_swap = "finish"

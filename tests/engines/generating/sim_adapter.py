@@ -1,0 +1,38 @@
+"""`rollout.engine: sim`: it computes nothing, but must run, stop and swap as the others do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workers.config import SamplingConfig
+from workers.engines.sim import SimGenerateEngine, sim_shapes
+from workers.engines.sim_config import SimConfig
+from workers.engines.sim_model import SimLengths
+
+from .adapter import Adapter
+
+_CONFIG = SimConfig(mean_tokens=12, sigma=0.8, decode_s_per_token=0.0005, parameters=64)
+
+
+class SimAdapter(Adapter):
+    """Runs in this process; its answers take milliseconds."""
+
+    name = "sim"
+    families = ()
+
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[SimGenerateEngine]:
+        engine = SimGenerateEngine(
+            _CONFIG,
+            SimLengths(_CONFIG, samples_per_step=64, seed=0),
+            num_slots=sampling.batch_size,
+            max_response_tokens=sampling.max_response_tokens,
+        )
+        yield engine
+        engine.close()
+
+    def weights(self, model_dir: Path) -> dict[str, Tensor]:
+        return {name: torch.zeros(shape) for name, shape in sim_shapes(_CONFIG).items()}

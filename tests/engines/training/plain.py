@@ -1,0 +1,74 @@
+"""Plain PyTorch: one process, one sample after another, transformers' own attention, AdamW, clipping.
+
+Legend of shapes: R tokens of one answer.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from . import samples
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a model says before and after the suite's updates.
+
+    Attributes:
+        log_probs: float64, of every sample's answer.
+        trained_log_probs: the same after the updates.
+        updates: (gradient norm, learning rate) of each.
+        weights: after the updates, by Hugging Face name, tied ones once.
+    """
+
+    log_probs: list[Tensor]
+    trained_log_probs: list[Tensor]
+    updates: list[tuple[float, float]]
+    weights: dict[str, Tensor]
+
+    @staticmethod
+    @lru_cache
+    def of(model_dir: Path) -> "Plain":
+        """Train a model; the same for every layout."""
+        before = _load(model_dir, torch.float64)
+        model = _load(model_dir, torch.float32)
+        actor = samples.ACTOR
+        optimizer = torch.optim.AdamW(
+            model.parameters(), betas=actor.betas, eps=actor.eps, weight_decay=actor.weight_decay
+        )
+        updates = []
+        for number in range(samples.UPDATES):
+            lr = actor.lr * min(1.0, (number + 1) / actor.lr_warmup_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for prompt, answer in samples.samples():
+                if len(answer):
+                    log_probs_R = _log_probs(model, prompt, answer)
+                    (samples.loss(log_probs_R, log_probs_R) * samples.SCALE).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), actor.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            updates.append((float(norm), lr))
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return Plain(_all_log_probs(before), _all_log_probs(model.double()), updates, weights)
+
+
+def _load(model_dir: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+
+
+def _log_probs(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
+    tokens = torch.cat([prompt, answer])
+    logits = model(tokens.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / samples.TEMPERATURE
+    picked: Tensor = logits.log_softmax(-1).gather(-1, answer.unsqueeze(-1)).squeeze(-1)
+    return picked
+
+
+@torch.no_grad()
+def _all_log_probs(model: Any) -> list[Tensor]:
+    return [_log_probs(model, prompt, answer) for prompt, answer in samples.samples()]

@@ -1,0 +1,145 @@
+"""One rank of a training engine: does what the suite asks for, and writes what came out.
+
+python -m engines.training.rank ADAPTER LAYOUT RANK ROOT         (with tests/ on the path)
+
+ROOT holds a model per family; results are ROOT/LAYOUT/FAMILY-RANK.pt.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from asyncflow.errors import BadRequest
+from workers.engines.base import Sequences, TrainEngine
+
+from . import samples
+from .adapter import Adapter
+from .adapters import ADAPTERS
+
+Open = Callable[[], TrainEngine]
+
+
+def run(adapter: Adapter, layout: str, model_dir: Path, out: Path) -> dict[str, Any]:
+    """Everything, with one family."""
+
+    def open_engine() -> TrainEngine:
+        return adapter.open(model_dir, samples.ACTOR, temperature=samples.TEMPERATURE, layout=layout)
+
+    replica = adapter.replica(layout)
+    engine = open_engine()
+    results: dict[str, Any] = {"replica": replica, "refused": refused(engine)}
+    results["log_probs"] = log_probs(engine, *replica)
+    results["abandoned"] = abandoned(engine, *replica)
+    results["initial"] = pieces(engine)
+    results["updates"] = [update(engine, number, *replica) for number in range(1, samples.UPDATES + 1)]
+    results["counted"] = engine.optimizer_updates
+    results["trained"] = pieces(engine)
+    results["trained_log_probs"] = log_probs(engine, *replica)
+    dcp.save(engine.state_dict(), checkpoint_id=out / "saved")
+    results["resumed"] = resumed(engine, open_engine(), out / "saved", *replica)
+    if dist.get_rank() == 0:
+        engine.export_hf(out / "export", out / "saved")
+    dist.barrier()
+    return results
+
+
+def log_probs(engine: TrainEngine, replica: int, num_replicas: int) -> list[tuple[list[int], Tensor]]:
+    """Of this replica's samples, then of all of them on the first replica alone."""
+    asked = [list(range(replica, 8, num_replicas)), list(range(8)) if replica == 0 else []]
+    return [(rows, engine.log_probs(samples.sequences(rows)).cpu()) for rows in asked]
+
+
+def update(engine: TrainEngine, number: int, replica: int, num_replicas: int) -> tuple[float, float]:
+    """Returns the gradient norm and the learning rate."""
+    for rows in samples.micro_batches(number, replica, num_replicas):
+        engine.forward_backward(samples.sequences(rows), samples.loss)
+    stats = engine.step(samples.SCALE)
+    return stats.grad_norm, stats.lr
+
+
+def abandoned(engine: TrainEngine, replica: int, num_replicas: int) -> float:
+    """The difference that an abandoned step makes to log-probabilities; the last forward is without any backward."""
+    rows = list(range(replica, 8, num_replicas))
+    before = engine.log_probs(samples.sequences(rows))
+    engine.forward_backward(samples.sequences(rows), samples.loss)
+    engine.zero_grad()
+    return float((engine.log_probs(samples.sequences(rows)) - before).abs().sum())
+
+
+def pieces(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    """This rank's shards; to list them takes no collective."""
+    with CommDebugMode() as collectives:
+        shards = [(s.name, s.shape, s.box.slices, s.values.detach().cpu().clone()) for s in engine.shards()]
+    assert collectives.get_total_counts() == 0, "shards() is called for every version and must gather nothing"
+    return [
+        (name, shape, slices, values.reshape([s.stop - s.start for s in slices]))
+        for name, shape, slices, values in shards
+    ]
+
+
+def resumed(engine: TrainEngine, other: TrainEngine, saved: Path, replica: int, num_replicas: int) -> bool:
+    """Whether an engine that was loaded makes the same next update, to the last bit."""
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=saved)
+    other.load_state_dict(state)
+    assert other.optimizer_updates == engine.optimizer_updates
+    stats = [update(each, samples.UPDATES + 1, replica, num_replicas) for each in (engine, other)]
+    pairs = zip(pieces(engine), pieces(other), strict=True)
+    return stats[0] == stats[1] and all(one[3].equal(same[3]) for one, same in pairs)
+
+
+def refused(engine: TrainEngine) -> dict[str, str]:
+    """What an engine says to batches that no model can compute; all ranks get the same."""
+    good = samples.sequences([0])
+    assert good is not None
+    first = good.tokens_T.clone()
+    first[2] = 13
+    negative = good.tokens_T.clone()
+    negative[0] = -1
+    bad = {
+        "no prompt": Sequences(good.tokens_T, good.lengths_N, torch.zeros(1, dtype=torch.int32)),
+        "prompt longer than sample": Sequences(good.tokens_T, good.lengths_N, good.lengths_N + 1),
+        "lengths": Sequences(good.tokens_T, good.lengths_N + 1, good.prompt_lengths_N),
+        "unknown token": Sequences(first, good.lengths_N, good.prompt_lengths_N),
+        "negative token": Sequences(negative, good.lengths_N, good.prompt_lengths_N),
+        "no samples": Sequences(good.tokens_T[:0], good.lengths_N[:0], good.prompt_lengths_N[:0]),
+    }
+    said = {}
+    for name, batch in bad.items():
+        for call in (lambda b=batch: engine.log_probs(b), lambda b=batch: engine.forward_backward(b, samples.loss)):
+            try:
+                call()
+                said[name] = ""
+                break
+            except BadRequest as error:
+                said[name] = str(error)
+    engine.zero_grad()
+    return said
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    name, layout, rank, root = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    adapter = ADAPTERS[name]
+    adapter.prepare()
+    store = dist.FileStore(str(root / layout / "store"), adapter.num_ranks(layout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=adapter.num_ranks(layout))
+    for family in adapter.families:
+        out = root / layout / family
+        results = run(adapter, layout, root / "models" / family, out)
+        torch.save(results, out / f"rank-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

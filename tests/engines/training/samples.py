@@ -1,0 +1,47 @@
+"""What every engine is given: samples, losses, settings. Used on both sides.
+
+Legend of shapes: A answer tokens of a batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.engines.base import Sequences
+
+TEMPERATURE, SCALE, UPDATES = 0.8, 1 / 16, 3
+# With the usual tiny eps AdamW would hide a wrong factor on the gradients, and blow rounding up.
+ACTOR = ActorConfig(lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, lr_warmup_steps=2)
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    """(prompt, answer) of eight samples: two prompts with three answers, and two alone; one answer has no tokens."""
+    chance = torch.Generator().manual_seed(6)
+    first, second, third, fourth = (torch.randint(2, 13, (n,), generator=chance) for n in (5, 3, 1, 4))
+    prompts = [first, second, first, third, second, first, fourth, second]
+    return [
+        (prompt, torch.randint(2, 13, (length,), generator=chance))
+        for prompt, length in zip(prompts, (3, 4, 1, 6, 0, 5, 2, 4), strict=True)
+    ]
+
+
+def sequences(rows: Sequence[int]) -> Sequences | None:
+    """The named samples as a micro-batch; None without any."""
+    if not rows:
+        return None
+    chosen = [samples()[row] for row in rows]
+    return Sequences.of([prompt for prompt, _ in chosen], [answer for _, answer in chosen])
+
+
+def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:
+    """Not linear, so that each token's gradient depends on its own value."""
+    return (log_probs_A + 1).square().sum()
+
+
+def micro_batches(update: int, replica: int, num_replicas: int) -> list[list[int]]:
+    """Rows of one replica's micro-batches in an update. In the second one the first replica has them all."""
+    if update == 2:
+        return [[0, 1, 2, 3], [4, 5, 6, 7]] if replica == 0 else [[], []]
+    return [list(range(replica, 8, num_replicas))]

@@ -1,0 +1,120 @@
+"""All ranks of test_megatron_engine: trains, saves and resumes with the `megatron` engine on the CPU, case after case.
+
+python megatron_ranks.py DIR     reads DIR/cases.json: {case: options}; each rank writes DIR/CASE-RANK.pt
+"""
+
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cpu_shim
+
+cpu_shim.install()
+
+import megatron.core.models.gpt  # noqa: E402 - once, before the ranks are forked
+import megatron.core.optimizer  # noqa: E402, F401
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from samples import NUM_SAMPLES, TEMPERATURE, make_sample  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from workers.config import ActorConfig  # noqa: E402
+from workers.engines.base import Sequences  # noqa: E402
+from workers.engines.megatron import MegatronEngine  # noqa: E402
+from workers.host_copy import HostCopy  # noqa: E402
+
+DEADLINE_S = 400
+
+
+def make_sequences(rows: list[int]) -> Sequences | None:
+    """The named samples."""
+    if not rows:
+        return None
+    samples = [make_sample(row) for row in rows]
+    return Sequences.of([prompt for prompt, _ in samples], [answer for _, answer in samples])
+
+
+def square_loss(log_probs_A: Tensor, _: Tensor) -> Tensor:
+    return (log_probs_A + 1).square().sum()
+
+
+def run(root: Path, case: str, options: dict[str, Any]) -> None:
+    actor = ActorConfig(engine="megatron", lr=1e-2, eps=0.05, weight_decay=0.1, grad_clip=4.0, **options["actor"])
+    engine = MegatronEngine(
+        root / "models" / options["model"],
+        actor=actor,
+        temperature=TEMPERATURE,
+        device=torch.device("cpu"),
+        seed=0,
+        timeout_s=60,
+    )
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    layout = actor.megatron.layout(num_ranks)
+    replica = layout.place(rank).replica
+    out: dict[str, Any] = {"norms": []}
+    if options.get("resume"):
+        state = engine.state_dict()
+        dcp.load(state, checkpoint_id=root / f"half-{options['resume']}")
+        engine.load_state_dict(state)
+    else:
+        out["log_probs"] = engine.log_probs(make_sequences(list(range(NUM_SAMPLES))))
+        for number in (1, 2):
+            out["norms"].append(update(engine, number, replica, layout.replicas))
+        copy = HostCopy(torch.device("cpu"))
+        state = copy.begin(engine.state_dict())
+        copy.wait()
+        dcp.save(state, checkpoint_id=root / f"half-{case}")
+        copy.close()
+    for number in (3, 4):
+        out["norms"].append(update(engine, number, replica, layout.replicas))
+    out["updates"] = engine.optimizer_updates
+    out["shards"] = [(s.name, s.shape, s.box.offset, s.box.size, s.values.clone()) for s in engine.shards()]
+    torch.save(out, root / f"{case}-{rank}.pt")
+    dcp.save(engine.state_dict(), checkpoint_id=root / f"end-{case}")
+    if rank == 0:
+        engine.export_hf(root / f"export-{case}", root / f"end-{case}")
+
+
+def update(engine: MegatronEngine, number: int, replica: int, replicas: int) -> float:
+    """Update with all samples, return the gradient norm. In the second one the first replica has them all."""
+    rows = list(range(replica, NUM_SAMPLES, replicas))
+    if number == 2:
+        rows = list(range(NUM_SAMPLES)) if replica == 0 else []
+    half = len(rows) // 2
+    for part in (rows[:half], rows[half:]):
+        engine.forward_backward(make_sequences(part), square_loss)
+    return engine.step(1 / 16).grad_norm
+
+
+def rank_of(root: Path, case: str, options: dict[str, Any], rank: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(root / f"store-{case}"), options["ranks"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options["ranks"])
+    run(root, case, options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    context = multiprocessing.get_context("fork")  # one import of torch and Megatron for all; no thread has run yet
+    for case, options in json.loads((root / "cases.json").read_text()).items():
+        ranks = [
+            context.Process(target=rank_of, args=(root, case, options, rank), daemon=True)
+            for rank in range(options["ranks"])
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + DEADLINE_S
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if any(process.exitcode != 0 for process in ranks):
+            sys.exit(f"{case}: {[process.exitcode for process in ranks]}")  # ends, as daemons, those that still run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The `megatron` engine on Gloo ranks, however the model is divided, against float64 references of transformers.
+
+References: one sample at a time, no packing, no shared prompt, torch's AdamW and clipping, in float64.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from weightsync.boxes import Box
+from weightsync.plan import ShardSpec, plan_transfer
+
+from .samples import NUM_SAMPLES, TEMPERATURE, make_sample
+
+pytestmark = pytest.mark.timeout(900)  # of the fixture: alone on two cores it takes half a minute
+SCRIPT = Path(__file__).with_name("megatron_ranks.py")
+DEADLINE_S = 800
+SIZES: dict[str, Any] = {
+    "vocab_size": 13, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "bos_token_id": None,
+    "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+"""13 tokens do not divide by two: the vocabulary is padded."""
+
+
+def division(tensor: int = 1, stages: int = 1, pieces: int = 4) -> dict[str, int]:
+    return {"tensor_parallel": tensor, "pipeline_parallel": stages, "pipeline_pieces": pieces}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one": {"model": "llama", "ranks": 1, "actor": {"megatron": division()}},
+    "tp2": {"model": "llama", "ranks": 2, "actor": {"megatron": division(2)}},
+    "pp2": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(1, 2, 3), "gradient_checkpointing": True}},
+    "tp2-pp2": {"model": "llama", "ranks": 4, "actor": {"megatron": division(2, 2)}},
+    "tp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2)}},
+    "resumed": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(1, 2)}, "resume": "tp2-dp2"},
+    "bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(2), "autocast": "bfloat16"}},
+}
+EXACT = ["one", "tp2", "pp2", "tp2-pp2", "tp2-dp2"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Attributes:
+    log_probs_A: before the first update.
+    norms: of the gradients of four updates.
+    weights: after them, by Hugging Face name.
+    """
+
+    log_probs_A: Tensor
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory after all cases were run."""
+    root = tmp_path_factory.mktemp("megatron")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(root / "models" / "llama")
+    qwen2 = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    for name, parameter in qwen2.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    qwen2.save_pretrained(root / "models" / "qwen2")
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).save_pretrained(root / "models" / "qwen3")
+    (root / "cases.json").write_text(json.dumps(CASES))
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen([sys.executable, SCRIPT, root], env=environment)
+    try:
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()  # its ranks die with it
+        process.wait()
+    return root
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> dict[str, Reference]:
+    return {name: reference(root / "models" / name) for name in ("llama", "qwen2", "qwen3")}
+
+
+def reference(model_dir: Path) -> Reference:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.05, weight_decay=0.1)
+    before_A, norms = log_probs(model).detach(), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        ((log_probs(model) + 1).square().sum() / 16).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 4.0)))
+        optimizer.step()
+    return Reference(before_A, norms, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def log_probs(model: PreTrainedModel) -> Tensor:
+    answers = []
+    for row in range(NUM_SAMPLES):
+        prompt, answer = make_sample(row)
+        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        answers.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
+    return torch.cat(answers)
+
+
+def saved(root: Path, case: str, rank: int = 0) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(root / f"{case}-{rank}.pt")
+    return loaded
+
+
+def exported(root: Path, case: str) -> dict[str, Tensor]:
+    return load_file(root / f"export-{case}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_log_probs_are_those_of_the_reference_on_every_rank(
+    root: Path, references: dict[str, Reference], case: str
+) -> None:
+    expected = references[CASES[case]["model"]].log_probs_A
+    for rank in range(CASES[case]["ranks"]):
+        torch.testing.assert_close(saved(root, case, rank)["log_probs"].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_updates_are_those_of_the_reference(root: Path, references: dict[str, Reference], case: str) -> None:
+    expected = references[CASES[case]["model"]]
+    for rank in range(CASES[case]["ranks"]):
+        assert saved(root, case, rank)["norms"] == pytest.approx(expected.norms, rel=1e-4)
+    weights = exported(root, case)
+    assert weights.keys() == expected.weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value.double(), expected.weights[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_two_tensor_parallel_ranks_compute_what_one_does(root: Path) -> None:
+    one, two = exported(root, "one"), exported(root, "tp2")
+    initial = load_file(root / "models" / "llama" / "model.safetensors")
+    for name, value in two.items():
+        torch.testing.assert_close(value, one[name], rtol=1e-4, atol=1e-6)
+        assert not value.equal(initial[name]), name
+
+
+def test_a_state_is_resumed_by_another_division_of_the_model(root: Path) -> None:
+    through, resumed = saved(root, "tp2-dp2"), saved(root, "resumed")
+    assert resumed["norms"] == pytest.approx(through["norms"][2:], rel=1e-4)
+    assert resumed["updates"] == through["updates"] == 4
+    expected = exported(root, "tp2-dp2")
+    for name, value in exported(root, "resumed").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_bfloat16_trains_float32_master_weights(root: Path, references: dict[str, Reference]) -> None:
+    expected = references["qwen3"]
+    found = saved(root, "bfloat16")
+    torch.testing.assert_close(found["log_probs"].double(), expected.log_probs_A, rtol=0.05, atol=0.1)
+    assert found["norms"][0] == pytest.approx(expected.norms[0], rel=0.05)
+    assert {values.dtype for *_, values in found["shards"]} == {torch.bfloat16}
+    for name, value in exported(root, "bfloat16").items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected.weights[name], rtol=0.05, atol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("case", ["tp2-pp2", "tp2-dp2"])
+def test_shards_of_all_ranks_make_the_exported_weights(root: Path, case: str) -> None:
+    held = [saved(root, case, rank)["shards"] for rank in range(CASES[case]["ranks"])]
+    specs = [[ShardSpec(name, shape, "float32", Box(*box)) for name, shape, *box, _ in shards] for shards in held]
+    plan_transfer(specs, bucket_bytes=2**20, dtype="float32")  # refuses gaps and overlaps
+    expected = exported(root, case)
+    assert {spec.name for rank in specs for spec in rank} == expected.keys()
+    for shards in held:
+        for name, _, offset, size, values in shards:
+            assert values.reshape(size).equal(expected[name][Box(offset, size).slices]), name
+
+
+def test_export_is_loaded_by_transformers(root: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(root / "export-tp2-pp2")
+    assert model.model.embed_tokens.weight.equal(exported(root, "tp2-pp2")["model.embed_tokens.weight"])

@@ -1,0 +1,94 @@
+"""Every algorithm learns the quickstart's task; groups that teach nothing are replaced, wherever they are scored."""
+
+from pathlib import Path
+
+import pytest
+
+from workers.ledger_file import read_ledger
+
+from . import command
+
+DEADLINE_S = 270
+"""Of one run, also on a machine that others use."""
+LEAN = ("--set", "algorithm.kl_coef=0", "--set", "checkpoint.interval=0", "--set", "rollout.samples_per_step=0")
+DAPO = ("--set", "algorithm.name=dapo", "--set", "reward.function=exact")
+SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "schedule.n_samples_per_prompt=8",
+         "--set", "actor.micro_batch_size=8")  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [
+    ("algorithm.name=dapo", "algorithm.overlong_buffer_tokens=1"), ("algorithm.name=rloo",), ("algorithm.name=gspo",),
+    ("algorithm.name=reinforce_plus_plus",), ("algorithm.name=reinforce_plus_plus", "algorithm.baseline=group"),
+    ("algorithm.scale_advantages_by_std=false", "algorithm.loss_normalization=constant"),
+], ids=["dapo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "dr_grpo"])  # fmt: skip
+def test_an_algorithm_learns_the_quickstart(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    own = [argument for setting in settings for argument in ("--set", setting)]
+    finished = command.run(
+        "--run-dir",
+        "run",
+        "--roles",
+        "rollout:1,actor:1",
+        "--steps",
+        "12",
+        *LEAN,
+        *own,
+        cwd=tmp_path,
+        deadline_s=DEADLINE_S,
+    )
+    assert finished.returncode == 0, finished.stderr
+    accuracy = [line["accuracy"] for line in command.lines(tmp_path / "run" / "metrics.jsonl")]
+    assert accuracy[0] < 0.4
+    assert sum(accuracy[-3:]) / 3 > accuracy[0] + 0.2
+    command.check_verified(tmp_path / "run", last=12)
+
+
+@pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:2,actor:1,reward:1"])
+def test_groups_of_equal_rewards_are_replaced_once_also_over_a_resume(tmp_path: Path, roles: str) -> None:
+    first = command.run(
+        "--run-dir", "run", "--roles", roles, "--steps", "3", *LEAN, *DAPO, *SMALL, cwd=tmp_path, deadline_s=DEADLINE_S
+    )
+    assert first.returncode == 0, first.stderr
+    known = {line.group for _, line in read_ledger(tmp_path / "run").filtered}
+    assert known
+    resumed = command.run("--run-dir", "run", "--resume", "latest", "--steps", "6", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    ledger = read_ledger(tmp_path / "run")
+    filtered, trained = [line.group for _, line in ledger.filtered], [line.group for _, line in ledger.trained]
+    assert known < set(filtered) and len(set(filtered)) == len(filtered)
+    assert len(trained) == 6 * 8 and not set(trained) & set(filtered)
+    metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line["filtered_groups"] for line in metrics) == len(filtered)
+    assert all(line["reward_std"] > 0 for line in metrics)
+    command.check_verified(tmp_path / "run", last=6)
+
+
+def test_a_reward_that_is_always_the_same_ends_the_run_and_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "constant_reward.py").write_text("def score(prompt, response, answer):\n    return 0.5\n")
+    constant = ("--set", "reward.function=constant_reward:score", "--set", "algorithm.max_filtered_share=0.5")
+    failed = command.run(
+        "--run-dir",
+        "run",
+        "--roles",
+        "rollout:1,actor:1",
+        *LEAN,
+        *DAPO,
+        *SMALL,
+        *constant,
+        cwd=tmp_path,
+        deadline_s=DEADLINE_S,
+    )
+    assert failed.returncode == 1
+    last = failed.stderr.splitlines()[-1]
+    assert "groups had answers of equal reward, 53% of those that were generated for it" in last
+    assert "raise algorithm.max_filtered_share" in last
+
+
+def test_what_dynamic_sampling_cannot_be_with_is_refused(tmp_path: Path) -> None:
+    for settings, message in (
+        (("deterministic=true", "schedule.mode=sync", "algorithm.name=dapo"), "deterministic: true cannot be with"),
+        (("algorithm.name=grpo", "algorithm.dynamic_sampling=true"), "it is a setting of dapo"),
+        (("algorithm.name=dpao",), "did you mean 'dapo'?"),
+    ):
+        own = [argument for setting in settings for argument in ("--set", setting)]
+        refused = command.run("--run-dir", "run", *own, "--dry-run", cwd=tmp_path, deadline_s=DEADLINE_S)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr

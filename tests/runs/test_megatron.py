@@ -1,0 +1,42 @@
+"""A whole run with the `megatron` engine: ranks of a replica share rows, groups are trained once, a resume goes on."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from . import command
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+]
+DEADLINE_S = 800
+ROLES = ("--roles", "rollout:1,actor:4,ref:1")
+SMALL = (
+    "--set", "actor.engine=megatron", "--set", "actor.megatron.tensor_parallel=2", "--set", "actor.micro_batch_size=8",
+    "--set", "schedule.rollout_batch_size=4", "--set", "schedule.n_samples_per_prompt=4",
+    "--set", "schedule.mode=periodic", "--set", "schedule.max_staleness=0",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def with_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "megatron_engine" / "site"), prepend=":")
+
+
+def test_replicas_of_two_ranks_train_every_group_once_and_fewer_go_on(tmp_path: Path) -> None:
+    first = command.run(*ROLES, *SMALL, "--run-dir", "run", "--steps", "2", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert first.returncode == 0, first.stderr
+    run_dir = tmp_path / "run"
+    command.check_ledger(run_dir, groups_per_step=4, last=2)
+    metrics = command.lines(run_dir / "metrics.jsonl")
+    assert [line["samples"] for line in metrics] == [16, 16]  # rows count once, though two ranks train on each
+    assert all(abs(line["old_policy_kl"]) < 1e-3 for line in metrics)  # generator and trainer hold the same weights
+    meta = json.loads((run_dir / "checkpoints" / "step_000002" / "meta.json").read_text())
+    assert meta["num_ranks"] == 4
+    fewer = ("--roles", "rollout:1,actor:2,ref:1")
+    second = command.run("--resume", "run", *fewer, "--steps", "3", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert second.returncode == 0, second.stderr
+    command.check_ledger(run_dir, groups_per_step=4, last=3)

@@ -1,0 +1,213 @@
+"""Each algorithm's loss and gradient against float64 references, written in plain Python from its paper."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from tq.batch import Column, PackedBatch
+from workers.algorithms.config import AlgorithmConfig
+from workers.algorithms.load import load_algorithm
+from workers.algorithms.losses import LossCounts
+from workers.algorithms.moments import Moments
+
+GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6
+REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0)
+CPU = torch.device("cpu")
+Tokens = list[list[float]]
+"""A number per token of each answer."""
+
+
+def draw(seed: int, *, spread: float) -> Tokens:
+    """Log-probabilities: the same for every seed but for the spread, so that ratios lie around 1."""
+    common, chance = random.Random(0), random.Random(seed)
+    return [[-1 - common.random() + spread * chance.uniform(-1, 1) for _ in range(length)] for length in LENGTHS]
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def groups(numbers: tuple[float, ...] | list[float]) -> list[list[float]]:
+    return [list(numbers[start : start + GROUP]) for start in range(0, len(numbers), GROUP)]
+
+
+def in_deviations(rewards: list[float]) -> list[float]:
+    return [(reward - mean(group)) / (statistics.stdev(group) + 1e-6) for group in groups(rewards) for reward in group]
+
+
+def clipped(ratio: float, advantage: float, low: float, high: float) -> float:
+    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+
+def per_token(new: Tokens, old: Tokens, advantage: Callable[[int, int], float], low: float, high: float) -> Tokens:
+    return [
+        [clipped(math.exp(new[i][t] - old[i][t]), advantage(i, t), low, high) for t in range(LENGTHS[i])]
+        for i in range(len(LENGTHS))
+    ]
+
+
+def k3(new: float, ref: float) -> float:
+    return math.exp(ref - new) - (ref - new) - 1
+
+
+def grpo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2402.03300, eq. 3: the mean over answers of the mean over tokens, minus beta x KL."""
+    advantages = in_deviations(list(REWARDS))
+    terms = per_token(new, old, lambda i, _: advantages[i], 0.2, 0.2)
+    return -mean(
+        [mean([terms[i][t] - 0.1 * k3(new[i][t], ref[i][t]) for t in range(n)]) for i, n in enumerate(LENGTHS)]
+    )
+
+
+def dr_grpo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2503.20783, section 3.2: no deviation, the sum over tokens over a constant."""
+    advantages = [reward - mean(group) for group in groups(REWARDS) for reward in group]
+    return -sum(map(sum, per_token(new, old, lambda i, _: advantages[i], 0.2, 0.2))) / (len(LENGTHS) * MOST)
+
+
+def dapo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2503.14476, eq. 8, 10, 13: the mean over all tokens, a higher upper clip, overlong answers cost."""
+    longest, cache = MOST, 3
+    penalties = [
+        0.0 if n <= longest - cache else -1.0 if n > longest else ((longest - cache) - n) / cache for n in LENGTHS
+    ]
+    advantages = in_deviations([reward + penalty for reward, penalty in zip(REWARDS, penalties, strict=True)])
+    terms = per_token(new, old, lambda i, _: advantages[i], 0.2, 0.28)
+    return -sum(map(sum, terms)) / sum(LENGTHS)
+
+
+def gspo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2507.18071, eq. 5 and 7: one ratio per answer, the geometric mean of its tokens' ratios."""
+    advantages = in_deviations(list(REWARDS))
+    ratios = [math.exp(mean([a - b for a, b in zip(new[i], old[i], strict=True)])) for i in range(len(LENGTHS))]
+    return -mean([clipped(ratio, advantages[i], 0.05, 0.06) for i, ratio in enumerate(ratios)])
+
+
+def rloo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2402.14740, section 2.2: R = r - beta log(policy / reference) of the answer, minus the others' mean."""
+    penalized = [
+        reward - 0.1 * sum(a - b for a, b in zip(old[i], ref[i], strict=True)) for i, reward in enumerate(REWARDS)
+    ]
+    advantages = [reward - (sum(group) - reward) / (GROUP - 1) for group in groups(penalized) for reward in group]
+    return -sum(map(sum, per_token(new, old, lambda i, _: advantages[i], 0.2, 0.2))) / (len(LENGTHS) * MOST)
+
+
+def normalized_over_tokens(advantages: Tokens) -> Tokens:
+    every = [value for answer in advantages for value in answer]
+    middle, deviation = mean(every), statistics.pstdev(every)
+    return [[(value - middle) / deviation for value in answer] for answer in advantages]
+
+
+def reinforce_plus_plus(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2501.03262, eq. 8 to 10: the reward minus beta x the KL to come, normalised over the batch."""
+    to_come = [
+        [REWARDS[i] - 0.1 * sum(old[i][k] - ref[i][k] for k in range(t, n)) for t in range(n)]
+        for i, n in enumerate(LENGTHS)
+    ]
+    advantages = normalized_over_tokens(to_come)
+    return -sum(map(sum, per_token(new, old, lambda i, t: advantages[i][t], 0.2, 0.2))) / sum(LENGTHS)
+
+
+def reinforce_plus_plus_baseline(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 2501.03262, section 3.2: the group's mean is the baseline; k2 in the loss."""
+    centred = [reward - mean(group) for group in groups(REWARDS) for reward in group]
+    advantages = normalized_over_tokens([[centred[i]] * n for i, n in enumerate(LENGTHS)])
+    terms = per_token(new, old, lambda i, t: advantages[i][t], 0.2, 0.2)
+    penalty = sum(0.1 * 0.5 * (new[i][t] - ref[i][t]) ** 2 for i, n in enumerate(LENGTHS) for t in range(n))
+    return (penalty - sum(map(sum, terms))) / sum(LENGTHS)
+
+
+CASES: list[tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any]]] = [
+    (grpo, {"name": "grpo", "kl_coef": 0.1, "loss_normalization": "sequence"}),
+    (dr_grpo, {"name": "grpo", "scale_advantages_by_std": False, "loss_normalization": "constant"}),
+    (dapo, {"name": "dapo", "overlong_buffer_tokens": 3}),
+    (gspo, {"name": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06}),
+    (rloo, {"name": "rloo", "kl_coef": 0.1}),
+    (reinforce_plus_plus, {"name": "reinforce_plus_plus", "kl_coef": 0.1}),
+    (reinforce_plus_plus_baseline, {"name": "reinforce_plus_plus", "baseline": "group", "kl_coef": 0.1}),
+]
+
+
+def column(tokens: Tokens) -> Column:
+    return Column.of_rows([torch.tensor(answer, dtype=torch.float64) for answer in tokens])
+
+
+def streamed_loss(
+    settings: Mapping[str, Any], new: Tokens, old: Tokens, ref: Tokens, micro_batches: list[list[int]]
+) -> tuple[float, torch.Tensor]:
+    """What a trainer of one update computes: the loss, and its gradient for every token's log-probability."""
+    config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
+    algorithm = load_algorithm(config, max_response_tokens=MOST, mask_truncated=False)
+    columns = {
+        "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
+        "rollout_log_probs": column(old),
+        "ref_log_probs": column(ref),
+        "rewards": Column.of_scalars(torch.tensor(REWARDS)),
+        "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),
+    }
+    batch = PackedBatch(tuple(range(len(LENGTHS))), columns)
+    batch = batch.with_columns(algorithm.advantages(batch, group_size=GROUP))
+    parts = [batch.select(rows) for rows in micro_batches]
+    if algorithm.whole_step:
+        moments = Moments.merged(algorithm.moments(part) for part in parts)
+        parts = [algorithm.normalized(part, moments) for part in parts]
+    total, counts, gradients = 0.0, LossCounts(0, 0, 0), {}
+    for rows, part in zip(micro_batches, parts, strict=True):
+        log_probs = torch.cat([torch.tensor(new[row], dtype=torch.float64) for row in rows]).requires_grad_()
+        value = algorithm.loss(part, device=CPU)(log_probs, torch.zeros_like(log_probs).detach())
+        value.backward()
+        total += float(value.detach())
+        counts += algorithm.counts(part)
+        assert log_probs.grad is not None
+        gradients |= dict(zip(rows, log_probs.grad.split([LENGTHS[row] for row in rows]), strict=True))
+    scale = algorithm.scale(counts)
+    return total * scale, scale * torch.cat([gradients[row] for row in range(len(LENGTHS))])
+
+
+@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3, 4, 5]], [[5], [2, 0], [4, 1, 3]]])
+@pytest.mark.parametrize(("paper", "settings"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_loss_and_gradient_are_the_papers_in_any_order(
+    paper: Callable[[Tokens, Tokens, Tokens], float], settings: Mapping[str, Any], micro_batches: list[list[int]]
+) -> None:
+    new, old, ref = draw(1, spread=0.3), draw(2, spread=0.3), draw(3, spread=0.3)
+    loss, gradient = streamed_loss(settings, new, old, ref, micro_batches)
+    assert loss == pytest.approx(paper(new, old, ref), rel=1e-6, abs=1e-7)
+    assert gradient.tolist() == pytest.approx(numeric_gradient(paper, new, old, ref), rel=1e-4, abs=1e-6)
+
+
+def numeric_gradient(
+    paper: Callable[[Tokens, Tokens, Tokens], float], new: Tokens, old: Tokens, ref: Tokens
+) -> list[float]:
+    """Central differences."""
+    step, found = 1e-5, []
+    for i, length in enumerate(LENGTHS):
+        for t in range(length):
+            sides = []
+            for sign in (1, -1):
+                moved = [list(answer) for answer in new]
+                moved[i][t] += sign * step
+                sides.append(paper(moved, old, ref))
+            found.append((sides[0] - sides[1]) / (2 * step))
+    return found
+
+
+def test_clips_are_reached_by_the_cases() -> None:
+    """Else the test above would say nothing of them."""
+    new, old = draw(1, spread=0.3), draw(2, spread=0.3)
+    ratios = [math.exp(a - b) for x, y in zip(new, old, strict=True) for a, b in zip(x, y, strict=True)]
+    assert min(ratios) < 0.8 and max(ratios) > 1.28
+
+
+def test_moments_of_parts_are_those_of_the_whole() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e6
+    parts = [Moments.of(part) for part in values.split([1, 0, 400, 599])]
+    whole = Moments.merged(parts)
+    assert (whole.count, whole.mean) == (1000, pytest.approx(float(values.mean())))
+    assert whole.deviation == pytest.approx(float(values.std(correction=0)), rel=1e-9)
+    assert Moments.merged([]).deviation == 0.0

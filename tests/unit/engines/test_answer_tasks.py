@@ -1,0 +1,109 @@
+"""Coroutines whose results another thread waits for."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from asyncflow.errors import DeadlineExceeded
+from workers.engines.answer_tasks import AnswerTasks
+
+
+@pytest.fixture
+def tasks() -> Iterator[AnswerTasks[int]]:
+    made: AnswerTasks[int] = AnswerTasks("answers")
+    yield made
+    made.close()
+
+
+class Gate:
+    """Coroutines that end when they are let."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def give(self, value: int) -> int:
+        self.entered.set()
+        try:
+            await asyncio.to_thread(self.open.wait, 60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return value
+
+
+async def give(value: int) -> int:
+    return value
+
+
+def collect(tasks: AnswerTasks[int]) -> list[int]:
+    found: list[int] = []
+    while tasks.num_running:
+        found += tasks.step(threading.Event())
+    return sorted(found)
+
+
+def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: AnswerTasks[int]) -> None:
+    tasks.start([give(1), give(2), give(3)])
+    assert tasks.num_running == 3
+    assert collect(tasks) == [1, 2, 3]
+    assert tasks.num_running == 0 and tasks.step(threading.Event()) == []
+
+
+def test_progress_ends_a_step_without_results(tasks: AnswerTasks[int]) -> None:
+    gate = Gate()
+    tasks.start([gate.give(7)])
+    tasks.progress()
+    assert tasks.step(threading.Event()) == [] and tasks.num_running == 1
+    gate.open.set()
+    assert collect(tasks) == [7]
+
+
+def test_wake_ends_a_step(tasks: AnswerTasks[int]) -> None:
+    gate, wake = Gate(), threading.Event()
+    tasks.start([gate.give(7)])
+    wake.set()
+    assert tasks.step(wake) == []
+    gate.open.set()
+    assert collect(tasks) == [7]
+
+
+def test_failure_is_raised_by_step_once(tasks: AnswerTasks[int]) -> None:
+    async def fail() -> int:
+        raise ValueError("broken")
+
+    tasks.start([fail()])
+    assert tasks.num_running == 1, "also when it has failed already"
+    with pytest.raises(ValueError, match="broken"):
+        collect(tasks)
+    tasks.start([give(1)])
+    assert collect(tasks) == [1]
+
+
+def test_abort_cancels_and_forgets(tasks: AnswerTasks[int]) -> None:
+    gate = Gate()
+    tasks.start([gate.give(7), give(8)])
+    assert gate.entered.wait(60)
+    tasks.abort()
+    assert tasks.num_running == 0
+    assert gate.cancelled.is_set()
+    gate.open.set()
+    tasks.start([give(1)])
+    assert collect(tasks) == [1]
+
+
+def test_deadline_of_a_call_names_what_was_waited_for(tasks: AnswerTasks[int]) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"0.05 s for the moon"):
+        tasks.run(asyncio.sleep(60), what="the moon", timeout_s=0.05)
+    assert tasks.run(give(5), what="five", timeout_s=60) == 5
+
+
+def test_what_a_call_raises_is_not_taken_for_its_deadline(tasks: AnswerTasks[int]) -> None:
+    async def late() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        tasks.run(late(), what="it", timeout_s=60)

@@ -1,0 +1,185 @@
+"""Steps of PPO with the critic inside the actor, against a loop written by hand, with the real engines."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.timeline import NoTimeline
+from launcher.config import load_config
+from launcher.recipes import find_recipe
+from tq.batch import Column, PackedBatch
+from workers.algorithms.losses import LossCounts
+from workers.algorithms.moments import Moments
+from workers.algorithms.ppo import PPO
+from workers.columns.chain import TaskChain
+from workers.config import RunConfig
+from workers.engines.base import Sequences, TrainEngine, ValueEngine
+from workers.engines.load import load_train_engine, load_value_engine
+from workers.learner import critic_learner, policy_learner
+from workers.ledger import ledger_lines
+from workers.objective import algorithm_of
+from workers.packing import sequences_of
+from workers.records import StepRecord
+from workers.step_trainer import StepTrainer
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+CPU = torch.device("cpu")
+GROUPS, SIZE, STEP = 4, 2, 3
+
+
+class Loader:
+    """Rounds of one group; stops before the last one if it is told."""
+
+    def __init__(self, batches: Sequence[PackedBatch], *, stops: bool = False) -> None:
+        self._batches = batches[:-1] if stops else batches
+        self.stopped, self._stops = False, stops
+        self.round_rows, self.round_partition = SIZE, STEP
+
+    def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
+        for batch in self._batches:
+            yield batch, batch.indices
+        self.stopped = self._stops
+
+
+def configure(*settings: str) -> RunConfig:
+    small = (
+        f"schedule.rollout_batch_size={GROUPS}", f"schedule.n_samples_per_prompt={SIZE}", "algorithm.kl_coef=0",
+        "actor.micro_batch_size=2", "actor.lr=0.01", "critic.lr=0.02", "critic.num_critic_only_steps=0",
+        "algorithm.off_policy.method=none", "launcher.device=cpu",
+    )  # fmt: skip
+    return load_config(find_recipe("quickstart-ppo-cpu"), overrides=(*small, *settings), roles="rollout:1,actor:1")
+
+
+def make_rounds() -> list[PackedBatch]:
+    chance = torch.Generator().manual_seed(4)
+    rounds = []
+    for group in range(GROUPS):
+        responses = [torch.randint(3, 12, (2 + k,), generator=chance) for k in range(SIZE)]
+        columns = {
+            "prompts": Column.of_rows([torch.randint(3, 12, (4,), generator=chance)] * SIZE),
+            "responses": Column.of_rows(responses),
+            "rollout_log_probs": Column.of_rows([-2 - torch.rand(len(one), generator=chance) for one in responses]),
+            "versions": Column.of_rows([torch.full((len(one),), STEP - 1, dtype=torch.int32) for one in responses]),
+            "rewards": Column.of_scalars(torch.rand(SIZE, generator=chance)),
+            "correct": Column.of_scalars(torch.tensor([True, False])),
+            "truncated": Column.of_scalars(torch.tensor([False, False])),
+            "epochs": Column.of_scalars(torch.zeros(SIZE, dtype=torch.int32)),
+        }
+        rows = tuple(range(group * SIZE, (group + 1) * SIZE))
+        rounds.append(PackedBatch(rows, columns, (group,) * SIZE))
+    return rounds
+
+
+def engines(config: RunConfig) -> tuple[TrainEngine, ValueEngine]:
+    return load_train_engine(config, device=CPU), load_value_engine(config, device=CPU)
+
+
+def train(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, stops: bool = False) -> StepRecord | None:
+    context: Any = SimpleNamespace(
+        config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None, progress=lambda: None,
+        run_dir=Path("nowhere"), gang=SimpleNamespace(role="actor"),
+    )  # fmt: skip
+    loader: Any = Loader(make_rounds(), stops=stops)
+    tasks = ("values", "compute_advantages_and_returns", "critic_train")
+    return StepTrainer(
+        context,
+        (policy_learner(config, policy), critic_learner(config, critic)),
+        loader,
+        columns=TaskChain(tasks, context, policy, critic=critic),
+        training=config.actor,
+        taken=lambda batch, record: record.add_rows(
+            batch, ledger_lines(batch, step=STEP, admitted_step=STEP, lineage=0, time_s=0.0), admitted_step=STEP
+        ),
+        before_update=lambda: 0.0,
+        after_update=lambda *_: None,
+    ).train(STEP)
+
+
+def parameters(policy: TrainEngine, critic: ValueEngine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ours = [shard.values.clone() for shard in policy.shards()]
+    state = critic.state_dict()["model"]
+    return ours, [state[name].clone() for name in sorted(state)]
+
+
+def train_by_hand(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, whitened: bool) -> None:
+    """One update of each from the whole step: values, advantages, then both losses."""
+    ppo = algorithm_of(config)
+    assert isinstance(ppo, PPO)
+    batches = []
+    for batch in make_rounds():
+        values = Column(critic.values(sequences_of(batch)), batch["responses"].lengths)
+        batch = batch.with_columns({"values": values})
+        batches.append(batch.with_columns(ppo.advantages(batch, group_size=SIZE)))
+    moments = Moments.merged(ppo.moments(batch) for batch in batches)
+    counts = LossCounts(0, 0, 0)
+    for batch in batches:
+        sequences: Sequences = sequences_of(batch)
+        critic.forward_backward(sequences, ppo.value_loss(batch, device=CPU))
+        policy.forward_backward(sequences, ppo.loss(ppo.normalized(batch, moments) if whitened else batch, device=CPU))
+        counts += ppo.counts(batch)
+    critic.step(ppo.scale(counts))
+    policy.step(ppo.scale(counts))
+
+
+@pytest.mark.parametrize("whitened", [True, False])
+def test_step_equals_a_loop_by_hand(whitened: bool) -> None:
+    config = configure(f"algorithm.whiten_advantages={str(whitened).lower()}")
+    by_hand, ours = engines(config), engines(config)
+    train_by_hand(config, *by_hand, whitened=whitened)
+    record = train(config, *ours)
+    assert record is not None
+    for expected, actual in zip(parameters(*by_hand), parameters(*ours), strict=True):
+        for one, other in zip(expected, actual, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7)
+    metrics = record.totals.metrics() | record.training_metrics()
+    assert (metrics["num_updates"], metrics["critic_num_updates"], metrics["critic_lr"]) == (1, 1, 0.02)
+    assert metrics["value_mean"] == 0 and metrics["return_mean"] > 0 and metrics["explained_variance"] <= 0
+
+
+def test_values_of_a_step_are_those_before_its_first_update_whatever_comes_after() -> None:
+    config = configure("actor.num_updates_per_step=2", "actor.ppo_epochs=2")
+    policy, critic = engines(config)
+    record = train(config, policy, critic)
+    assert record is not None
+    assert (len(record.policy.made), len(record.critic.made), critic.optimizer_updates) == (4, 4, 4)
+    assert record.critic_metrics()["value_mean"] == 0, "a new critic says 0; values of later updates would not be"
+    assert critic.values(sequences_of(make_rounds()[0])).abs().min() > 0
+
+
+def test_steps_of_the_critic_alone_leave_the_policy_as_it_is() -> None:
+    config = configure(f"critic.num_critic_only_steps={STEP}")
+    policy, critic = engines(config)
+    before, critic_before = parameters(policy, critic)
+    record = train(config, policy, critic)
+    assert record is not None
+    after, critic_after = parameters(policy, critic)
+    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
+    assert not all(one.equal(other) for one, other in zip(critic_before, critic_after, strict=True))
+    metrics = record.totals.metrics() | record.training_metrics()
+    assert (metrics["num_updates"], metrics["loss"], metrics["critic_num_updates"]) == (0, 0.0, 1)
+    assert (policy.optimizer_updates, critic.optimizer_updates, metrics["samples"]) == (0, 1, GROUPS * SIZE)
+
+
+def test_the_policys_schedule_ends_with_the_run_although_it_begins_after_the_critics() -> None:
+    config = configure("steps=4", f"critic.num_critic_only_steps={STEP - 1}", "actor.lr_schedule=linear")
+    policy, critic = engines(config)
+    rates = []
+    for _ in range(2):  # steps 3 and 4
+        record = train(config, policy, critic)
+        assert record is not None
+        rates.append(record.training_metrics()["lr"])
+    assert rates == [0.01, 0.0]
+
+
+def test_a_stop_leaves_no_trace_in_either() -> None:
+    config = configure("algorithm.whiten_advantages=false")
+    stopped, untouched = engines(config), engines(config)
+    assert train(config, *stopped, stops=True) is None
+    train(config, *stopped)
+    train(config, *untouched)
+    for expected, actual in zip(parameters(*untouched), parameters(*stopped), strict=True):
+        assert all(one.equal(other) for one, other in zip(expected, actual, strict=True))

@@ -1,0 +1,115 @@
+"""How ranks and models are divided, and which are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config import load_config
+from launcher.megatron_checks import check_megatron
+from launcher.recipes import find_recipe
+from workers.config import ActorConfig, RunConfig
+from workers.engines.megatron_config import DenseModel, MegatronConfig, check_division
+from workers.engines.megatron_layout import MegatronLayout, MegatronPlace
+from workers.replicas import ReplicaPlace
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 13,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def test_every_rank_has_one_place() -> None:
+    layout = MegatronLayout(tensor=2, replicas=3, stages=2)
+    places = [layout.place(rank) for rank in range(12)]
+    assert len(set(places)) == 12
+    assert [layout.rank(place) for place in places] == list(range(12))
+    assert places[3] == MegatronPlace(tensor=1, replica=1, stage=0)
+    assert layout.replica_ranks(1) == (2, 3, 8, 9)
+
+
+def test_ranks_of_a_replica_have_the_same_rows_and_one_lead() -> None:
+    actor = ActorConfig(engine="megatron", megatron=MegatronConfig(tensor_parallel=2))
+    places = [ReplicaPlace.of(actor, rank, 4) for rank in range(4)]
+    assert [(place.index, place.count, place.leads) for place in places] == [
+        (0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False),
+    ]  # fmt: skip
+    fsdp = [ReplicaPlace.of(ActorConfig(), rank, 2) for rank in range(2)]
+    assert [(place.index, place.count, place.leads) for place in fsdp] == [(0, 2, True), (1, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": 5e5}, (5e5, 0.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, (1e6, 0.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+            (5e5, 32.0),
+        ),
+    ],
+)  # fmt: skip
+def test_rotary_settings_are_read_in_old_and_new_form(changes: dict[str, Any], expected: tuple[float, float]) -> None:
+    model = DenseModel.of(LLAMA | changes)
+    assert (model.rope_base, model.rope_factor) == expected
+
+
+def test_families_differ_in_bias_and_norms() -> None:
+    families = {family: DenseModel.of(LLAMA | {"model_type": family}) for family in ("llama", "qwen2", "qwen3")}
+    assert {family: (m.qkv_bias, m.qk_norm) for family, m in families.items()} == {
+        "llama": (False, False), "qwen2": (True, False), "qwen3": (False, True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen3_moe"}, {"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True},
+        {"use_sliding_window": True}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192}},
+        {"hidden_size": None}, {"num_attention_heads": 0, "num_key_value_heads": 0}, {"rope_scaling": "yarn"},
+        {"rms_norm_eps": "small"},
+    ],
+)  # fmt: skip
+def test_models_that_are_not_mapped_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"megatron cannot train .*set actor\.engine to fsdp"):
+        DenseModel.of(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    ("division", "named"),
+    [
+        ({"tensor_parallel": 4}, "num_attention_heads 6"),
+        ({"tensor_parallel": 3}, "num_key_value_heads 2"),
+        ({"pipeline_parallel": 3}, "4 layers"),
+    ],
+)
+def test_what_does_not_divide_is_refused(division: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_division(DenseModel.of(LLAMA), MegatronConfig(**division))
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load_config(find_recipe(None), overrides=["actor.engine=megatron", "actor.megatron.tensor_parallel=2"])
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(tmp_path)}), "roles": {"rollout": 1, "actor": 4}}
+    )
+
+
+def test_preflight_takes_whole_replicas_only(run_config: RunConfig) -> None:
+    check_megatron(run_config)
+    with pytest.raises(ConfigError, match="actor:3 makes no whole replicas"):
+        check_megatron(run_config.model_copy(update={"roles": {"rollout": 1, "actor": 3}}))
+
+
+def test_preflight_refuses_to_compile_what_megatron_does_not(run_config: RunConfig) -> None:
+    compiled = run_config.actor.model_copy(update={"compile": True})
+    with pytest.raises(ConfigError, match=r"actor\.compile: .*set it to false"):
+        check_megatron(run_config.model_copy(update={"actor": compiled}))

@@ -1,0 +1,403 @@
+"""The `openai` engine against a server of a few lines that fails as real ones do."""
+
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncflow.errors import ConfigError, EngineFailed, PlanError, UserCodeFailed
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.base import GenerateRequest, Generation, generate
+from workers.engines.openai import OpenAIEngine
+from workers.engines.openai_config import OpenAIConfig
+
+EOS = 1
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+class FakeServer:
+    """Answers completions as `answer` says, and notes what was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = stream([[5, 6], [EOS]])
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []
+        self.closed = threading.Event()
+        self.away = threading.Event()
+        self.mark = "default"
+        self.slow_s = 0.0
+        self.paused = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                fake.paths.append(self.path)
+                fake.keys.append(self.headers["Authorization"])
+                body = {"weight_version": fake.mark} if self.path == "/weight_info" else {"data": [{"id": "served"}]}
+                reply(self, 200, body)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.paths.append(self.path)
+                if fake.away.is_set():
+                    fake.away.clear()
+                    self.connection.close()
+                    return
+                if self.path != "/v1/completions":
+                    if self.path.startswith("/pause"):
+                        fake.paused.set()
+                    fake.closed.wait(fake.slow_s)
+                    fake.mark = body.get("new_version", fake.mark)
+                    reply(self, 404 if fake.closed.is_set() else 200, {"path": self.path})
+                    return
+                fake.bodies.append(body)
+                fake.answer(self, body)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+def reply(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
+    data = json.dumps(body).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def stream(parts: list[list[int]], *, reason: str | None = "stop", ids: bool = True) -> Answer:
+    """Return what streams tokens in parts, with log-probability -0.5 each."""
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            choice = {
+                "logprobs": {"token_logprobs": [-0.5] * len(part)},
+                "finish_reason": reason if last else None,
+                "token_ids": part if ids else None,
+            }
+            handler.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        handler.wfile.write(b"data: [DONE]\n\n")
+
+    return answer
+
+
+def events(*lines: str) -> Answer:
+    """Return what streams lines as they are."""
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write("".join(f"data: {line}\n\n" for line in lines).encode())
+
+    return answer
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """Return what does one after the other, and the last for ever."""
+    left = list(answers)
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        (left.pop(0) if len(left) > 1 else left[0])(handler, body)
+
+    return answer
+
+
+def error(status: int, text: str = "no") -> Answer:
+    return lambda handler, body: reply(handler, status, {"error": {"message": text}})
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+@pytest.fixture
+def make_engine(model_dir: Path, server: FakeServer, tmp_path: Path) -> Iterator[Callable[..., OpenAIEngine]]:
+    made: list[OpenAIEngine] = []
+
+    def make(sampling: dict[str, Any] | None = None, **settings: Any) -> OpenAIEngine:
+        given = {"urls": (server.url,), "weights_dir": str(tmp_path / "served"), "retry_pause_s": 0.0} | settings
+        engine = OpenAIEngine(
+            model_dir,
+            ModelConfig(path=str(model_dir)),
+            OpenAIConfig.model_validate(given),
+            sampling=SamplingConfig.model_validate({"max_response_tokens": 8, "batch_size": 4} | (sampling or {})),
+        )
+        made.append(engine)
+        engine.load_weights(load_file(model_dir / "model.safetensors"))
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def answers(engine: OpenAIEngine, number: int = 1) -> list[Generation]:
+    requests = [GenerateRequest(k, torch.tensor([3, 4]), seed=2**64 - 1 - k, ticket=k) for k in range(number)]
+    return sorted(generate(engine, requests), key=lambda each: each.ticket)
+
+
+def test_answer_has_tokens_log_probs_and_version(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+    engine = make_engine()
+    engine.version = 3
+    found = answers(engine, 6)
+    assert [each.index for each in found] == list(range(6))
+    for each in found:
+        assert each.response_R.tolist() == [5, 6, EOS] and each.log_probs_R.tolist() == [-0.5] * 3
+        assert each.versions_R.tolist() == [3, 3, 3] and not each.truncated
+    body = server.bodies[0]
+    assert (body["model"], body["prompt"], body["stop_token_ids"]) == ("served", [3, 4], [EOS])
+    assert all(0 <= body["seed"] < 2**63 for body in server.bodies)
+    assert len({body["seed"] for body in server.bodies}) == 6
+    # else a model's generation_config.json would change what is drawn
+    names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [body[name] for name in names] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+    server.answer = stream([[5] * 8], reason="length")
+    (found,) = answers(make_engine())
+    assert found.truncated and len(found.response_R) == 8
+
+
+def test_weights_are_written_and_the_server_told(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, model_dir: Path, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    weights = load_file(model_dir / "model.safetensors")
+    for _ in range(3):
+        engine.load_weights({name: weight + 1 for name, weight in weights.items()})
+    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == ["load_000003", "load_000004"]
+    written = load_file(tmp_path / "served" / "load_000004" / "model.safetensors")
+    assert all(written[name].equal(weight + 1) for name, weight in weights.items())
+    assert (tmp_path / "served" / "load_000004" / "config.json").is_file()
+    told = [path.partition("?")[0] for path in server.paths[-4:]]
+    assert told == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+    with pytest.raises(PlanError, match="missing"):
+        engine.load_weights({})
+    (tmp_path / "served" / "load_of_mine").mkdir()
+    make_engine()  # starts again in place: what servers were told before is not written over
+    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
+        "load_000004", "load_000005", "load_of_mine",
+    ]  # fmt: skip
+
+
+def test_server_that_cannot_take_weights_is_named_with_what_to_do(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+) -> None:
+    server.closed.set()
+    with pytest.raises(EngineFailed, match=r"/pause.* answered 404.*VLLM_SERVER_DEV_MODE=1.*openai.update"):
+        make_engine()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        error(503),
+        error(429),
+        stream([[5]], reason=None),
+        stream([[5]], reason="abort"),
+        lambda handler, body: handler.connection.close(),
+        events('{"choices": [{"tok'),
+        events('{"error": {"message": "cache lost"}}'),
+    ],
+    ids=["unavailable", "too many", "breaks off", "is aborted", "hangs up", "cut JSON", "error in the stream"],
+)
+def test_answer_is_asked_for_again_when_it_may_help(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, trouble: Answer
+) -> None:
+    server.answer = in_turn(trouble, trouble, stream([[7, EOS]]))
+    (found,) = answers(make_engine())
+    assert found.response_R.tolist() == [7, EOS] and len(server.bodies) == 3
+
+
+def test_server_that_was_started_again_gets_its_weights_back_and_the_answer_does_not_count(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, tmp_path: Path
+) -> None:
+    def start_again(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        server.mark = "default"
+        stream([[9, EOS]])(handler, body)
+
+    engine = make_engine()
+    engine.load_weights(load_file(Path(engine._model_dir) / "model.safetensors"))
+    server.answer = in_turn(start_again, stream([[7, EOS]]))
+    server.paths.clear()
+    (found,) = answers(engine)
+    assert found.response_R.tolist() == [7, EOS]
+    told = [path.partition("?")[0] for path in server.paths if "/v1" not in path and path != "/weight_info"]
+    assert told == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+
+
+def test_answers_wait_for_a_server_that_takes_its_weights_again(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+) -> None:
+    asked = itertools.count()
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        number = next(asked)
+        if number == 0:
+            server.mark = "default"
+        if number == 1 and server.paused.wait(60):
+            reply(handler, 503, {})
+        else:
+            stream([[7, EOS]])(handler, body)
+
+    engine = make_engine(retries=1)
+    server.paused.clear()
+    server.answer, server.slow_s = answer, 0.3
+    # asked for while the server reads weights, the second attempt would be for nothing, and there is no third
+    assert [each.response_R.tolist() for each in answers(engine, 2)] == [[7, EOS]] * 2
+
+
+def test_server_that_notes_no_version_of_weights_is_believed(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(update=taken.append))
+    monkeypatch.setattr("workers.engines.openai.load_function", lambda name, **_: sys.modules["mine"].update)
+    engine = make_engine(update="mine:update")
+    assert [path.name for path in taken] == ["load_000001"]
+    assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
+    assert "/weight_info" not in server.paths
+
+
+def test_server_that_is_away_gets_its_weights_when_it_is_back(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+) -> None:
+    server.away.set()
+    engine = make_engine()
+    assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_users_function_that_raises_fails_the_swap(
+    make_engine: Callable[..., OpenAIEngine], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def plain(directory: Path) -> None:
+        raise OSError("cluster is down")
+
+    async def later(directory: Path) -> None:
+        plain(directory)
+
+    monkeypatch.setattr("workers.engines.openai.load_function", lambda *_, **__: plain if kind == "plain" else later)
+    with pytest.raises(UserCodeFailed, match=r"openai.update: mine:update raised OSError: cluster is down on the weig"):
+        make_engine(update="mine:update")
+
+
+def test_key_is_sent_without_white_space_and_never_shown(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    make_engine()
+    assert server.keys == ["Bearer sk-secret"]
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY holds is no key") as refused:
+        make_engine()
+    assert "secret" not in str(refused.value)
+
+
+def test_server_that_stays_away_fails_after_the_last_attempt(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+) -> None:
+    server.answer = error(500, "out of memory")
+    engine = make_engine(retries=1)
+    with pytest.raises(EngineFailed, match=r"answered 500 .*out of memory.*; tried 2 times"):
+        answers(engine)
+    assert len(server.bodies) == 2
+
+
+def test_silent_server_fails_by_its_deadline(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+    release = threading.Event()
+
+    def hang(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        release.wait(60)
+
+    server.answer = hang
+    engine = make_engine(retries=0, timeout_s=0.5)
+    with pytest.raises(EngineFailed, match="did not answer in time"):
+        answers(engine)
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (error(400, "prompt too long"), "400 .*prompt too long"),
+        (error(401, "no key"), "401 .*no key"),
+        (error(404, "no such model"), "404 .*no such model"),
+        (error(307), "307"),
+        (stream([[5]], ids=False), "does not return token ids"),
+        (events('{"choices": [{"token_ids": [1], "finish_reason": "stop"}]}'), "0 log-probabilities for 1 tokens"),
+        (events('{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null]}}]}'), "got `null`"),
+        (events('{"choices": null}'), r"/v1/completions answered in another form.*choices"),
+        (events("5"), "answered in another form"),
+        (stream([[]]), "returned 0 tokens, where 1 to 8"),
+        (stream([[5] * 9], reason="length"), "returned 9 tokens, where 1 to 8"),
+        (stream([[99, EOS]]), "returned token 99, but the model has 13 tokens"),
+        (stream([[5, 6]]), "ended an answer with token 6, which is no end token"),
+        (stream([[5, EOS, 6]], reason="length"), "went on after an end token"),
+    ],
+)
+def test_what_would_go_wrong_again_is_not_repeated(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer, answer: Answer, reason: str
+) -> None:
+    server.answer = answer
+    engine = make_engine()
+    with pytest.raises(EngineFailed, match=reason):
+        answers(engine)
+    assert len(server.bodies) == 1
+
+
+def test_abort_forgets_answers_and_leaves_the_engine_usable(
+    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    def hang(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        asked.set()
+        release.wait(60)
+
+    server.answer = hang
+    engine = make_engine()
+    engine.submit([GenerateRequest(0, torch.tensor([3]), seed=0)])
+    assert asked.wait(60)
+    engine.abort()
+    assert engine.num_running == 0 and engine.free_slots == 4
+    release.set()
+    server.answer = stream([[EOS]])
+    assert [each.response_R.tolist() for each in answers(engine, 2)] == [[EOS], [EOS]]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "settings", "reason"),
+    [
+        ({"temperature": 0.8}, {}, "rollout.temperature: 0.8 .*processed_logprobs"),
+        ({"top_p": 0.9}, {"logprobs_mode": "processed"}, "rollout.top_p"),
+    ],
+)
+def test_settings_that_give_other_log_probs_are_refused(
+    make_engine: Callable[..., OpenAIEngine], sampling: dict[str, float], settings: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_engine(sampling, **settings)

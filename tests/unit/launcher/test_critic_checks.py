@@ -1,0 +1,77 @@
+"""What is checked of a run with a critic before it starts."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config import load_config
+from launcher.preflight import Preflight, check_run
+from launcher.recipes import find_recipe
+
+
+def check(*settings: str, roles: str = "rollout:1,actor:1,critic:1,ref:1") -> Preflight:
+    return check_run(load_config(find_recipe("quickstart-ppo-cpu"), overrides=settings, roles=roles))
+
+
+def test_recipe_is_accepted_with_the_critic_in_its_role_and_in_the_actor() -> None:
+    own, inside = check(), check(roles="rollout:1,actor:2")
+    assert {gang.name for gang in own.gangs} >= {"actor", "critic", "rollout-0", "ref-0"}
+    assert "critic_train" in {task.name for task in own.tasks}
+    assert "critic_train" not in {task.name for task in inside.tasks}
+
+
+def test_ranks_of_a_critic_are_one_gang() -> None:
+    (critic,) = (gang for gang in check(roles="rollout:1,actor:1,critic:4,ref:1").gangs if gang.role == "critic")
+    assert critic.num_ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles", "expected"),
+    [
+        ((), "rollout:1,actor:1,critic:3,ref:1", "64 groups (schedule.rollout_batch_size) do not divide over critic:3"),
+        ((), "rollout:1,actor:1,critic:1", "roles: 'critic' reads column ref_log_probs, which no other launched role"),
+        (("critic.micro_batch_size=96",), "", "critic.micro_batch_size: 96 does not divide a rank's 256 samples"),
+        (("critic.path=nowhere",), "", "critic.path: 'nowhere' does not exist (looked at "),
+        (("critic.learning_rate=1",), "", "critic.learning_rate: unknown key"),
+        (("algorithm.lam=1.5",), "", "algorithm.lam: 1.5 cannot be used"),
+        (
+            ("schedule.fill=first_ready", "schedule.max_staleness=2"),
+            "",
+            "schedule.fill: first_ready cannot be with role critic",
+        ),
+        (
+            ("actor.engine=sim", "rollout.engine=sim", "ref.engine=sim"),
+            "",
+            "actor.engine: sim cannot be with algorithm.name",
+        ),
+        (("algorithm={name: grpo}",), "rollout:1,actor:1,critic:1", "roles: 'critic' has no task in this algorithm's"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(settings: tuple[str, ...], roles: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(*settings, **({"roles": roles} if roles else {}))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_critics_directory_without_a_model_is_named_as_the_critics(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.path: cannot read .*config\.json"):
+        check(f"critic.path={tmp_path}")
+
+
+def test_a_buffer_for_long_answers_is_no_longer_than_an_answer() -> None:
+    def load(tokens: int) -> Preflight:
+        dapo = ("algorithm.name=dapo", f"algorithm.overlong_buffer_tokens={tokens}")
+        return check_run(load_config(find_recipe("quickstart"), overrides=dapo))
+
+    load(4)
+    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens: 5 are more than the longest answer .* 4\)"):
+        load(5)
+
+
+def test_critic_may_begin_with_a_model_of_its_own(tmp_path: Path) -> None:
+    model = Path(check().config.model.path)
+    (tmp_path / "empty").mkdir()
+    assert check(f"critic.path={model}").config.critic.path == str(model)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check(f"critic.path={tmp_path / 'empty'}")

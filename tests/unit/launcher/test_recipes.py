@@ -1,0 +1,71 @@
+"""Packaged recipes: each passes `--dry-run`, with a tiny model of its architecture in place of the real one."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+from click.testing import CliRunner
+from conftest import MODEL_CONFIG, write_model
+from safetensors.numpy import save_file
+
+from launcher.cli import launch
+from launcher.recipes import packaged_recipes
+
+RECIPES = sorted(packaged_recipes())
+QWEN = {
+    **MODEL_CONFIG,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+"""Qwen2, small, with heads and layers that divide as those of the 7 B and 32 B models do."""
+
+
+@pytest.fixture
+def tiny_qwen(tmp_path: Path) -> Path:
+    path = write_model(tmp_path / "qwen", fill=0.0)
+    (path / "config.json").write_text(json.dumps(QWEN))
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    weights = {"model.embed_tokens.weight": numpy.zeros((12, 32), numpy.float32)}
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(packaged_recipes()[name].read_text())
+    if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("needs math-verify: pip install 'asyncflow-rl[math]'")
+    fields = recipe["data"]
+    row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("answer_field", "answer"): "3"}
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    settings = {"model.path": tiny_qwen, "data.path": data, "launcher.device": "cpu"}
+    if "model" in recipe.get("reward", {}):
+        settings["reward.model.path"] = _reward_model(tiny_qwen, tmp_path / "reward")
+    if "evaluate" in recipe:
+        settings["evaluate.path"] = data
+    if "weights_dir" in recipe.get("openai", {}):
+        settings["openai.weights_dir"] = tmp_path / "served"
+    own = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(launch, [name, *own, "--run-dir", str(tmp_path / "run"), "--dry-run"])
+    assert result.exit_code == 0, result.output
+
+
+def _reward_model(policy: Path, path: Path) -> Path:
+    """Write a reward model with the policy's tokens."""
+    shutil.copytree(policy, path)
+    (path / "config.json").write_text(json.dumps({**QWEN, "architectures": ["Qwen2ForSequenceClassification"]}))
+    weights = {"model.embed_tokens.weight": (12, 32), "score.weight": (1, 32)}
+    save_file({name: numpy.zeros(shape, numpy.float32) for name, shape in weights.items()}, path / "model.safetensors")
+    return path

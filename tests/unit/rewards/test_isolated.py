@@ -1,0 +1,119 @@
+"""Rewards in processes of their own: what they judge, and that one that hangs costs one answer."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.rewards.base import Score, ScoreFunction
+from workers.rewards.config import RewardConfig
+from workers.rewards.isolated import IsolatedReward
+from workers.rewards.load import check_reward, load_reward
+from workers.rewards.regex import LastMatch
+
+Load = Callable[..., ScoreFunction]
+
+
+@pytest.fixture(name="load")
+def _load() -> Iterator[Load]:
+    """Loads rewards; their processes end with the test."""
+    loaded: list[IsolatedReward] = []
+
+    def load(**settings: object) -> ScoreFunction:
+        reward = load_reward(RewardConfig.model_validate(settings))
+        assert isinstance(reward, IsolatedReward)
+        loaded.append(reward)
+        return reward
+
+    yield load
+    for reward in loaded:
+        reward.close()
+
+
+CATASTROPHE = r"<a>((?:x+x+)+)y"
+"""Backtracks exponentially on `<a>xxx...`, inside one call that holds Python's lock."""
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("<answer>41</answer> no: <answer> 42\n</answer>", True),
+        ("<answer>42</answer> or <answer>41</answer>", False),
+        ("42", False),
+        ("", False),
+    ],
+)
+def test_regex_compares_the_last_match(response: str, correct: bool) -> None:
+    assert LastMatch("<answer>(.*?)</answer>")(response, "42") is correct
+
+
+def test_pattern_without_a_group_compares_all_that_matches() -> None:
+    assert LastMatch(r"\d+")("6 x 7 is 42.", "42") is True
+    assert LastMatch(r"(a)|b")("b", "b") is False, "the group took no part"
+
+
+def test_a_comparison_that_hangs_costs_its_answer_and_the_next_ones_go_on(load: Load) -> None:
+    reward = load(function="regex", pattern=CATASTROPHE, timeout_s=5)
+    assert reward("", "<a>xxy", "xx") == Score(1.0, True)
+    with pytest.raises(UserCodeFailed, match=r"regex took longer than reward.timeout_s = 5 s on response '<a>xxx"):
+        reward("", "<a>" + "x" * 60, "x")
+    assert reward("", "<a>xxxy", "xxx") == Score(1.0, True)
+
+
+def test_answers_of_any_size_and_content_arrive(load: Load) -> None:
+    reward = load(function="regex", pattern=r"\A(.*)\Z", timeout_s=60)
+    text = 'a "quoted"\n\u2028line \\ and \ud83d ' + "x" * 10**6
+    assert reward("", text, text) == Score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"function": "regex"}, "reward.pattern: missing"),
+        ({"function": "regex", "pattern": "(a"}, r"reward.pattern: '\(a' is no regular expression: missing \)"),
+        ({"function": "math", "pattern": "a"}, "reward.pattern: only reward.function regex reads it, not math"),
+        ({"function": "http://"}, "reward.function: 'http://' is no URL of a scorer"),
+        ({"function": "https://host:port/x"}, "is no URL of a scorer; write http://HOST:PORT/PATH"),
+        ({"function": "http://a..b/score"}, "is no URL of a scorer"),
+        ({"function": "http://host/two words"}, "is no URL of a scorer"),
+        ({"function": "http://me:secret@host/score"}, "has what a request cannot carry: a user"),
+        ({"function": "http://host/scöre"}, "has what a request cannot carry: a user, a fragment, or characters"),
+        ({"function": "math_verfy"}, "did you mean 'math_verify'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_reward(RewardConfig.model_validate(settings))
+
+
+VERIFIED = [
+    (r"so \boxed{\frac{1}{2}}", "0.5", True),
+    (r"$x = \frac{\sqrt{2}}{2}$", r"\frac{1}{\sqrt{2}}", True),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", True),
+    (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
+    ("It is 42.", "6*7=42\n#### 42", True),
+    (r"\boxed{43}", "42", False),
+    (r"\boxed{\frac{1}{3}}", r"$\frac{1}{2}$", False),
+    ("I do not know", "42", False),
+    ("", r"\frac{1}{2}", False),
+]
+
+
+def test_math_verify_judges_formulas(load: Load) -> None:
+    pytest.importorskip("math_verify")
+    reward = load(function="math_verify", timeout_s=60)
+    judged = {(response, answer): reward("", response, answer).correct for response, answer, _ in VERIFIED}
+    assert judged == {(response, answer): correct for response, answer, correct in VERIFIED}
+
+
+def test_a_formula_that_takes_for_ever_has_the_configured_deadline(load: Load) -> None:
+    """And not that of the library, 5 s, after which it calls the answer wrong."""
+    pytest.importorskip("math_verify")
+    with pytest.raises(UserCodeFailed, match=r"math_verify took longer than reward.timeout_s = 8 s"):
+        load(function="math_verify", timeout_s=8)("", r"\boxed{9^{9^{9^{9}}}}", "42")
+
+
+def test_math_verify_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package math-verify; pip install 'asyncflow-rl\[math\]'"):
+        check_reward(RewardConfig(function="math_verify"))

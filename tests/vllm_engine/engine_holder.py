@@ -1,0 +1,24 @@
+"""Opens a vLLM engine on the model in a directory, says `ready`, and holds it until its input ends."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm_config import VllmConfig
+
+if __name__ == "__main__":
+    model_dir = Path(sys.argv[1])
+    engine = VllmEngine(
+        model_dir,
+        ModelConfig(path=str(model_dir)),
+        VllmConfig(kv_cache_gb=0.1),
+        sampling=SamplingConfig(max_response_tokens=8),
+        max_prompt_tokens=16,
+        device=torch.device("cpu"),
+    )
+    sys.stderr.write("ready\n")
+    sys.stdin.read()
+    engine.close()

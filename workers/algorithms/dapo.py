@@ -1,0 +1,45 @@
+"""DAPO: decoupled clip and dynamic sampling policy optimisation.
+
+The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`; groups that teach nothing
+are taken out before they get here, by whoever scores them.
+
+Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
+
+Legend of shapes: N answers.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from workers.algorithms.advantages import group_advantages
+from workers.algorithms.config import DAPOConfig
+from workers.algorithms.policy_gradient import PolicyGradient
+
+
+class DAPO(PolicyGradient[DAPOConfig]):
+    """GRPO's advantages of rewards that fall for overlong answers."""
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per row, from `rewards` and, with a buffer, the lengths of `responses`."""
+        reward_N = batch["rewards"].values.double()
+        buffer = self._config.overlong_buffer_tokens
+        if buffer:
+            reward_N = reward_N + overlong_penalty(
+                batch["responses"].lengths, max_tokens=self._max_response_tokens, buffer_tokens=buffer
+            )
+        reward_BG = reward_N.reshape(-1, group_size)
+        return {"advantages": Column.of_scalars(group_advantages(reward_BG, eps=self._config.advantage_eps))}
+
+
+def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """Return float64 [N]: 0 for answers shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
+
+    Args:
+        length_N: integer [N], tokens of each answer.
+        max_tokens: L_max.
+        buffer_tokens: L_cache, at least 1.
+    Source: arXiv 2503.14476, eq. 13.
+    """
+    return ((max_tokens - buffer_tokens - length_N.double()) / buffer_tokens).clamp(-1, 0)

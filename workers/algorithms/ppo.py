@@ -1,0 +1,63 @@
+"""PPO: a critic says what every token is worth, and GAE what it was better.
+
+Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7 and 9, with a critic of its own, so that the losses are not
+added; advantages Schulman et al. 2016 (arXiv 1506.02438); the KL penalty in the reward Ouyang et al. 2022
+(arXiv 2203.02155), eq. 2, at each token.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from tq.batch import Column, PackedBatch
+from workers.algorithms.config import PPOConfig
+from workers.algorithms.gae import generalized_advantages, token_rewards
+from workers.algorithms.losses import token_weights
+from workers.algorithms.moments import Moments
+from workers.algorithms.policy_gradient import PolicyGradient
+from workers.algorithms.reward_penalty import token_penalties
+from workers.algorithms.value_loss import ValueLoss
+
+
+class PPO(PolicyGradient[PPOConfig]):
+    """The clipped surrogate with an advantage per token, and the critic's loss."""
+
+    def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        """See `PolicyGradient`."""
+        super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
+        self.whole_step = config.whiten_advantages
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, not whitened yet, and `returns`, per token; reads `rewards`, `values` and, with the KL
+        penalty in the reward, `rollout_log_probs` and `ref_log_probs`."""
+        config, values = self._config, batch["values"]
+        penalty_A = config.kl_coef * token_penalties(batch) if config.kl_in_reward and config.kl_coef else None
+        reward_A = token_rewards(batch["rewards"].values, values.lengths, penalty_A)
+        advantage_A, return_A = generalized_advantages(
+            reward_A, values.values, values.lengths, gamma=config.gamma, lam=config.lam
+        )
+        return {"advantages": Column(advantage_A, values.lengths), "returns": Column(return_A, values.lengths)}
+
+    def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:
+        """Whiten `advantages`: mean 0 and variance 1 over the step's tokens that count."""
+        column = batch["advantages"]
+        deviation = (moments.deviation**2 + self._config.advantage_eps) ** 0.5
+        values = (column.values.double() - moments.mean) / deviation
+        return batch.with_columns({"advantages": Column(values.float(), column.lengths)})
+
+    def value_loss(self, batch: PackedBatch, *, device: torch.device) -> ValueLoss:
+        """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
+
+        Args:
+            batch: columns `responses`, `values`, `returns`, `truncated`, and where somebody writes it `loss_masks`.
+            device: where the engine computes.
+        """
+        length_N = batch["responses"].lengths.long()
+        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
+        return ValueLoss(
+            weight_A=weight_A.to(device),
+            old_value_A=batch["values"].values.to(device),
+            return_A=batch["returns"].values.to(device),
+            clip=self._config.value_clip,
+            coef=self._config.value_loss_coef,
+        )

@@ -1,0 +1,41 @@
+"""RLOO: REINFORCE leave-one-out: an answer is compared with the mean of the others to its prompt.
+
+Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
+
+Legend of shapes: B prompts, G answers of each.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from workers.algorithms.config import RLOOConfig
+from workers.algorithms.policy_gradient import PolicyGradient
+from workers.algorithms.reward_penalty import answer_penalties
+
+
+class RLOO(PolicyGradient[RLOOConfig]):
+    """Rewards, less the KL penalty of their whole answer, against those of the others."""
+
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""
+        reward_N = batch["rewards"].values.double()
+        if self._config.kl_coef:
+            reward_N = reward_N - self._config.kl_coef * answer_penalties(batch)
+        return {"advantages": Column.of_scalars(leave_one_out(reward_N.reshape(-1, group_size)))}
+
+
+def leave_one_out(reward_BG: Tensor) -> Tensor:
+    """Return float32 [B, G]: each reward minus the mean of the others; zeros where G is 1.
+
+    Computed in float64, and exactly zero in a group of equal rewards.
+    """
+    group_size = reward_BG.shape[1]
+    if group_size == 1:
+        return torch.zeros_like(reward_BG, dtype=torch.float32)
+    reward_BG = reward_BG.double()
+    others_BG = (reward_BG.sum(1, keepdim=True) - reward_BG) / (group_size - 1)
+    constant_B1 = reward_BG.amax(1, keepdim=True) == reward_BG.amin(1, keepdim=True)
+    return torch.where(constant_B1, 0.0, reward_BG - others_BG).float()

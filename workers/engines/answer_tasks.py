@@ -1,0 +1,138 @@
+"""Answers as asyncio tasks: a thread with an event loop runs one coroutine per answer, the engine's caller waits here.
+
+    caller's thread   submit ............ step: waits ....... <- finished answers, or a token was drawn, or `wake`
+    loop's thread       | coroutine ... token ... token ... done |
+
+For engines whose library or server speaks asyncio. It knows nothing of models.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, TypeVar
+
+from asyncflow.errors import DeadlineExceeded
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LOOK_S = 0.02
+"""How often a wait for answers looks at `wake`, which is another thread's (s)."""
+_CLOSE_S = 10.0
+
+
+class AnswerTasks(Generic[T]):
+    """Runs coroutines that return a `T`; one thread of the caller uses it."""
+
+    def __init__(self, name: str) -> None:
+        """Start the loop's thread, of this name."""
+        self._loop = asyncio.new_event_loop()
+        self._news = threading.Event()
+        self._lock = threading.Lock()
+        self._finished: list[T] = []
+        self._failure: BaseException | None = None
+        self._running: set[Future[T]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_running(self) -> int:
+        """Coroutines that were started and of which `step` has told nothing yet; those that failed count as one."""
+        with self._lock:
+            return len(self._running) + len(self._finished) + (self._failure is not None)
+
+    def start(self, answers: Sequence[Coroutine[Any, Any, T]]) -> None:
+        """Begin coroutines."""
+        for answer in answers:
+            future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+            with self._lock:
+                self._running.add(future)
+            future.add_done_callback(self._done)
+
+    def progress(self) -> None:
+        """A coroutine got on: `step` returns. Called by coroutines."""
+        self._news.set()
+
+    def step(self, wake: threading.Event) -> list[T]:
+        """Wait until coroutines end, one got on, or `wake` is set; returns the results of those that ended.
+
+        Raises:
+            BaseException: what a coroutine raised.
+        """
+        while self.num_running and not self._news.wait(_LOOK_S) and not wake.is_set():
+            pass
+        with self._lock:
+            self._news.clear()
+            finished, self._finished = self._finished, []
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return finished
+
+    def abort(self) -> None:
+        """Cancel what runs, wait until it has ended, and forget what finished."""
+        with self._lock:
+            running = list(self._running)
+            self._running.clear()
+            self._finished.clear()
+            self._failure = None
+        for future in running:
+            future.cancel()
+        if running:
+            self.run(self._settle(), what="answers to be cancelled", timeout_s=_CLOSE_S)
+
+    def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
+        """Return what a coroutine returns.
+
+        Raises:
+            DeadlineExceeded: not within `timeout_s`; names `what`.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise  # the coroutine's own
+            future.cancel()
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from error
+
+    def call(self, function: Callable[[], R], *, what: str, timeout_s: float) -> R:
+        """Return what a function returns that must be called in the loop's thread; errors as in `run`."""
+
+        async def call() -> R:
+            return function()
+
+        return self.run(call(), what=what, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread; idempotent."""
+        if self._thread.is_alive():
+            self.abort()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _done(self, future: "Future[T]") -> None:
+        with self._lock:
+            if future not in self._running:
+                return  # aborted
+            self._running.discard(future)
+            failure = CancelledError() if future.cancelled() else future.exception()
+            if failure is None:
+                self._finished.append(future.result())
+            else:
+                self._failure = self._failure or failure
+        self._news.set()
+
+    async def _settle(self) -> None:
+        """Wait for the tasks that were cancelled: a library must hear of it before anything else starts."""
+        others = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
+        cancelled = [task for task in others if task.cancelling()]
+        if cancelled:
+            await asyncio.wait(cancelled, timeout=_CLOSE_S)

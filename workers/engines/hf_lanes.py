@@ -1,0 +1,159 @@
+"""Keys and values of running answers, in lanes: answers of about the same length, aligned at their ends.
+
+Every step appends one token to every answer, so answers keep their distances: a lane that wastes little when an answer
+joins it wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
+
+    columns   0 1 2 3 4 5 6 7 8        rows are dense: the last one takes the place of one that leaves
+    row 0     . . a a a a a *          a: token of the prompt or the answer, *: this step's, .: not seen (masked)
+    row 1     a a a a a a a *
+    row 2     . a a a a a a *          only rows of several lengths need a mask
+
+Used by the `hf` engine; knows nothing of models and requests but sizes.
+
+Legend of shapes: L layers, N rows, J key heads, K columns, P tokens that enter, D head dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SPREAD_TOKENS, SPREAD_SHARE = 16, 0.25
+"""Answers share a lane when their lengths differ by no more than so many tokens, or by this share of the longest: what
+is read in vain costs less than one more call of attention per layer."""
+_ROOM_TOKENS = 512
+"""Columns that a lane has at most beyond its longest answer; they are copied to a larger one when it is full."""
+
+
+@dataclass(frozen=True)
+class KeyShape:
+    """Of a model's keys and values: layers, key heads, head dimension, and where and how they are kept."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Lane:
+    """Answers that read and write their keys and values together."""
+
+    def __init__(self, shape: KeyShape, *, num_rows: int, length: int, max_new_tokens: int) -> None:
+        """Make an empty lane.
+
+        Args:
+            shape: of the model's keys.
+            num_rows: that there is room for; more make it larger.
+            length: of its first answer (tokens).
+            max_new_tokens: that an answer gets.
+        """
+        self._shape = shape
+        self._room = min(max_new_tokens, _ROOM_TOKENS)
+        self.column = length
+        """Behind all tokens: the next ones go here."""
+        self.slots: list[int] = []
+        """Whose each row is, as the engine numbers answers."""
+        self._starts: list[int] = []
+        self._store = self._empty(num_rows, length + self._room)
+
+    @property
+    def num_rows(self) -> int:
+        """Answers in it."""
+        return len(self.slots)
+
+    def fits(self, length: int) -> bool:
+        """Return whether an answer of so many tokens may join."""
+        longest = self.column - min(self._starts, default=self.column)
+        return abs(longest - length) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(longest, length))
+
+    def advance(self) -> None:
+        """Open a column for the next token of every row."""
+        if self.column == self._store.shape[4]:
+            self._move(self._store.shape[2], self.column - min(self._starts))
+        self.column += 1
+
+    def join(self, slots: Sequence[int], length: int) -> int:
+        """Give answers of `length` tokens rows whose keys are still to be written; returns the first row."""
+        rows = self.num_rows + len(slots)
+        if rows > self._store.shape[2] or length > self.column:
+            self._move(max(rows, min(2 * rows, 2 * self._store.shape[2])), max(length, self.column))
+        first = self.num_rows
+        self.slots += slots
+        self._starts += [self.column - length] * len(slots)
+        return first
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Take answers out."""
+        gone = {self.slots.index(slot) for slot in slots}
+        left = self.num_rows - len(gone)
+        movers = [row for row in range(left, self.num_rows) if row not in gone]
+        for row, mover in zip(sorted(row for row in gone if row < left), movers, strict=True):
+            begin = self._starts[mover]
+            self._store[:, :, row, :, begin : self.column] = self._store[:, :, mover, :, begin : self.column]
+            self.slots[row], self._starts[row] = self.slots[mover], begin
+        del self.slots[left:], self._starts[left:]
+
+    def enter(self, layer: int, rows: slice, key_JPD: Tensor, value_JPD: Tensor) -> None:
+        """Write the keys and values of P tokens to rows that joined with as many."""
+        begin = self.column - key_JPD.shape[1]
+        self._store[layer, 0, rows, :, begin : self.column] = key_JPD
+        self._store[layer, 1, rows, :, begin : self.column] = value_JPD
+
+    def append(self, layer: int, key_NJD: Tensor, value_NJD: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Write the newest token of the first N rows and return all that these see.
+
+        Args:
+            layer: whose keys.
+            key_NJD: of the newest tokens; `value_NJD` too.
+            window: how many tokens are seen at most; None: all.
+        Returns:
+            keys and values, [N, J, K, D], views.
+        """
+        num_rows = len(key_NJD)
+        begin = self.seen_from(num_rows, window)
+        keys, values = self._store[layer, 0, :num_rows], self._store[layer, 1, :num_rows]
+        keys[:, :, self.column - 1] = key_NJD
+        values[:, :, self.column - 1] = value_NJD
+        return keys[:, :, begin : self.column], values[:, :, begin : self.column]
+
+    def seen_from(self, num_rows: int, window: int | None) -> int:
+        """Return the first column that any of the first rows sees."""
+        begin = min(self._starts[:num_rows])
+        return begin if window is None else max(begin, self.column - window)
+
+    def mask(self, num_rows: int) -> Tensor | None:
+        """Return what to add to the scores of the first rows, [N, 1, 1, K]: 0 or minus infinity; None: nothing."""
+        begin = min(self._starts[:num_rows])
+        if max(self._starts[:num_rows]) == begin:
+            return None
+        starts_N = torch.tensor(self._starts[:num_rows])
+        hidden_NK = torch.arange(begin, self.column) < starts_N[:, None]
+        mask_NK = torch.zeros(hidden_NK.shape, dtype=self._shape.dtype).masked_fill_(hidden_NK, float("-inf"))
+        return mask_NK[:, None, None, :].to(self._shape.device)
+
+    def copy_of(self, slot: int) -> Tensor:
+        """Return a copy of an answer's keys and values, [L, 2, J, P, D]."""
+        row = self.slots.index(slot)
+        return self._store[:, :, row, :, self._starts[row] : self.column].clone()
+
+    def paste(self, rows: slice, copied: Tensor) -> None:
+        """Write what `copy_of` returned to rows that joined with as many tokens."""
+        self._store[:, :, rows, :, self.column - copied.shape[3] : self.column] = copied[:, :, None]
+
+    def _move(self, num_rows: int, column: int) -> None:
+        """Take other memory, where all tokens end before `column`."""
+        begin = min(self._starts, default=self.column)
+        column = max(column, self.column - begin)
+        store = self._empty(num_rows, column + self._room)
+        old = self._store[:, :, : self.num_rows, :, begin : self.column]
+        store[:, :, : self.num_rows, :, column - (self.column - begin) : column] = old
+        self._starts = [start + column - self.column for start in self._starts]
+        self.column, self._store = column, store
+
+    def _empty(self, num_rows: int, columns: int) -> Tensor:
+        """Zeros: what is masked is multiplied by 0, which must not meet what is no number."""
+        s = self._shape
+        size = s.num_layers, 2, num_rows, s.num_heads, columns, s.head_dim
+        return torch.zeros(size, dtype=s.dtype, device=s.device)

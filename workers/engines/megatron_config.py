@@ -1,0 +1,162 @@
+"""Settings of the `megatron` training engine, and what the model must be for it. Torch-free: preflight reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from asyncflow.errors import ConfigError
+from asyncflow.settings import Settings
+from workers.engines.megatron_layout import MegatronLayout
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type` of config.json."""
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's `rope_scaling` takes for granted (`RotaryEmbedding._apply_scaling`)."""
+
+
+class MegatronConfig(Settings):
+    """How `actor.engine: megatron` divides the model; ranks that are left over make data-parallel replicas."""
+
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share every layer."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Stages of layers."""
+    pipeline_pieces: int = Field(4, ge=1)
+    """Pieces into which a micro-batch is cut, whole samples each, so that stages work at the same time."""
+
+    def layout(self, num_ranks: int) -> MegatronLayout:
+        """Return which rank has what.
+
+        Raises:
+            ConfigError: the ranks make no whole replicas.
+        """
+        size = self.tensor_parallel * self.pipeline_parallel
+        if num_ranks % size:
+            raise ConfigError(
+                f"roles: actor:{num_ranks} makes no whole replicas of actor.megatron.tensor_parallel "
+                f"{self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}; give a multiple of {size}"
+            )
+        return MegatronLayout(self.tensor_parallel, num_ranks // size, self.pipeline_parallel)
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """Sizes of a dense Llama, Qwen2 or Qwen3 model, as config.json gives them.
+
+    Attributes:
+        num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_hidden_size, vocab_size: see `MegatronGeometry`.
+        max_positions: longest sequence.
+        norm_eps: of RMSNorm.
+        rope_base: base of the rotary embedding.
+        rope_factor: of Llama 3's scaling; 0: none.
+        qkv_bias: query, key and value have a bias.
+        qk_norm: queries and keys are normalised per head.
+        tied: input and output embedding are one.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_base: float
+    rope_factor: float
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "DenseModel":
+        """Read config.json.
+
+        Raises:
+            ConfigError: it is of another family, or has something that is not mapped to Megatron.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise _cannot(f"model_type {family!r}", f"use one of {' '.join(FAMILIES)}")
+        _refuse_variants(config)
+        try:
+            return DenseModel._read(config, family)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            what = f"a config.json whose numbers are not all there ({type(error).__name__}: {error})"
+            raise _cannot(what, "use the one that belongs to the weights") from error
+
+    @staticmethod
+    def _read(config: Mapping[str, Any], family: str) -> "DenseModel":
+        rope_base, rope_factor = _rope(config)
+        num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return DenseModel(
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            ffn_hidden_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            max_positions=int(config["max_position_embeddings"]),
+            norm_eps=float(config["rms_norm_eps"]),
+            rope_base=rope_base,
+            rope_factor=rope_factor,
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+def check_division(model: DenseModel, config: MegatronConfig) -> None:
+    """Refuse what cannot be divided as configured.
+
+    Raises:
+        ConfigError: which number does not divide which.
+    """
+    tensor, stages = config.tensor_parallel, config.pipeline_parallel
+    for name, value in (
+        ("num_attention_heads", model.num_heads),
+        ("num_key_value_heads", model.num_kv_heads),
+        ("intermediate_size", model.ffn_hidden_size),
+    ):
+        if value % tensor:
+            raise ConfigError(
+                f"actor.megatron.tensor_parallel: {tensor} does not divide the model's {name} {value}; choose a divisor"
+            )
+    if model.num_layers % stages:
+        raise ConfigError(
+            f"actor.megatron.pipeline_parallel: {stages} does not divide the model's {model.num_layers} layers; "
+            "choose a divisor"
+        )
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise _cannot(f"hidden_act {config['hidden_act']!r}", "use a model with silu")
+    if config.get("model_type") != "qwen2" and config.get("attention_bias"):
+        raise _cannot("attention_bias", "use a model without")
+    if config.get("mlp_bias"):
+        raise _cannot("mlp_bias", "use a model without")
+    if config.get("use_sliding_window") or config.get("attention_dropout"):
+        raise _cannot("a sliding window or attention_dropout", "switch them off in config.json")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Return base and Llama 3's factor; transformers 5 writes `rope_parameters`, older ones two keys."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return base, 0.0
+    if kind == "llama3" and all(rope.get(name) == value for name, value in LLAMA3_SCALING.items()):
+        return base, float(rope["factor"])
+    raise _cannot(f"rope scaling {rope}", "Megatron has Llama 3's with its usual numbers")
+
+
+def _cannot(what: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"actor.engine: megatron cannot train a model with {what}; {advice}, or set actor.engine to fsdp"
+    )

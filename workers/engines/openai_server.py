@@ -1,0 +1,283 @@
+"""One server that speaks OpenAI's completions API: ask for an answer token by token, have it take new weights.
+
+Every error names the server, what it said, and whether asking again may help. Used by the `openai` engine, inside an
+event loop; it knows nothing of runs.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from asyncflow.errors import EngineFailed
+
+logger = logging.getLogger(__name__)
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per answer
+
+T = TypeVar("T")
+
+_CONNECT_S = 10.0
+_LONGEST_PAUSE_S = 60.0
+_SHOWN = 300
+_ENDS = ("stop", "length")
+"""Why an answer may end; `abort`: somebody had the server drop it."""
+
+
+class ServerBusy(Exception):
+    """A server failed in a way that may pass."""
+
+
+class ServerAway(ServerBusy):
+    """There is no connection to a server: it ended, or starts."""
+
+
+class RequestRefused(EngineFailed):
+    """A server does not have such a request, or not in this form; it would refuse it again."""
+
+
+class _LogProbs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _LogProbs | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server generated.
+
+    Attributes:
+        tokens, log_probs: one per token.
+        truncated: cut at `max_tokens`.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    truncated: bool
+
+
+class OpenAIServer:
+    """A client of one server; made and used inside one event loop."""
+
+    def __init__(
+        self, url: str, *, api_key: str, timeout_s: float, retries: int, retry_pause_s: float, num_connections: int
+    ) -> None:
+        """Args:
+        url: without `/v1`.
+        api_key: "": none is sent.
+        timeout_s: longest silence.
+        retries: of an answer.
+        retry_pause_s: before the first; each further one waits twice as long.
+        num_connections: at most.
+        """
+        self._url = url.rstrip("/")
+        self._retries = retries
+        self._retry_pause_s = retry_pause_s
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S),
+            limits=httpx2.Limits(max_connections=num_connections, max_keepalive_connections=num_connections),
+            trust_env=False,  # the environment's proxies are for the world outside
+        )
+
+    @property
+    def url(self) -> str:
+        """Without `/v1`."""
+        return self._url
+
+    async def first_model(self) -> str:
+        """Return the name of the first model that the server lists.
+
+        Raises:
+            EngineFailed: it does not answer, or lists none.
+        """
+        listed = await self._again(lambda: self._get("/v1/models", _Models), ServerBusy)
+        if not listed.data:
+            raise EngineFailed(f"openai.urls: {self._url} lists no models; name one in openai.model")
+        return listed.data[0].id
+
+    async def complete(
+        self,
+        body: Mapping[str, Any],
+        progress: Callable[[], None],
+        guard: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> Completion:
+        """Return an answer.
+
+        Args:
+            body: of the request, but for how the answer is to be returned.
+            progress: is called whenever tokens came.
+            guard: every attempt is inside one; leaving it raises ServerBusy if the answer counts for nothing.
+
+        Raises:
+            EngineFailed: the server refused, is gone, or does not return token ids.
+        """
+        whole = {**body, "stream": True, "return_token_ids": True, "logprobs": 0}
+
+        async def attempt() -> Completion:
+            async with guard():
+                return await self._complete(whole, progress)
+
+        return await self._again(attempt, ServerBusy)
+
+    async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return what an attempt does; one for which there was no connection is repeated.
+
+        Raises:
+            EngineFailed: the server stays away, or failed in another way.
+        """
+        try:
+            return await self._again(attempt, ServerAway)
+        except ServerBusy as error:
+            raise EngineFailed(str(error)) from error
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Post JSON, once.
+
+        Raises:
+            EngineFailed: the server refused.
+            ServerBusy: it failed, did not answer in time, or is away.
+        """
+        await self._send("POST", path, body, timeout_s=timeout_s)
+
+    async def weights_mark(self) -> str:
+        """Return what the server's weights were marked with; vLLM's own word where they never were.
+
+        Raises:
+            ServerBusy: it does not answer.
+        """
+        return (await self._get("/weight_info", _WeightInfo)).weight_version
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _again(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
+        """Return what an attempt does; one that failed in a passing way is repeated."""
+        for pause_s in [*pauses(self._retries, self._retry_pause_s), None]:
+            try:
+                return await attempt()
+            except passing as error:
+                if pause_s is None:
+                    raise EngineFailed(f"{error}; tried {self._retries + 1} times") from error
+                logger.warning("%s; asking again", error)
+                await asyncio.sleep(pause_s)
+        raise AssertionError("the loop returns or raises")
+
+    async def _complete(self, body: Mapping[str, Any], progress: Callable[[], None]) -> Completion:
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        reason = None
+        async for event in self._events("/v1/completions", body):
+            for choice in event.choices:
+                tokens += self._token_ids(choice)
+                log_probs += choice.logprobs.token_logprobs if choice.logprobs else ()
+                reason = choice.finish_reason or reason
+            progress()
+        if reason not in _ENDS:
+            raise ServerBusy(f"openai: {self._url} ended an answer in the middle ({reason or 'no finish_reason'})")
+        if len(log_probs) != len(tokens):
+            raise EngineFailed(
+                f"openai: {self._url} returned {len(log_probs)} log-probabilities for {len(tokens)} tokens"
+            )
+        return Completion(tokens, log_probs, truncated=reason == "length")
+
+    def _token_ids(self, choice: _Choice) -> list[int]:
+        if choice.token_ids is None:
+            raise EngineFailed(
+                f"openai: {self._url} does not return token ids (`return_token_ids`), which training needs; use a "
+                f"server that does, such as vLLM's"
+            )
+        return choice.token_ids
+
+    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[_Event]:
+        """Yield the events of a streamed answer."""
+        try:
+            async with self._client.stream("POST", self._url + path, json=dict(body)) as response:
+                if not response.is_success:
+                    await response.aread()
+                    self._check(response)
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    event = self._decoded(data.encode(), _Event, path)
+                    if event.error is not None:
+                        raise ServerBusy(f"openai: {self._url} failed: {_short(str(event.error))}")
+                    yield event
+        except httpx2.HTTPError as error:
+            raise self._broken(path, error) from error
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        return self._decoded((await self._send("GET", path, None)).content, kind, path)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float | None = None
+    ) -> httpx2.Response:
+        timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else httpx2.Timeout(timeout_s, connect=_CONNECT_S)
+        try:
+            response = await self._client.request(method, self._url + path, json=body, timeout=timeout)
+        except httpx2.HTTPError as error:
+            raise self._broken(path, error) from error
+        self._check(response)
+        return response
+
+    def _decoded(self, data: bytes, kind: type[T], path: str) -> T:
+        """Return JSON as what it should be."""
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            raise EngineFailed(f"openai: {self._url}{path} answered in another form: {error}") from error
+        except msgspec.DecodeError as error:
+            raise ServerBusy(f"openai: {self._url}{path} sent what is no JSON: {error}") from error
+
+    def _check(self, response: httpx2.Response) -> None:
+        """Raise what a status other than success means."""
+        if response.is_success:
+            return
+        said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
+        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.is_server_error:
+            raise ServerBusy(said)
+        raise RequestRefused(said)
+
+    def _broken(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
+        """Return what a connection that failed means."""
+        if isinstance(error, httpx2.TimeoutException):
+            return ServerBusy(f"openai: {self._url}{path} did not answer in time ({type(error).__name__})")
+        return ServerAway(f"openai: {self._url}{path} cannot be reached ({type(error).__name__}: {error})")
+
+
+def pauses(retries: int, first_s: float) -> list[float]:
+    """Return how long to wait before each attempt after the first: twice as long each time, up to a minute (s)."""
+    doublings = [min(number, 30) for number in range(retries)]
+    return [min(first_s * 2**number, max(first_s, _LONGEST_PAUSE_S)) for number in doublings]
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_SHOWN]

@@ -1,0 +1,86 @@
+"""The weights of one vLLM server: has it take them, and notices when it has others.
+
+    take        pause, reload from a directory, note a mark, resume
+    unchanged   ask for the mark after an answer: a server that was started again has forgotten it, and takes them again
+
+A server that starts again answers with the weights that it was started with. The mark is vLLM's version of the weights,
+which is lost with them, so whoever still has it after an answer had the right weights all the while.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from asyncflow.errors import EngineFailed
+from workers.engines.openai_server import OpenAIServer, RequestRefused, ServerBusy
+
+logger = logging.getLogger(__name__)
+
+
+class ServedWeights:
+    """What one server computes with; made and used inside one event loop."""
+
+    def __init__(self, server: OpenAIServer, *, timeout_s: float) -> None:
+        """Args:
+        server: of vLLM, with its requests for developers.
+        timeout_s: of one request to take weights.
+        """
+        self._server = server
+        self._timeout_s = timeout_s
+        self._directory: Path | None = None
+        self._mark: str | None = None
+        self._taking = asyncio.Lock()
+
+    async def take(self, directory: Path) -> None:
+        """Have the server read weights, and forget what it cached of prompts; one that is away is waited for.
+
+        Raises:
+            EngineFailed: it did not take them; says what to do.
+        """
+        try:
+            self._mark = await self._server.when_there(lambda: self._take(directory))
+        except EngineFailed as error:
+            raise EngineFailed(
+                f"{error}; a vLLM server with VLLM_SERVER_DEV_MODE=1 takes weights from {directory}; for others set "
+                f"openai.update to a function of yours"
+            ) from error
+        self._directory = directory
+
+    @asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """What is asked for inside is drawn from the weights that were taken last.
+
+        Raises:
+            ServerBusy: on leaving: it may not have been; the server has taken them again.
+            EngineFailed: it did not take them.
+        """
+        async with self._taking:  # what would be asked for meanwhile would count for nothing
+            mark = self._mark
+        yield
+        if mark is None or await self._server.weights_mark() == mark:
+            return
+        async with self._taking:
+            if self._mark == mark and self._directory is not None:
+                logger.warning("openai: %s has lost its weights and takes them again", self._server.url)
+                await self.take(self._directory)
+        raise ServerBusy(
+            f"openai: {self._server.url} had other weights than it was given: it was started again, or somebody else "
+            f"gave it some"
+        )
+
+    async def _take(self, directory: Path) -> str | None:
+        """Return the mark; None: an older vLLM, which notes none."""
+        post = partial(self._server.post, timeout_s=self._timeout_s)
+        await post("/pause?mode=abort&clear_cache=true", {})
+        await post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        mark: str | None = secrets.token_hex(8)
+        try:
+            await post("/update_weight_version", {"new_version": mark})
+        except RequestRefused:
+            mark = None
+        await post("/resume", {})
+        return mark

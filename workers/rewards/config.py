@@ -1,0 +1,58 @@
+"""Settings of rewards: functions, scorers, reward models. Torch-free."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from asyncflow.settings import Settings
+
+
+class RewardModelConfig(Settings):
+    """A model that scores answers, in the role `reward`.
+
+    The reward is weight x the model's score + function_weight x the reward of `reward.function`.
+    """
+
+    path: str
+    """Hugging Face directory of a model for sequence classification with one label and the policy's tokens, e.g.
+    `LlamaForSequenceClassification`. Relative: beside the config file, else in the working directory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of its weights."""
+    micro_batch_size: int = Field(32, ge=1)
+    """Answers per forward."""
+    weight: float = 1.0
+    """Factor on the model's score."""
+    function_weight: float = 0.0
+    """Factor on the reward of the function, which says in any case which answers are right; 0: the model's score alone
+    is the reward."""
+
+    @field_validator("weight")
+    @classmethod
+    def _model_counts(cls, weight: float) -> float:
+        if weight == 0:
+            raise ValueError("0 leaves the model out; give another number, or remove reward.model")
+        return weight
+
+
+class RewardConfig(Settings):
+    """How an answer is scored."""
+
+    function: str = "exact"
+    """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, by the library of that name; `regex`:
+    what `pattern` finds; any Python callable, also `async def`, as `module:function`; a remote scorer,
+    `http://HOST:PORT/PATH` (docs/rewards.md)."""
+    timeout_s: float = Field(10.0, gt=0, le=86400)
+    """Deadline of one call of a user's function, one comparison, or one request to a remote scorer (s)."""
+    pattern: str | None = None
+    """Regular expression of `regex`: the first group of its last match is compared with the answer."""
+    concurrency: int | None = Field(None, ge=1, le=1024)
+    """Answers that one process scores at the same time; null: 4, and 64 with a remote scorer."""
+    batch_size: int = Field(16, ge=1)
+    """Most answers in a request to a remote scorer."""
+    retries: int = Field(5, ge=0)
+    """How often such a request that failed is sent again."""
+    max_failures_in_a_row: int = Field(1000, ge=0)
+    """The run ends with an error when so many answers in a row have no score in one process: it would learn from
+    nothing but zeros. 0: never."""
+    model: RewardModelConfig | None = None
+    """A model that scores answers, too; needs the role `reward`."""

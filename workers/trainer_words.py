@@ -1,0 +1,128 @@
+"""How the actor and a critic in a role of its own keep step and save together: words in the job store.
+
+    actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank hears all of it
+    critic rank 0   report 1 | report 2         | report 3                              figures, for the metrics
+    saving threads  place 2 -> the critic's shards are written there -> files 2
+
+A critic makes a step's first update when the actor committed to the step: all its rows are there, so nothing but a
+death, which takes both back, keeps the actor from finishing it. And since a `save` comes before the next `commit`, the
+critic's state is then still that of the step that is saved. So both are always of the same step.
+
+Keys begin with the lineage, which every restart of the two counts up.
+"""
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from torch.distributed import DistStoreError, PrefixStore, Store
+
+from asyncflow.errors import CheckpointError
+
+_SLICE_S = 30.0
+"""A store's wait is repeated so often: it has a deadline, and waiting for the other trainer has none here. Who does not
+come is found by the launcher."""
+
+
+class Kind(StrEnum):
+    """What the actor says."""
+
+    COMMIT = "commit"
+    SAVE = "save"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Word:
+    """One of the actor's.
+
+    Attributes:
+        kind: what it says.
+        step: of which step; 0: of none.
+    """
+
+    kind: Kind
+    step: int = 0
+
+
+class TrainerWords:
+    """One thread's access."""
+
+    def __init__(self, store: Store, *, lineage: int) -> None:
+        """Args:
+        store: a client of the job store that no other thread uses.
+        lineage: of the run.
+        """
+        self._keys = PrefixStore(f"critic/{lineage}", store)
+        self._next = 0
+
+    def say(self, word: Word) -> None:
+        """Add a word; the actor's rank 0 only, in one thread."""
+        self._set(f"word/{self._next}", [word.kind, word.step])
+        self._next += 1
+
+    def hear(self) -> Word:
+        """Return the next word, when it is there."""
+        kind, step = self._wait(f"word/{self._next}")
+        self._next += 1
+        return Word(Kind(kind), step)
+
+    def report(self, step: int, figures: dict[str, float]) -> None:
+        """The critic finished a step."""
+        self._set(f"report/{step}", figures)
+
+    def reported(self, step: int) -> dict[str, float]:
+        """Return what the critic says of a step, when it is finished."""
+        figures: dict[str, float] = self._wait(f"report/{step}")
+        return figures
+
+    def give_place(self, step: int, directory: str) -> None:
+        """Say where the critic's part of a save goes; "": the save came to nothing."""
+        self._set(f"place/{step}", directory)
+
+    def place(self, step: int, *, timeout_s: float) -> str:
+        """Return what `give_place` says.
+
+        Raises:
+            CheckpointError: nothing within `timeout_s`.
+        """
+        directory: str = self._wait(
+            f"place/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}"
+        )
+        return directory
+
+    def give_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
+        """Say what the critic wrote: path in the checkpoint -> size, checksum; or why it could not."""
+        self._set(f"files/{step}", [files, error])
+
+    def files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
+        """Return what `give_files` says.
+
+        Raises:
+            CheckpointError: the critic could not write, or did not within `timeout_s`.
+        """
+        files, error = self._wait(f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}")
+        if error:
+            raise CheckpointError(f"the critic could not save step {step}: {error}")
+        return {name: (num_bytes, digest) for name, (num_bytes, digest) in files.items()}
+
+    def _set(self, key: str, value: Any) -> None:
+        self._keys.set(key, json.dumps(value))
+
+    def _wait(self, key: str, *, timeout_s: float = 0.0, what: str = "") -> Any:
+        """Wait for a key, at most `timeout_s` unless that is 0."""
+        left_s = timeout_s
+        while not self._comes(key, min(_SLICE_S, left_s) if timeout_s else _SLICE_S):
+            left_s -= _SLICE_S
+            if timeout_s and left_s <= 0:
+                raise CheckpointError(f"{what} within {timeout_s:g} s (checkpoint.timeout_s)")
+        return json.loads(self._keys.get(key))
+
+    def _comes(self, key: str, timeout_s: float) -> bool:
+        try:
+            self._keys.wait([key], timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return False
+        return True
