@@ -236,6 +236,23 @@ def test_an_ack_of_rows_in_hand_counts_though_their_unit_died() -> None:
         assert client.stats()[0].live_rows == 0
 
 
+@pytest.mark.parametrize("victims", [["storage-0"], ["storage-0", "controller-0"]])
+def test_finished_rows_that_are_put_again_are_not_worked_on_again(victims: list[str]) -> None:
+    """A producer that died before it heard that a put was in has a successor that repeats it; the unit forgot it."""
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        rows = client.put_rows(prompts("a", "b"))
+        client.ack("train", take(client, "train", 2))
+        for victim in victims:
+            pid = queue.pids()[victim]
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda victim=victim, pid=pid: queue.pids().get(victim, pid) != pid, victim)  # type: ignore[misc]
+            queue.wait_until_up(DEADLINE_S)
+        client.put_rows(prompts("a", "b"), rows=rows)
+        (newer,) = client.put_rows(prompts("c"))
+        assert take(client, "train", 9).rows == [newer]
+
+
 def test_a_unit_may_be_added_while_the_queue_runs() -> None:
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
         client = queue.client("me")

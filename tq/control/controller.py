@@ -42,6 +42,7 @@ from tq.control.lead_questions import LeadQuestions
 from tq.control.memory import Memory
 from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
+from tq.control.row_set import RowSet
 from tq.control.saved_rows import SavedRows
 from tq.control.sessions import Sessions
 from tq.control.state import ControlState
@@ -68,6 +69,7 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
+    RemovalReason,
     RowRecords,
     RowsConfirmed,
     RowsCreated,
@@ -265,6 +267,8 @@ class ControllerService:
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
             case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost():
+                if isinstance(message, RowsRemoved) and message.reason is RemovalReason.CLEARED:
+                    self._memory.clear(message.partition)
                 self._apply(message)
                 call.reply(Done())
             case Heartbeat():
@@ -384,7 +388,7 @@ class ControllerService:
         with self._lock:
             return self._state.losses()
 
-    def _losses(self) -> tuple[dict[int, list[int]], list[RowRecords]] | None:
+    def _losses(self) -> tuple[dict[int, RowSet], list[RowRecords]] | None:
         with self._lock:
             if not self._state.losses_changed:
                 return None

@@ -19,6 +19,7 @@ from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.admission import AdmissionMark
+from tq.control.row_set import Span
 from tq.messages import RowRecords
 
 _KEPT_PARTITIONS = 256
@@ -30,14 +31,14 @@ class Mark(msgspec.Struct):
     Attributes:
         newest_version: newest published weights.
         partitions: number -> rows, the newest ones.
-        finished: partition -> rows that all tasks are done with, as far as units that went away knew.
+        finished: partition -> rows that all tasks are done with, as far as units that went away knew; the newest ones.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
-    finished: dict[int, list[int]] = {}
+    finished: dict[int, list[Span]] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -62,9 +63,10 @@ class DurableMark:
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them."""
-        for partition in sorted(mark.partitions)[:-_KEPT_PARTITIONS]:
-            del mark.partitions[partition]
-        mark.finished = {partition: rows for partition, rows in mark.finished.items() if partition in mark.partitions}
+        kept: dict[int, Any]
+        for kept in (mark.partitions, mark.finished):
+            for partition in sorted(kept)[:-_KEPT_PARTITIONS]:
+                del kept[partition]
         self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:

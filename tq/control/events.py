@@ -1,5 +1,6 @@
 """What happens to the control state besides messages (events), and what its shell must do about it (instructions)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
@@ -84,7 +85,7 @@ class RowsFinished:
     """An earlier incarnation knew that all tasks are done with these rows (`ControlState.finished_rows`)."""
 
     partition: int
-    rows: tuple[int, ...]
+    rows: Iterable[int]
 
 
 @dataclass(frozen=True)

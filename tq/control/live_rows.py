@@ -4,10 +4,13 @@ Built for a million rows: a row is one object of numbers; columns and tasks are 
 parts. It never decides anything.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tq.control.row_set import RowSet
+
 _PARTITIONS_REMEMBERED = 64
+_NONE = RowSet()
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +72,7 @@ class PartitionInfo:
         num_removed: rows that it will never have (quarantine without a replacement).
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
-        finished: of those, rows that somebody might put again; all of them once the partition is declared.
+        finished: those rows; whoever put them may never have heard so, and put them again.
         num_nameless: of those, rows whose group is not known (from before this controller's start).
         numbers: its rows, in order of arrival, among them some that are gone.
     """
@@ -79,7 +82,7 @@ class PartitionInfo:
     num_live: int = 0
     num_finished: int = 0
     num_nameless: int = 0
-    finished: set[int] = field(default_factory=set)
+    finished: RowSet = field(default_factory=RowSet)
     numbers: list[int] = field(default_factory=list)
 
     @property
@@ -141,29 +144,25 @@ class LiveRows:
             info = self.partitions[number] = PartitionInfo()
         return info
 
-    def finished(self, partition: int) -> Collection[int]:
-        """Return the rows of a partition that all tasks are done with and that somebody may tell of again."""
+    def finished(self, partition: int) -> RowSet:
+        """Return the rows of a partition that all tasks are done with."""
         info = self.partitions.get(partition)
-        return () if info is None else info.finished
+        return _NONE if info is None else info.finished
 
     def is_finished(self, number: int, partition: int) -> bool:
-        """Whether all tasks are done with a row that somebody tells of again."""
+        """Whether all tasks are done with a row."""
         return number in self.finished(partition)
 
     def known_rows(self) -> dict[int, list[int]]:
-        """Return partition -> rows in the table, and finished ones of declared partitions."""
+        """Return partition -> rows in the table, and finished ones."""
         known = {number: list(info.finished) for number, info in self.partitions.items()}
         for number, row in self.rows.items():
             known.setdefault(row.partition, []).append(number)
         return known
 
-    def finished_rows(self, *, always_after: float) -> dict[int, list[int]]:
-        """Return partition -> finished rows of partitions that are not over, and of those beyond `always_after`."""
-        return {
-            number: sorted(info.finished)
-            for number, info in self.partitions.items()
-            if info.num_rows != info.num_finished or number > always_after
-        }
+    def finished_rows(self) -> dict[int, RowSet]:
+        """Return partition -> finished rows."""
+        return {number: info.finished.copy() for number, info in self.partitions.items()}
 
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not here, all at one unit."""

@@ -25,7 +25,6 @@ def ack_lost(book: RowBook, event: AckLost, *, promised: bool = False) -> None:
     for number in open_rows:
         if event.task in book.tasks and not (table[number].unit.lost or promised or number in book.moved):
             raise PeerRefused(f"row {number} is not lost: {table[number].unit.name} has it; ack it there")
-    book.may_come_again(open_rows)
     where = book.rows.by_unit(open_rows)
     book.settle(event.task, open_rows)
     if where and event.task in book.tasks:

@@ -10,9 +10,10 @@ from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import DurableMark
 from tq.control.events import Event, Quarantined, RowsFinished, RowsLost
+from tq.control.row_set import RowSet
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
 
-Finished = Mapping[int, Collection[int]]
+Finished = Mapping[int, RowSet]
 """Partition -> rows that all tasks are done with."""
 
 
@@ -58,7 +59,7 @@ class Memory:
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, rows in self._mark.finished.items():
-            yield RowsFinished(partition, tuple(rows))
+            yield RowsFinished(partition, RowSet.of_spans(rows))
         if lost := self._durable.load_lost():
             yield RowsLost(tuple(lost))
         if self._mark.stopped:
@@ -88,9 +89,16 @@ class Memory:
             return
         with self._lock:
             for partition, rows in finished.items():
-                known = self._mark.finished.get(partition, [])
-                self._mark.finished[partition] = sorted({*known, *rows})
+                known = RowSet.of_spans(self._mark.finished.get(partition, ()))
+                known.merge(rows)
+                self._mark.finished[partition] = known.spans()
             self._durable.save(self._mark)
+
+    def clear(self, partition: int) -> None:
+        """A partition was cleared: its rows may be put anew."""
+        with self._lock:
+            if self._mark.finished.pop(partition, None) is not None:
+                self._durable.save(self._mark)
 
     @property
     def remembering_losses(self) -> bool:

@@ -43,7 +43,6 @@ class RowBook:
         """Rows in the durable record of losses."""
         self.losses_changed = False
         """Whether that record must be written again: for a loss, an ack of lost rows, the end of a noted one."""
-        self._put_again: set[int] = set()
         self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
         self._nowhere = UnitInfo("", online=False, lost=True)
@@ -86,10 +85,6 @@ class RowBook:
         self.lost_now.append(number)
         self.lost.add(number)
         self.losses_changed = True
-
-    def may_come_again(self, numbers: Iterable[int]) -> None:
-        """Somebody may put these rows again, so they are remembered when all tasks are done with them."""
-        self._put_again.update(number for number in numbers if number in self.rows.rows)
 
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not known are at a unit."""
@@ -309,7 +304,6 @@ class RowBook:
             if row is None or not row.unit.lost:
                 continue
             if number in wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
-                self._put_again.add(number)
                 yield number
 
     def recount(self, partition: int) -> None:
@@ -372,9 +366,7 @@ class RowBook:
         row = self.rows.remove(number)
         info = self.rows.partition(row.partition)
         info.num_finished += 1
-        if info.declared is not None or row.unit.lost or number in self._put_again:
-            info.finished.add(number)
-        self._put_again.discard(number)
+        info.finished.add(number)
         self.moved.discard(number)
         self._ended(number)
 

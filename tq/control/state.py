@@ -11,7 +11,6 @@ Events are the messages of `tq.messages` (those that carry a question come with 
 """
 
 import contextlib
-import math
 from collections.abc import Collection, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
@@ -40,6 +39,7 @@ from tq.control.put_queue import PutQueue
 from tq.control.recovery import Recovering, Recovery
 from tq.control.room import Room
 from tq.control.row_book import RowBook
+from tq.control.row_set import RowSet
 from tq.control.stats import count_rows
 from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
@@ -108,8 +108,6 @@ class ControlState:
         self._arrivals = Arrivals(self._book)
         self._puts = PutQueue(self._book, self._arrivals, self._losses, self._room)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
-        lateness = [spec.steps.lateness for spec in tasks if spec.steps is not None]
-        self._lateness = max(lateness, default=-math.inf)
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -156,16 +154,16 @@ class ControlState:
         return sorted(known | (self._recovery.missing_units if self._recovery is not None else set()))
 
     def known_rows(self) -> dict[int, list[int]]:
-        """Return partition -> rows that are somewhere, or finished in a declared partition."""
+        """Return partition -> rows that are somewhere, or finished."""
         return self._book.rows.known_rows()
 
-    def finished_rows(self) -> dict[int, list[int]]:
-        """Return partition -> finished rows of declared partitions that are not over, or that admission may look at.
+    def finished_rows(self) -> dict[int, RowSet]:
+        """Return partition -> finished rows.
 
         Units remember them, too, but not beyond their death: after `UnitGone` the shell makes this durable, so that a
-        later incarnation (`RowsFinished`) still counts right.
+        later incarnation (`RowsFinished`) still counts right, and nobody works on such a row that is put again.
         """
-        return self._book.rows.finished_rows(always_after=self.newest_version - self._lateness)
+        return self._book.rows.finished_rows()
 
     @property
     def losses_changed(self) -> bool:
@@ -234,7 +232,6 @@ class ControlState:
                     self._registry.adopt(event.losses)
                 self._book.out.append(Answer(request, RowsAccepted(self._done(event))))
             case DoneElsewhere():
-                self._book.may_come_again([number for rows in event.commits.values() for number in rows])
                 for name, rows in event.commits.items():
                     self._book.settle(name, rows)
             case Fenced():

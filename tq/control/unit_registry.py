@@ -93,7 +93,7 @@ class UnitRegistry:
     def count_finished(self, partition: int, rows: set[int]) -> None:
         """Rows were done before this controller met their unit, or before it started."""
         info = self._book.rows.partition(partition)
-        new = rows.difference(info.finished)
+        new = [number for number in rows if number not in info.finished]
         if not new:
             return
         info.num_finished += len(new)

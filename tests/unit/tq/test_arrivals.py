@@ -115,13 +115,20 @@ def test_row_that_everybody_was_done_with_elsewhere_goes_at_its_confirmation(mak
     assert world.refused(world.ask_round("train", 0, 0, owner="trainer")) == "partition_done"
 
 
-def test_finished_row_that_is_put_again_is_done_with_by_every_task(make_world: World) -> None:
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("declared", [True, False])
+def test_finished_row_that_is_put_again_is_done_with_by_every_task(
+    make_world: World, declared: bool, held: bool
+) -> None:
+    """Whoever put it may have died before it heard that the row is in: the units know freed rows of their own only."""
     world = make_world(LOOK)
-    world.open(2)
+    if declared:
+        world.open(2)
     world.put([0])
     world.write("look", world.granted(world.ask("look")))
-    assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted({"look": [0]})
-    world.confirm([0], "storage-1")
+    assert world.answers[world.put([0], "storage-1", held=held)] == RowsAccepted({"look": [0]})
+    if held:
+        world.confirm([0], "storage-1")
     assert world.state.stats().live_rows == 0
     assert world.ask("look") not in world.answers
 

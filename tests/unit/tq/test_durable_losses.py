@@ -12,6 +12,7 @@ from tq.control.durable_mark import DurableMark, Mark
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.memory import Memory
 from tq.control.recovery import Recovering
+from tq.control.row_set import RowSet
 from tq.control.state import ControlState
 from tq.messages import AckLost, Held, LostRows, RemovalReason, RowRecords, RowsAccepted, RowsRemoved
 
@@ -240,7 +241,15 @@ def test_ack_that_finishes_a_lost_row_outlives_the_controller(make_world: World)
     world.ack_lost("train", granted)
     shell.service._send([])
     assert [record.rows for record in shell.lost] == [[1]]
-    assert shell.mark.finished == {1: [0]}
+    assert shell.mark.finished == {1: [(0, 1)]}
+
+
+def test_rows_of_a_cleared_partition_are_forgotten_for_good() -> None:
+    shell = Shell(ControlState([TRAIN]))
+    memory = shell.service._memory
+    memory.remember_finished({1: RowSet([0, 1]), 2: RowSet([5])})
+    memory.clear(1)
+    assert shell.mark.finished == {2: [(5, 6)]}
 
 
 class Shell:

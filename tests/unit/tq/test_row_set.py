@@ -1,0 +1,34 @@
+"""Rows as bits against a set of Python's."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq.control.row_set import RowSet
+
+ROWS = st.sets(st.integers(0, 1200) | st.integers(10**9, 10**9 + 600))
+
+
+@given(ROWS, ROWS)
+def test_equals_a_set(first: set[int], second: set[int]) -> None:
+    rows = RowSet(first)
+    copied = rows.copy()
+    rows.merge(RowSet(second))
+    assert list(rows) == sorted(first | second)
+    assert len(rows) == len(first | second)
+    assert list(copied) == sorted(first)
+    assert all((row in rows) == (row in first or row in second) for row in range(1300))
+
+
+@given(ROWS)
+def test_spans_are_the_rows_in_runs(rows: set[int]) -> None:
+    spans = RowSet(rows).spans()
+    assert [row for first, end in spans for row in range(first, end)] == sorted(rows)
+    assert all(first < end for first, end in spans)
+    assert all(end < first for (_, end), (first, _) in pairwise(spans))
+    assert list(RowSet.of_spans(spans)) == sorted(rows)
+
+
+def test_neighbours_over_many_chunks_are_one_run() -> None:
+    assert RowSet(range(100, 100_000)).spans() == [(100, 100_000)]
