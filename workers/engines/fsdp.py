@@ -1,7 +1,8 @@
 """The default training engine: FSDP2 over all ranks of the actor.
 
 One `fully_shard` unit per decoder layer and one for the rest (embedding, norm, head). Parameters, gradients and
-optimizer state are float32 and sharded by rows; with `autocast: bfloat16` FSDP2 gathers and computes in bfloat16.
+optimizer state are float32 and sharded by rows; with `autocast: bfloat16` FSDP2 gathers and computes in bfloat16. One
+rank alone trains the plain model, under `autocast: bfloat16` through a `Bfloat16Twin`.
 
     forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
     forward_backward(None, loss)    a rank without rows joins the gathers and adds nothing
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.bfloat16_twin import Bfloat16Twin
 from workers.engines.dtensor_shards import local_shards
 from workers.engines.fsdp_copy import FsdpCopy
 from workers.engines.fsdp_sharding import reshard, shard
@@ -67,12 +69,20 @@ class FsdpEngine:
         self._device = device
         self._updates = Updates(actor)
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._model = self._empty_model()
+        self._model = self._empty_model(torch.float32)
         self._inputs = InputsOfBatch(device, vocab_size=vocab_size(self._model), shared_prompt=actor.shared_prompt)
         self._aliases = parameter_aliases(self._model)
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        shard(self._model, self._mesh, actor)
-        materialize(self._model, device)
+        self._twin: Bfloat16Twin | None = None
+        if actor.autocast == "bfloat16" and self._mesh.size() == 1:
+            materialize(self._model, device)
+            computing = self._empty_model(torch.bfloat16)
+            shard(computing, self._mesh, actor)
+            materialize(computing, device)
+            self._twin = Bfloat16Twin(self._model, computing)
+        else:
+            shard(self._model, self._mesh, actor)
+            materialize(self._model, device)
         self._load_weights(HfWeights(model_dir))
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -95,14 +105,16 @@ class FsdpEngine:
         """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
         it only joins the collectives, and gets [0]."""
         inputs = self._inputs(batch)
-        log_probs_A, _ = answer_log_probs(self._model, inputs, self._temperature)
+        log_probs_A, _ = answer_log_probs(self.computing(), inputs, self._temperature)
         reshard(self._model)
         return log_probs_A[:0] if batch is None else log_probs_A
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
         inputs = self._inputs(batch)
-        log_probs_A, entropy_A = answer_log_probs(self._model, inputs, self._temperature, entropy=batch is not None)
+        log_probs_A, entropy_A = answer_log_probs(
+            self.computing(), inputs, self._temperature, entropy=batch is not None
+        )
         total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
         total.backward()  # type: ignore[no-untyped-call]
 
@@ -120,6 +132,7 @@ class FsdpEngine:
             for group in self._optimizer.param_groups:
                 group["lr"] = stats.lr
             self._optimizer.step()
+            self._changed()
         self.zero_grad()
         return stats
 
@@ -151,6 +164,7 @@ class FsdpEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        self._changed()
         self._updates.load_state_dict(state)
         self.zero_grad()
 
@@ -179,14 +193,24 @@ class FsdpEngine:
             copy.read(HfWeights(self._model_dir))
         return copy
 
-    def _empty_model(self) -> nn.Module:
+    def computing(self) -> nn.Module:
+        """Return what passes go through; its gradients end up in the float32 parameters."""
+        return self._model if self._twin is None else self._twin.refresh()
+
+    def _changed(self) -> None:
+        """The float32 parameters have other values."""
+        if self._twin is not None:
+            self._twin.stale = True
+
+    def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         """Build the model, with its parameters on the meta device."""
-        return empty_causal_lm(self._model_dir, dtype=torch.float32, attention=PACKED_ATTENTION)
+        return empty_causal_lm(self._model_dir, dtype=dtype, attention=PACKED_ATTENTION)
 
     @torch.no_grad()
     def _load_weights(self, weights: HfWeights) -> None:
         for part in local_shards(self._model.named_parameters()):
             self._load_shard(part, weights)
+        self._changed()
 
     def _load_shard(self, shard: LocalShard, weights: HfWeights) -> None:
         shard.values.copy_(weights.read_shard(shard, self._aliases[shard.name]))

@@ -1,7 +1,7 @@
 """How FSDP2 shards a model: one unit per decoder layer and one for the rest. Policy, its copies and critic are alike.
 
 One rank has nothing to share, and FSDP2 would still copy every weight before each pass and every gradient behind it (a
-third of a pass of a small model): there the model stays as it is, unless FSDP2 is what casts its weights.
+third of a pass of a small model): there the model stays as it is, in the element type in which it was built.
 
 Looks at nothing but the model's layers and the settings of its training; loads no weights.
 """
@@ -21,21 +21,21 @@ COMPILER = "inductor"
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
-    """Apply FSDP2 so that gradients are summed, not averaged, over ranks."""
-    policy = MixedPrecisionPolicy()
-    if config.autocast == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """Apply FSDP2, where there are several ranks, so that gradients are summed, not averaged, over them."""
     if config.gradient_checkpointing:
         model.train()
         _checkpoint_activations(model)
     layers = decoder_layers(model)
     for layer in layers if config.compile else ():
         layer.compile(backend=COMPILER, dynamic=True)  # lengths differ from micro-batch to micro-batch
-    if mesh.size() == 1 and config.autocast == "float32":
+    if mesh.size() == 1:
         return
+    policy = MixedPrecisionPolicy()
+    if config.autocast == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in model.modules() if mesh.size() > 1 else ():  # a factor is one more pass over gradients
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Gloo has no pre-multiplied sum, which a divide factor selects otherwise.

@@ -86,7 +86,7 @@ class _ValueModel(FsdpEngine):
 
     def forward(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A], with gradient where enabled; None: of the least batch that there is."""
-        return answer_logits(self._model, self._inputs(batch))[:, 0]
+        return answer_logits(self.computing(), self._inputs(batch))[:, 0]
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:
@@ -95,11 +95,11 @@ class _ValueModel(FsdpEngine):
         reshard(self._model)
         return value_A[:0] if batch is None else value_A
 
-    def _empty_model(self) -> nn.Module:
-        model: Any = super()._empty_model()
+    def _empty_model(self, dtype: torch.dtype) -> nn.Module:
+        model: Any = super()._empty_model(dtype)
         inner = model.get_output_embeddings().in_features
         model.config.tie_word_embeddings = False  # else the head would become the input embedding again
-        model.set_output_embeddings(nn.Linear(inner, 1, bias=False, device="meta", dtype=torch.float32))
+        model.set_output_embeddings(nn.Linear(inner, 1, bias=False, device="meta", dtype=dtype))
         head = model.get_output_embeddings().weight
         (self._head,) = (name for name, parameter in model.named_parameters() if parameter is head)
         built: nn.Module = model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncflow.host_memory import keep_freed_memory
 from workers.config import RunConfig, SamplingConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
 from workers.rewards.config import RewardModelConfig
@@ -113,6 +114,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
     Raises:
         ConfigError: see the engine.
     """
+    _prepare(device)
     model_dir = Path(config.model.path)
     temperature = config.rollout.temperature
     actor = config.actor.for_run(config.steps, begins_after=config.critic_only_steps)
@@ -153,9 +155,16 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     """
     from workers.engines.fsdp_value import FsdpValueEngine
 
+    _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)
     training = config.critic.training(config.actor).for_run(config.steps)
     return FsdpValueEngine(model_dir, config.model, training=training, device=device, seed=config.seed)
+
+
+def _prepare(device: torch.device) -> None:
+    """Set this process up for passes that get and free memory all the time; allocators of accelerators keep it."""
+    if device.type == "cpu":
+        keep_freed_memory()
 
 
 def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp import FsdpEngine
+from workers.engines.hf_model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, answer_log_probs
 
@@ -63,6 +66,25 @@ def test_options_change_gradients_by_rounding_only(model_dir: Path, batch: Seque
         engine.forward_backward(batch, square_loss)
         norms.append(engine.step(1.0).grad_norm)
     assert norms[1] == pytest.approx(norms[0], rel=0.1 if "autocast" in actor else 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_rank_computes_in_bfloat16_what_fsdp2_does(
+    make_model_dir: Callable[..., Path], batch: Sequences, tied: bool
+) -> None:
+    path = make_model_dir("llama", tie_word_embeddings=tied)
+    engine = make_engine(path, autocast="bfloat16")
+    sharded = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*decoder_layers(sharded), sharded):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for _ in range(2):
+        engine.forward_backward(batch, square_loss)
+        square_loss(*answer_log_probs(sharded, PackedInputs.of(batch, CPU), 0.9)).backward()
+    gradients = [p.grad.to_local() for p in sharded.parameters()]
+    expected = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
+    assert engine.step(1.0).grad_norm == float(expected)
 
 
 # Dynamo looks at the gradients of whatever it traces.
@@ -128,9 +150,10 @@ def test_counts_go_on_over_a_resume_with_another_number_of_updates_per_step(mode
     assert resumed.optimizer_updates == 5
 
 
-def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, batch: Sequences) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, batch: Sequences, dtype: str) -> None:
     """A forward without a backward must not leave whole parameters behind that an update does not change."""
-    engine = make_engine(model_dir, lr=1.0)
+    engine = make_engine(model_dir, lr=1.0, autocast=dtype)
     first = engine.log_probs(batch)
     engine.forward_backward(batch, square_loss)
     assert engine.log_probs(batch).equal(first)
@@ -139,6 +162,8 @@ def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, bat
     assert not torch.allclose(changed, first, atol=1e-2)
     plain = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=PACKED_ATTENTION)
     plain.load_state_dict(weights(engine))
+    for parameter in plain.parameters():  # not the rotary frequencies
+        parameter.data = parameter.data.to(DTYPES[dtype])
     with torch.no_grad():
         expected = answer_log_probs(plain, PackedInputs.of(batch, CPU), 0.9)[0]
     torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-5)
@@ -165,14 +190,18 @@ def test_gradient_that_is_not_finite_changes_nothing(
     assert all(value.equal(before[name]) for name, value in weights(engine).items())
 
 
-def test_checkpoint_restores_the_next_update_exactly(model_dir: Path, batch: Sequences, tmp_path: Path) -> None:
-    first = make_engine(model_dir, lr_warmup_steps=8)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoint_restores_the_next_update_exactly(
+    model_dir: Path, batch: Sequences, tmp_path: Path, dtype: str
+) -> None:
+    first = make_engine(model_dir, lr_warmup_steps=8, autocast=dtype)
     for _ in range(2):
         first.forward_backward(batch, square_loss)
         first.step(1.0)
     dcp.save(first.state_dict(), checkpoint_id=tmp_path / "checkpoint")
 
-    second = make_engine(model_dir, lr_warmup_steps=8)
+    second = make_engine(model_dir, lr_warmup_steps=8, autocast=dtype)
+    second.log_probs(batch)
     state = second.state_dict()
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
     second.load_state_dict(state)
