@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from asyncflow.host_memory import keep_freed_memory
 from workers.engines.vllm_names import BACKEND
 from workers.engines.weight_mailbox import Letter, MailboxReader
 
@@ -70,6 +71,8 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._model_config = getattr(args[1], "model_config", None)
         self._device = _CPU if self._module is None else next(self._module.parameters()).device
         self._reader = MailboxReader(self._device)
+        if self._device.type == "cpu":
+            keep_freed_memory()  # an update makes all packed weights anew
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
         """Have the model scale its logits, as those of some families do by their configuration.
