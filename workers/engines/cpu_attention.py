@@ -55,8 +55,11 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out_HTD, lse_HT = ctx.saved_tensors
-        grad_HTD, layout = grads[0].transpose(0, 1), ctx.layout
+        *saved, lse_HT = ctx.saved_tensors
+        dtype = saved[0].dtype
+        # The kernel is slow in bfloat16, and these are small beside the products of the layer.
+        grad_HTD, query, key, value, out_HTD = (each.to(lse_HT.dtype) for each in (grads[0].transpose(0, 1), *saved))
+        layout = ctx.layout
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
         def parts(block: Block, causal: bool) -> Any:
@@ -70,7 +73,7 @@ class _CpuAttention(torch.autograd.Function):
         for block in layout.prompt_blocks:
             for total, part in zip(_inputs(*totals, block), parts(block, False), strict=True):
                 total.add_(part)
-        return (*totals, None, None)
+        return (*(total.to(dtype) for total in totals), None, None)
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
