@@ -6,7 +6,7 @@ running job failed (exit code 1) unless somebody handles them.
 
 from typing import ClassVar
 
-_SHOWN_CHARACTERS = 200
+_SHOWN_CHARACTERS = 500
 
 
 class AsyncFlowError(Exception):
@@ -118,4 +118,9 @@ class LastSaveFailed(CheckpointError):
 
 def one_line(error: BaseException) -> str:
     """Return type and message of somebody else's error on one line, as much of it as a message bears."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN_CHARACTERS]}"
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  `__str__` may be a user's code, too
+        message = ""
+    shown = message if len(message) <= _SHOWN_CHARACTERS else f"{message[: _SHOWN_CHARACTERS - 3]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from asyncflow.errors import AsyncFlowError, one_line
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from workers.checkpoint_files import CRITIC, describe
 from workers.engines.base import ValueEngine
 from workers.gather import gather
@@ -48,6 +48,8 @@ class CriticSaver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._copy = HostCopy(device)
         self._thread: threading.Thread | None = None
+        self._step = 0
+        """That is saved, or was last."""
 
     def restore(self, source: Path) -> None:
         """Load the critic's part of a checkpoint, whoever saved it.
@@ -58,9 +60,14 @@ class CriticSaver:
         load_shards(self._engine, source / CRITIC, group=self._group)
 
     def begin(self, step: int) -> None:
-        """Begin to save the state as it is now: after `step`."""
+        """Begin to save the state as it is now: after `step`.
+
+        Raises:
+            CheckpointError: an earlier save does not end.
+        """
         self.wait()
         state = self._copy.begin(self._engine.state_dict())
+        self._step = step
         self._thread = threading.Thread(target=self._write, args=(step, state), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -70,9 +77,19 @@ class CriticSaver:
         return 0.0
 
     def wait(self) -> None:
-        """Wait until the last save is written, or has failed."""
-        if self._thread is not None:
-            self._thread.join(self._timeout_s)
+        """Wait until the last save is written, or has failed.
+
+        Raises:
+            CheckpointError: it does not end; its thread may still read the copy, so another save cannot begin.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the critic's part of the checkpoint of step {self._step} is not written after {self._timeout_s:g} s "
+                f"(checkpoint.timeout_s); look whether the file system answers"
+            )
         self._thread = None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncflow.errors import ConfigError, UserCodeFailed
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from workers.coroutines import CoroutineThread
 
 _COROUTINES = CoroutineThread()
@@ -40,7 +40,7 @@ def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callabl
     try:
         value: object = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may end itself: its role would look as if it were done
-        raise ConfigError(f"{field}: importing {module_name!r} raised {_said(error)}") from error
+        raise ConfigError(f"{field}: importing {module_name!r} raised {one_line(error)}") from error
     for part in attribute.split("."):
         value = getattr(value, part, None)
     if not callable(value):
@@ -121,22 +121,13 @@ def call(function: Callable[..., Any], *arguments: object, what: str, limit: str
         )
     value, error = outcome[0]
     if error is not None:
-        raise UserCodeFailed(f"{what} raised {_said(error)} on {on}") from error
+        raise UserCodeFailed(f"{what} raised {one_line(error)} on {on}") from error
     return value
 
 
 def excerpt(text: str) -> str:
     """Return the beginning of a text, quoted, for a message."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
-def _said(error: BaseException) -> str:
-    """Return class and message of what a user's code raised, in one line of bounded length."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  their `__str__` is their code, too
-        message = ""
-    return f"{type(error).__name__}: {message if len(message) <= 500 else message[:497] + '...'}"
 
 
 def _can_be_called(function: Callable[..., Any], count: int) -> bool:
@@ -167,12 +158,12 @@ def _find(module_name: str, field: str) -> ModuleSpec:
         spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{field}: importing the package of {module_name!r} raised {_said(error)}") from error
+            raise ConfigError(f"{field}: importing the package of {module_name!r} raised {one_line(error)}") from error
         spec = None
     except ValueError:  # a module without a spec
         spec = None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{field}: importing the package of {module_name!r} raised {_said(error)}") from error
+        raise ConfigError(f"{field}: importing the package of {module_name!r} raised {one_line(error)}") from error
     if spec is None:
         raise ConfigError(
             f"{field}: no module {module_name!r}; install it, or put {module_name.split('.')[0]}.py into {here}"

@@ -229,7 +229,7 @@ def test_what_a_function_raises_is_told_in_one_line_of_bounded_length() -> None:
     def broken(prompt: str, response: str, answer: str) -> float:
         raise Odd if response == "odd" else ValueError("a\nb" * 10000)
 
-    with pytest.raises(UserCodeFailed, match="m:broken raised Odd: "):
+    with pytest.raises(UserCodeFailed, match="m:broken raised Odd on "):
         UserReward(broken, name="m:broken", timeout_s=10)("", "odd", "")
     with pytest.raises(UserCodeFailed) as caught:
         UserReward(broken, name="m:broken", timeout_s=10)("", "", "")

@@ -1,0 +1,57 @@
+"""The critic's saver in a process group of one; whole checkpoints with a critic are in tests/runs/test_ppo.py."""
+
+import threading
+from typing import cast
+
+import pytest
+import torch
+
+from asyncflow.errors import CheckpointError
+from workers.critic_saver import CriticSaver
+from workers.engines.base import ValueEngine
+from workers.trainer_words import TrainerWords
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+
+class Engine:
+    """Has a state and nothing else."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """See `ValueEngine`."""
+        return {"model": torch.zeros(2)}
+
+
+class Words:
+    """The actor says where to save when it is told to."""
+
+    def __init__(self) -> None:
+        self.says_where = threading.Event()
+
+    def place(self, _step: int, *, timeout_s: float) -> str:
+        """See `TrainerWords`; an empty place: nothing is to be saved."""
+        assert self.says_where.wait(30 * timeout_s + 30)
+        return ""
+
+    def give_files(self, *_: object) -> None:
+        """See `TrainerWords`."""
+
+
+def test_a_save_that_does_not_end_is_an_error_and_no_other_begins_beside_it() -> None:
+    words = Words()
+    saver = CriticSaver(
+        cast(ValueEngine, Engine()), lambda: cast(TrainerWords, words), device=torch.device("cpu"), timeout_s=0.2
+    )
+    saver.begin(3)
+    for again in (saver.wait, lambda: saver.begin(4)):
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 3 is not written after 0\.2 s"):
+            again()
+    words.says_where.set()
+    while True:  # the thread ends now, within how ever many deadlines
+        try:
+            saver.wait()
+            break
+        except CheckpointError:
+            continue
+    saver.begin(4)
+    saver.close()
