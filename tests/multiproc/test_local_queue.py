@@ -64,6 +64,14 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"no {what} within {DEADLINE_S:g} s")
 
 
+def kill_and_wait(queue: tq.LocalQueue, service: str) -> None:
+    """Kill a service, and wait until its successor serves."""
+    pid = queue.pids()[service]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: queue.pids().get(service, pid) != pid, service)
+    queue.wait_until_up(DEADLINE_S)
+
+
 def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
     client = queue.client("me")
     rows = client.put_rows(prompts("1 + 1 =", "2 + 2 =", "3 + 3 ="))
@@ -244,13 +252,38 @@ def test_finished_rows_that_are_put_again_are_not_worked_on_again(victims: list[
         rows = client.put_rows(prompts("a", "b"))
         client.ack("train", take(client, "train", 2))
         for victim in victims:
-            pid = queue.pids()[victim]
-            os.kill(pid, signal.SIGKILL)
-            wait_for(lambda victim=victim, pid=pid: queue.pids().get(victim, pid) != pid, victim)  # type: ignore[misc]
-            queue.wait_until_up(DEADLINE_S)
+            kill_and_wait(queue, victim)
         client.put_rows(prompts("a", "b"), rows=rows)
         (newer,) = client.put_rows(prompts("c"))
         assert take(client, "train", 9).rows == [newer]
+
+
+def test_rows_that_a_checkpoint_covers_stay_done_though_units_forget_them() -> None:
+    config = FAST.model_copy(update={"retain_until_checkpoint": True})
+    with tq.start({"train": ["prompt"]}, num_units=1, config=config) as queue:
+        client = queue.client("me")
+        rows = client.put_rows(prompts("a", "b"), partition=1)
+        client.ack("train", take(client, "train", 2))
+        client.commit(1)
+        kill_and_wait(queue, "controller-0")
+        client.put_rows(prompts("a", "b"), rows=rows, partition=1)
+        (newer,) = client.put_rows(prompts("c"), partition=2)
+        assert take(client, "train", 9).rows == [newer]
+
+
+def test_cleared_partition_begins_anew_though_a_controller_was_away() -> None:
+    config = FAST.model_copy(update={"num_controllers": 2})
+    with tq.start({"score": ["prompt"], "train": ["prompt"]}, num_units=1, config=config) as queue:
+        client = queue.client("me")
+        rows = client.put_rows(prompts("a", "b"), partition=1)
+        for task in ("score", "train"):
+            client.ack(task, take(client, task, 2))
+        kill_and_wait(queue, "storage-0")  # now the controllers alone know of finished rows
+        os.kill(queue.pids()["controller-1"], signal.SIGKILL)
+        client.clear_partition(1)
+        queue.wait_until_up(DEADLINE_S)
+        client.put_rows(prompts("a", "b"), rows=rows, partition=1)
+        assert [list(take(client, task, 2).rows) for task in ("score", "train")] == [list(rows)] * 2
 
 
 def test_a_unit_may_be_added_while_the_queue_runs() -> None:

@@ -345,15 +345,18 @@ class QueueClient:
         """Remove all rows of a partition; work on them is superseded. Units that are away are waited for.
 
         Raises:
-            TransportError: one did not come back within `request_timeout_s`: it still has its rows. Clear again.
+            TransportError: one, or a controller, did not come back within `request_timeout_s`. Clear again.
         """
-        self._services.tell_units(ClearPartition(check_number("partition", partition)), Done, every=True)
+        message = ClearPartition(check_number("partition", partition))
+        self._services.tell_units(message, Done, every=True)
+        self._services.tell_controllers(message)
 
     def commit(self, newest: int) -> None:
         """A durable checkpoint covers partitions up to and including `newest`: retained rows go.
 
         A unit that is away is not waited for: the next commit covers the same partitions, and more.
         """
+        self._services.tell_controllers(CommitPartitions(newest))
         self._services.tell_units(CommitPartitions(newest), Done)
 
     def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:

@@ -157,6 +157,7 @@ class Arrivals:
         book, table = self._book, self._book.rows
         known = table.rows.get(number)
         if table.is_finished(number, row.partition):
+            book.finished_again(number, row)
             return table.every_task
         if known is None:
             book.add(row.partition, [(number, row)])

@@ -23,6 +23,7 @@ from tq.config import QueueConfig, ScheduleConfig
 from tq.control.durable_mark import DurableMark
 from tq.control.events import (
     Answer,
+    Cleared,
     Commit,
     DeadlinePassed,
     Event,
@@ -56,6 +57,8 @@ from tq.messages import (
     CONTROLLER_REQUESTS,
     AckLost,
     Alive,
+    ClearPartition,
+    CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
@@ -69,7 +72,6 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
-    RemovalReason,
     RowRecords,
     RowsConfirmed,
     RowsCreated,
@@ -89,7 +91,7 @@ _CHECKS_PER_TIMEOUT = 8
 _LEFT_S = 5.0
 """Whoever has not joined a restarted controller so long after a stop has left (s)."""
 
-News = list[tuple[Call, Answer] | Lost | Quarantined]
+News = list[tuple[Call, Answer] | Lost | Quarantined | Cleared]
 """What is told when the lock is released."""
 
 
@@ -172,7 +174,8 @@ class ControllerService:
         )
         for event in self._memory.events():
             self._state.handle(event)
-        self._state.lost_rows()  # durable already
+        self._state.take_finished()  # durable already, as are these:
+        self._state.lost_rows()
         self._orders = UnitOrders(
             credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, failed=self._fail
         )
@@ -250,12 +253,11 @@ class ControllerService:
             answers = [answer for event in events for answer in self._handle(event)]
             for unit in units:
                 self._graces.begin(unit)
-            finished = self._state.finished_rows() if units else {}
         self._send(answers)
         if self._closed:
             return
-        if finished:
-            self._memory.remember_finished(finished)
+        if units:
+            self._memory.remember_finished(self._newly_finished)
         self._forget(owners)
 
     def handle(self, call: Call) -> None:
@@ -266,9 +268,7 @@ class ControllerService:
                 self._ask(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
-            case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost():
-                if isinstance(message, RowsRemoved) and message.reason is RemovalReason.CLEARED:
-                    self._memory.clear(message.partition)
+            case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost() | ClearPartition():
                 self._apply(message)
                 call.reply(Done())
             case Heartbeat():
@@ -280,6 +280,9 @@ class ControllerService:
             case OpenPartition() | Stop():
                 self._memory.remember(message)
                 self._apply(message)
+                call.reply(Done())
+            case CommitPartitions():
+                self._memory.remember_finished(self._newly_finished)
                 call.reply(Done())
             case PublishVersion():
                 self._memory.remember(message)
@@ -364,7 +367,7 @@ class ControllerService:
                         news.append((call, instruction))
                 case Commit() | Fence() | FenceAll() | Quarantine():
                     self._orders.add(instruction)
-                case Lost() | Quarantined():
+                case Lost() | Quarantined() | Cleared():
                     news.append(instruction)
         self._start_admitting()
         return news
@@ -379,6 +382,8 @@ class ControllerService:
                     self._admitting.add(one)
                 case Quarantined() if not self._refill:
                     self._memory.shrink(one)
+                case Cleared():
+                    self._memory.clear(one.partition)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.refuse(error)
                 case (call, Answer(reply=reply)):
@@ -388,11 +393,15 @@ class ControllerService:
         with self._lock:
             return self._state.losses()
 
+    def _newly_finished(self) -> dict[int, RowSet]:
+        with self._lock:
+            return self._state.take_finished()
+
     def _losses(self) -> tuple[dict[int, RowSet], list[RowRecords]] | None:
         with self._lock:
             if not self._state.losses_changed:
                 return None
-            return self._state.finished_rows(), self._state.lost_rows()
+            return self._state.take_finished(), self._state.lost_rows()
 
     def _look_for_silent(self) -> None:
         """Give up consumers that were not heard of; again and again."""

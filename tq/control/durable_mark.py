@@ -3,6 +3,7 @@
     tq/LINEAGE/NAME/incarnation     how often it was started
     tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark
     tq/LINEAGE/NAME/lost            rows that went with their unit, and who was done with them
+    tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
@@ -10,6 +11,7 @@ A queue that begins anew (the next lineage) reads nothing of the one before.
 Called by the controller's shell. One owner per service name; thread-safe.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,10 +21,14 @@ from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.admission import AdmissionMark
-from tq.control.row_set import Span
+from tq.control.row_set import RowSet, Span
 from tq.messages import RowRecords
 
-_KEPT_PARTITIONS = 256
+Finished = dict[int, RowSet]
+"""Partition -> rows that all tasks are done with."""
+
+KEPT_PARTITIONS = 256
+"""The newest ones are remembered."""
 
 
 class Mark(msgspec.Struct):
@@ -31,14 +37,12 @@ class Mark(msgspec.Struct):
     Attributes:
         newest_version: newest published weights.
         partitions: number -> rows, the newest ones.
-        finished: partition -> rows that all tasks are done with, as far as units that went away knew; the newest ones.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
-    finished: dict[int, list[Span]] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -63,10 +67,8 @@ class DurableMark:
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them."""
-        kept: dict[int, Any]
-        for kept in (mark.partitions, mark.finished):
-            for partition in sorted(kept)[:-_KEPT_PARTITIONS]:
-                del kept[partition]
+        for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
+            del mark.partitions[partition]
         self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:
@@ -77,6 +79,26 @@ class DurableMark:
     def save_lost(self, records: list[RowRecords]) -> None:
         """Write the rows that are lost now; returns when the store has them."""
         self._call("set", f"{self._base}/lost", msgspec.msgpack.encode(records))
+
+    def load_finished(self) -> Finished:
+        """Return the finished rows that were saved."""
+        prefix = f"{self._base}/finished/"
+        finished: Finished = {}
+        for key in self._call("list_keys"):
+            if key.startswith(prefix):
+                partition = int(key.removeprefix(prefix).partition("/")[0])
+                spans = msgpack_decoder(list[Span]).decode(self._call("get", key))
+                finished.setdefault(partition, RowSet()).merge(RowSet.of_spans(spans))
+        return finished
+
+    def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
+        """Write one part of the finished rows of a partition; returns when the store has it."""
+        self._call("set", f"{self._base}/finished/{partition}/{part}", msgspec.msgpack.encode(rows.spans()))
+
+    def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
+        """Remove these parts of the finished rows of a partition."""
+        for part in parts:
+            self._call("delete_key", f"{self._base}/finished/{partition}/{part}")
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from asyncflow.errors import AsyncFlowError
 from tq.messages import (
     AckLost,
+    ClearPartition,
     FetchRound,
     FetchRows,
     GiveBack,
@@ -82,7 +83,7 @@ class RecoveryDeadline:
 
 @dataclass(frozen=True)
 class RowsFinished:
-    """An earlier incarnation knew that all tasks are done with these rows (`ControlState.finished_rows`)."""
+    """An earlier incarnation knew that all tasks are done with these rows (`ControlState.take_finished`)."""
 
     partition: int
     rows: Iterable[int]
@@ -166,7 +167,14 @@ class Quarantined:
     cause: QuarantineCause
 
 
-Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined
+@dataclass(frozen=True)
+class Cleared:
+    """A partition has no rows any more, and may begin anew: which ones were finished need not be durable any more."""
+
+    partition: int
+
+
+Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Cleared
 Event = (
     RowsCreated
     | RowsConfirmed
@@ -181,6 +189,7 @@ Event = (
     | AckLost
     | WatchLost
     | PublishVersion
+    | ClearPartition
     | Stop
     | OwnerGone
     | OwnerWrites

@@ -4,7 +4,7 @@ Built for a million rows: a row is one object of numbers; columns and tasks are 
 parts. It never decides anything.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tq.control.row_set import RowSet
@@ -73,7 +73,7 @@ class PartitionInfo:
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
         finished: those rows; whoever put them may never have heard so, and put them again.
-        num_nameless: of those, rows whose group is not known (from before this controller's start).
+        nameless: of those, rows whose group is not known (from before this controller's start).
         numbers: its rows, in order of arrival, among them some that are gone.
     """
 
@@ -81,8 +81,8 @@ class PartitionInfo:
     num_removed: int = 0
     num_live: int = 0
     num_finished: int = 0
-    num_nameless: int = 0
     finished: RowSet = field(default_factory=RowSet)
+    nameless: RowSet = field(default_factory=RowSet)
     numbers: list[int] = field(default_factory=list)
 
     @property
@@ -109,6 +109,8 @@ class LiveRows:
         self.units: dict[str, UnitInfo] = {}
         self.dead_units: list[UnitInfo] = []
         self.partitions: dict[int, PartitionInfo] = {}
+        self.newly_finished: dict[int, RowSet] = {}
+        """Partition -> rows that were finished since somebody took them from here."""
         self.num_bytes = 0
         self._columns: dict[str, int] = {}
 
@@ -160,9 +162,25 @@ class LiveRows:
             known.setdefault(row.partition, []).append(number)
         return known
 
-    def finished_rows(self) -> dict[int, RowSet]:
-        """Return partition -> finished rows."""
-        return {number: info.finished.copy() for number, info in self.partitions.items()}
+    def finish(self, partition: int, numbers: Collection[int], *, nameless: bool = False) -> None:
+        """All tasks are done with rows that were not finished before, and are not in the table.
+
+        Args:
+            partition: of the rows.
+            numbers: of the rows.
+            nameless: their group is not known.
+        """
+        info = self.partition(partition)
+        info.num_finished += len(numbers)
+        info.finished.update(numbers)
+        if nameless:
+            info.nameless.update(numbers)
+        self.newly_finished.setdefault(partition, RowSet()).update(numbers)
+
+    def forget(self, partition: int) -> None:
+        """No row of a partition is in the table; it may begin anew."""
+        self.partitions.pop(partition, None)
+        self.newly_finished.pop(partition, None)
 
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not here, all at one unit."""
@@ -227,4 +245,4 @@ class LiveRows:
     def _forget_old(self) -> None:
         for number in sorted(self.partitions)[:-_PARTITIONS_REMEMBERED]:
             if self.partitions[number].num_live == 0 and self.partitions[number].all_known:
-                del self.partitions[number]
+                self.forget(number)

@@ -4,17 +4,14 @@ Shell of `DurableMark`; used by `ControllerService` and, through it, by admissio
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState
-from tq.control.durable_mark import DurableMark
+from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
 from tq.control.events import Event, Quarantined, RowsFinished, RowsLost
 from tq.control.row_set import RowSet
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
-
-Finished = Mapping[int, RowSet]
-"""Partition -> rows that all tasks are done with."""
 
 
 class Memory:
@@ -29,8 +26,10 @@ class Memory:
         """
         self._durable = durable
         self._lock = threading.Lock()
-        self._saving_losses = threading.Lock()
+        self._saving = threading.Lock()
+        """Taken before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
+        self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property
@@ -58,8 +57,9 @@ class Memory:
         """Return what a new control state must be told."""
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
-        for partition, rows in self._mark.finished.items():
-            yield RowsFinished(partition, RowSet.of_spans(rows))
+        for partition, parts in self._finished.items():
+            for rows in parts.values():
+                yield RowsFinished(partition, rows)
         if lost := self._durable.load_lost():
             yield RowsLost(tuple(lost))
         if self._mark.stopped:
@@ -83,39 +83,36 @@ class Memory:
             self._mark.admission = mark
             self._durable.save(self._mark)
 
-    def remember_finished(self, finished: Finished) -> None:
-        """A unit went away, and with it what it knew of freed rows: a restarted controller must not wait for them."""
-        if not any(finished.values()):
-            return
-        with self._lock:
-            for partition, rows in finished.items():
-                known = RowSet.of_spans(self._mark.finished.get(partition, ()))
-                known.merge(rows)
-                self._mark.finished[partition] = known.spans()
-            self._durable.save(self._mark)
+    def remember_finished(self, newly: Callable[[], Finished]) -> None:
+        """Units go, or forget freed rows: a restarted controller must not wait for them, nor take them for new.
+
+        Args:
+            newly: takes the rows that were finished since it was called last.
+        """
+        with self._saving:
+            self._save_finished(newly())
 
     def clear(self, partition: int) -> None:
         """A partition was cleared: its rows may be put anew."""
-        with self._lock:
-            if self._mark.finished.pop(partition, None) is not None:
-                self._durable.save(self._mark)
+        with self._saving:
+            self._durable.forget_finished(partition, self._finished.pop(partition, ()))
 
     @property
     def remembering_losses(self) -> bool:
         """Whether somebody is just writing them: what is in there is not durable yet."""
-        return self._saving_losses.locked()
+        return self._saving.locked()
 
-    def remember_losses(self, state: Callable[[], "tuple[Finished, list[RowRecords]] | None"]) -> None:
+    def remember_losses(self, state: Callable[[], tuple[Finished, list[RowRecords]] | None]) -> None:
         """Rows were lost, or tasks are done with some of them: before anybody hears of it.
 
         Args:
-            state: returns what is finished and what is lost, of one moment (a lost row that gets finished is known to
-                no unit), or None when that has been saved since. Called one at a time: the newest is saved last.
+            state: takes what was finished lately, and returns what is lost, of one moment (a lost row that gets
+                finished is known to no unit), or None when that has been saved since.
         """
-        with self._saving_losses:
+        with self._saving:
             facts = state()
             if facts is not None:
-                self.remember_finished(facts[0])
+                self._save_finished(facts[0])
                 self._durable.save_lost(facts[1])
 
     def shrink(self, quarantined: Quarantined) -> None:
@@ -124,3 +121,12 @@ class Memory:
             if quarantined.partition in self._mark.partitions:
                 self._mark.partitions[quarantined.partition] -= quarantined.num_rows
                 self._durable.save(self._mark)
+
+    def _save_finished(self, newly: Finished) -> None:
+        for partition, rows in newly.items():
+            parts = self._finished.setdefault(partition, {})
+            for part, grown in rows.parts().items():
+                parts.setdefault(part, RowSet()).merge(grown)
+                self._durable.save_finished(partition, part, parts[part])
+        for partition in sorted(self._finished)[:-KEPT_PARTITIONS]:
+            self._durable.forget_finished(partition, self._finished.pop(partition))

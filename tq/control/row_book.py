@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asyncflow.errors import PeerRefused
-from tq.control.events import Fence, Fenced, Instruction
+from tq.control.events import Cleared, Fence, Fenced, Instruction
 from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
 from tq.control.quarantines import Quarantines
+from tq.control.row_set import RowSet
 from tq.control.task_state import TaskState
 from tq.messages import OutputsWritten
 from tq.refill import QuarantineCause
@@ -250,10 +251,11 @@ class RowBook:
             return
         for number in numbers:
             self.remove(number)
-        self.rows.partitions.pop(partition, None)
+        self.rows.forget(partition)
         for task in self.tasks.values():
             task.clear(partition)
         self.quarantines.forget(partition)
+        self.out.append(Cleared(partition))
 
     def lose(self, unit: UnitInfo) -> None:
         """A unit is gone with its rows; whoever waits for a share with some of them is looked at again."""
@@ -309,13 +311,23 @@ class RowBook:
     def recount(self, partition: int) -> None:
         """After a restart: groups that miss rows which were finished before are complete once all rows are known."""
         info = self.rows.partitions.get(partition)
-        if info is None or not info.num_nameless or not info.all_known:
+        if info is None or not info.nameless or not info.all_known:
             return
-        info.num_nameless = 0
+        info.nameless = RowSet()
         for task in self.tasks.values():
             if task.spec.whole_groups and not task.over(partition):
                 task.partition(partition).queue.recount(self.rows.numbers(partition))
                 task.sized(partition)
+
+    def finished_again(self, number: int, row: LiveRow) -> None:
+        """A finished row was put again: it stays done. If it was finished before this start, its group is known now."""
+        info = self.rows.partition(row.partition)
+        if number not in info.nameless:
+            return
+        info.nameless.discard(number)
+        for task in self.tasks.values():
+            if not task.over(row.partition):
+                task.settled_before(row)
 
     def refresh(self, number: int) -> None:
         """What tasks may be given of a row changed."""
@@ -364,9 +376,7 @@ class RowBook:
 
     def _finish(self, number: int) -> None:
         row = self.rows.remove(number)
-        info = self.rows.partition(row.partition)
-        info.num_finished += 1
-        info.finished.add(number)
+        self.rows.finish(row.partition, [number])
         self.moved.discard(number)
         self._ended(number)
 

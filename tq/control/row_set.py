@@ -8,10 +8,13 @@ Span = tuple[int, int]
 _BITS = 256
 """Per chunk: setting a bit copies its chunk."""
 _FULL = (1 << _BITS) - 1
+_CHUNKS = 256
+"""Chunks of neighbours that go into one part."""
+_PARTS = 256
 
 
 class RowSet:
-    """Grows only; in ascending order when looked through."""
+    """In ascending order when looked through."""
 
     def __init__(self, rows: Iterable[int] = ()) -> None:
         self._chunks: dict[int, int] = {}
@@ -24,6 +27,9 @@ class RowSet:
         for first, end in self.spans():
             yield from range(first, end)
 
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
     def __len__(self) -> int:
         return sum(bits.bit_count() for bits in self._chunks.values())
 
@@ -31,6 +37,14 @@ class RowSet:
         """Take in one row."""
         chunk = row // _BITS
         self._chunks[chunk] = self._chunks.get(chunk, 0) | 1 << row % _BITS
+
+    def discard(self, row: int) -> None:
+        """Let go of one row, if it is in here."""
+        bits = self._chunks.get(row // _BITS, 0) & ~(1 << row % _BITS)
+        if bits:
+            self._chunks[row // _BITS] = bits
+        else:
+            self._chunks.pop(row // _BITS, None)
 
     def update(self, rows: Iterable[int]) -> None:
         """Take in several."""
@@ -41,12 +55,6 @@ class RowSet:
         """Take in all of another set; costs no more for a chunk of rows than for a row."""
         for chunk, bits in other._chunks.items():
             self._chunks[chunk] = self._chunks.get(chunk, 0) | bits
-
-    def copy(self) -> "RowSet":
-        """Return a set of its own."""
-        copied = RowSet()
-        copied.merge(self)
-        return copied
 
     def spans(self) -> list[Span]:
         """Return the rows as runs of neighbours, ascending."""
@@ -62,7 +70,22 @@ class RowSet:
     @staticmethod
     def of_spans(spans: Iterable[Span]) -> "RowSet":
         """Undo `spans`."""
-        return RowSet(row for first, end in spans for row in range(first, end))
+        rows = RowSet()
+        for first, end in spans:
+            for chunk in range(first // _BITS, -(-end // _BITS)):
+                low, high = max(first - chunk * _BITS, 0), min(end - chunk * _BITS, _BITS)
+                rows._chunks[chunk] = rows._chunks.get(chunk, 0) | (1 << high) - (1 << low)
+        return rows
+
+    def parts(self) -> "dict[int, RowSet]":
+        """Return number -> rows of this part: at most 256 parts of 65,536 neighbours each, larger ones in turn.
+
+        A row is in the same part of every set, so a set that is stored by parts is written anew where it grew only.
+        """
+        parts: dict[int, RowSet] = {}
+        for chunk, bits in self._chunks.items():
+            parts.setdefault(chunk // _CHUNKS % _PARTS, RowSet())._chunks[chunk] = bits
+        return parts
 
 
 def _runs(bits: int) -> Iterator[Span]:

@@ -45,6 +45,7 @@ from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
 from tq.messages import (
     AckLost,
+    ClearPartition,
     FetchRound,
     FetchRows,
     GiveBack,
@@ -157,13 +158,15 @@ class ControlState:
         """Return partition -> rows that are somewhere, or finished."""
         return self._book.rows.known_rows()
 
-    def finished_rows(self) -> dict[int, RowSet]:
-        """Return partition -> finished rows.
+    def take_finished(self) -> dict[int, RowSet]:
+        """Return partition -> rows that were finished since the last call.
 
-        Units remember them, too, but not beyond their death: after `UnitGone` the shell makes this durable, so that a
-        later incarnation (`RowsFinished`) still counts right, and nobody works on such a row that is put again.
+        Units remember them, too, but not beyond their death, nor for ever: before they forget, the shell makes this
+        durable, so that a later incarnation (`RowsFinished`) still counts right, and nobody works on such a row that is
+        put again.
         """
-        return self._book.rows.finished_rows()
+        newly, self._book.rows.newly_finished = self._book.rows.newly_finished, {}
+        return newly
 
     @property
     def losses_changed(self) -> bool:
@@ -202,6 +205,8 @@ class ControlState:
                 self._arrivals.write(event)
             case RowsRemoved():
                 self._remove(event)
+            case ClearPartition():
+                self._book.clear_if_empty(event.partition)
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
                 self._fetches.add(request, event)
@@ -223,7 +228,7 @@ class ControlState:
             case DeadlinePassed():
                 self._expire(event.request)
             case RowsFinished():
-                self._registry.count_finished(event.partition, set(event.rows))
+                self._registry.count_finished(event.partition, event.rows)
                 self._book.drop_partition_if_finished(event.partition)
             case RowsLost():
                 self._registry.take_lost(event.records)

@@ -137,6 +137,14 @@ class TaskState:
         self.partition(partition).num_done += num_rows
         self.changed.add(partition)
 
+    def settled_before(self, row: LiveRow) -> None:
+        """The group of such a row became known."""
+        part = self.partition(row.partition)
+        part.queue.expect(row)
+        part.queue.settle(row)
+        self._list(row.partition, part)
+        self.changed.add(row.partition)
+
     # Partitions
 
     def partition(self, number: int) -> TaskPartition:

@@ -90,15 +90,13 @@ class UnitRegistry:
                 if number not in self._book.rows.rows and not self._book.rows.is_finished(number, row.partition):
                     self._book.add_lost(number, row)
 
-    def count_finished(self, partition: int, rows: set[int]) -> None:
+    def count_finished(self, partition: int, rows: Iterable[int]) -> None:
         """Rows were done before this controller met their unit, or before it started."""
-        info = self._book.rows.partition(partition)
-        new = [number for number in rows if number not in info.finished]
+        known = self._book.rows.finished(partition)
+        new = [number for number in rows if number not in known]
         if not new:
             return
-        info.num_finished += len(new)
-        info.num_nameless += len(new)
-        info.finished.update(new)
+        self._book.rows.finish(partition, new, nameless=True)
         for task in self._book.tasks.values():
             task.finished_before(partition, len(new))
 

@@ -87,6 +87,8 @@ CONTROLLER_REQUESTS = (
     | AckLost
     | WatchLost
     | PublishVersion
+    | ClearPartition
+    | CommitPartitions
     | Stop
     | TellLost
     | GetQueueStats

@@ -69,13 +69,19 @@ class QuarantineRows(Message):
 
 
 class ClearPartition(Message):
-    """Remove all rows of a partition, whoever works on them."""
+    """Remove all rows of a partition, whoever works on them.
+
+    Controllers hear of it last: its rows may come anew, and one that was away may take finished ones for repeated.
+    """
 
     partition: int
 
 
 class CommitPartitions(Message):
-    """A durable checkpoint covers partitions up to and including `newest`: their trained rows may go."""
+    """A durable checkpoint covers partitions up to and including `newest`: their trained rows may go.
+
+    Controllers hear of it first, and remember which rows are finished: units forget that, too.
+    """
 
     newest: int
 

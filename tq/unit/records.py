@@ -16,7 +16,7 @@ class Commit:
     """One put of outputs; shared by all its rows.
 
     Attributes:
-        task, token: whose, under which lease; `KNOWN_ELSEWHERE` where only the fact is known.
+        task, token: whose, under which lease; below 0 where only the fact is known.
         names: columns that it wrote.
     """
 
@@ -34,7 +34,9 @@ def _none() -> Mapping[str, int]:
 
 
 KNOWN_ELSEWHERE = -1
-"""Token of a commit that a controller or a snapshot told of."""
+"""Token of a commit that a controller told of."""
+PUT_WITH_ROW = -2
+"""Token of a commit that came with the row, out of a snapshot."""
 
 
 @dataclass(slots=True, eq=False)

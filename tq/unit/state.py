@@ -1,7 +1,8 @@
 """Rows of one storage unit: where their values are, who committed what. No sockets, no I/O; the caller holds the lock.
 
     absent --create--> here --every task committed--> freed        (a tombstone stays with the partition)
-                        |            '--retain: kept until `commit_partitions` covers it
+                        |            '--retain: kept until `commit_partitions` covers it (unless it was finished when it
+                        |              came: what tasks wrote went with another unit)
                         '--remove--> absent                        (cleared, quarantined, dropped, refused)
 
 A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
@@ -16,7 +17,7 @@ from tq.lease_tokens import first_token
 from tq.refill import QuarantineCause
 from tq.unit.block import Block, Part
 from tq.unit.block_books import BlockBooks
-from tq.unit.records import KNOWN_ELSEWHERE, Commit, Cut, CutRow, Partition, Repeated, Row
+from tq.unit.records import KNOWN_ELSEWHERE, PUT_WITH_ROW, Commit, Cut, CutRow, Partition, Repeated, Row
 
 _PARTITIONS_REMEMBERED = 64
 
@@ -85,7 +86,10 @@ class UnitState:
             home.rows.add(number)
             home.quarantined.pop(number, None)  # tried again
         self._attach(rows, block)
-        self.learn_commits({task: [rows[k] for k in known] for task, known in (commits or {}).items()})
+        for task, positions in (commits or {}).items():
+            came = Commit(task, PUT_WITH_ROW, frozenset())
+            for k in positions:
+                arrived[k].commits[task] = came
         return None
 
     def confirm(self, rows: Sequence[int]) -> None:
@@ -332,7 +336,8 @@ class UnitState:
             row = self._rows.get(number)
             if row is None or row.pending or row.retained or not self._tasks <= row.commits.keys():
                 continue
-            if self._retain and row.partition > self._committed:
+            worked_on_here = any(commit.token != KNOWN_ELSEWHERE for commit in row.commits.values())
+            if self._retain and worked_on_here and row.partition > self._committed:
                 row.retained = True
                 self.retained_rows += 1
                 self.books.retain(set(row.places.values()))

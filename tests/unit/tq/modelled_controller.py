@@ -31,7 +31,7 @@ class Controller:
     def save(self, *, unit_gone: bool) -> None:
         """What the shell makes durable after an event, before anybody hears of it."""
         if unit_gone or self.state.losses_changed:
-            for partition, rows in self.state.finished_rows().items():
+            for partition, rows in self.state.take_finished().items():
                 self.finished[partition] = sorted({*self.finished.get(partition, ()), *rows})
         if self.state.losses_changed:
             self.lost = self.state.lost_rows()

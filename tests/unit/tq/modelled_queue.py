@@ -159,7 +159,7 @@ class ModelledQueue:
 
     def remember(self) -> None:
         """What the shell makes durable when a unit goes, or losses change."""
-        for partition, rows in self.state.finished_rows().items():
+        for partition, rows in self.state.take_finished().items():
             self.finished_durably[partition] = sorted({*self.finished_durably.get(partition, ()), *rows})
 
     def flush(self, name: str) -> None:

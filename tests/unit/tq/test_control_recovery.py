@@ -82,7 +82,7 @@ def test_finished_rows_of_a_unit_that_died_earlier_are_remembered_for_the_next_s
     before.put([0, 1])
     before.write("look", before.granted(before.ask("look")))
     before.handle(UnitGone("storage-0"))
-    assert list(before.state.finished_rows()[1]) == [0]
+    assert list(before.state.take_finished()[1]) == [0]
     world = make_world(look, first_token=1000, recovering=WHO)
     world.open(2)
     world.handle(RowsFinished(1, (0,)))

@@ -160,7 +160,4 @@ def test_finished_partition_is_remembered_when_its_unit_goes(make_world: World) 
             world.write("train", world.granted(world.ask_round("train", index, rank)))
     world.handle(PublishVersion(1))
     world.handle(UnitGone("storage-0"))
-    assert {partition: list(rows) for partition, rows in world.state.finished_rows().items()} == {
-        1: [0, 1, 2, 3],
-        2: [],
-    }
+    assert {partition: list(rows) for partition, rows in world.state.take_finished().items()} == {1: [0, 1, 2, 3]}

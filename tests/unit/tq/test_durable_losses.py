@@ -241,15 +241,7 @@ def test_ack_that_finishes_a_lost_row_outlives_the_controller(make_world: World)
     world.ack_lost("train", granted)
     shell.service._send([])
     assert [record.rows for record in shell.lost] == [[1]]
-    assert shell.mark.finished == {1: [(0, 1)]}
-
-
-def test_rows_of_a_cleared_partition_are_forgotten_for_good() -> None:
-    shell = Shell(ControlState([TRAIN]))
-    memory = shell.service._memory
-    memory.remember_finished({1: RowSet([0, 1]), 2: RowSet([5])})
-    memory.clear(1)
-    assert shell.mark.finished == {2: [(5, 6)]}
+    assert list(shell.finished[1]) == [0]
 
 
 class Shell:
@@ -257,7 +249,7 @@ class Shell:
 
     def __init__(self, state: ControlState) -> None:
         self.lost: list[RowRecords] = []
-        self.mark = Mark()
+        self.finished: dict[int, RowSet] = {}
         self.service = object.__new__(ControllerService)
         self.service._state = state
         self.service._lock = threading.Lock()
@@ -265,10 +257,15 @@ class Shell:
 
     def load(self) -> Mark:
         """See `DurableMark`."""
-        return self.mark
+        return Mark()
 
-    def save(self, mark: Mark) -> None:
+    def load_finished(self) -> dict[int, RowSet]:
         """See `DurableMark`."""
+        return {}
+
+    def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
+        """See `DurableMark`."""
+        self.finished.setdefault(partition, RowSet()).merge(rows)
 
     def save_lost(self, records: list[RowRecords]) -> None:
         """See `DurableMark`."""

@@ -68,7 +68,7 @@ class Services:
     def close(self) -> None:
         self.closed = True
 
-    def units_told(self, kind: type[Message]) -> list[str]:
+    def services_told(self, kind: type[Message]) -> list[str]:
         return [service for service, message in self.told if isinstance(message, kind)]
 
 
@@ -82,6 +82,9 @@ class Service:
         if not isinstance(message, Heartbeat):
             self.services.told.append((self.name, message))
         return Answer(self.services, message)
+
+    def call(self, message: Message, *, timeout_s: float) -> Any:
+        return self.submit(message).result(timeout_s)
 
 
 class Answer:
@@ -250,7 +253,7 @@ def alive(*units: str, away: tuple[str, ...] = ()) -> Alive:
 def test_clearing_waits_for_a_unit_that_is_away(client: QueueClient, services: Services) -> None:
     services.alive = [alive("storage-0", away=("storage-1",))] * 2 + [alive("storage-0", "storage-1")]
     client.clear_partition(1)
-    assert services.units_told(ClearPartition) == ["storage-0", "storage-1"]
+    assert services.services_told(ClearPartition) == ["storage-0", "storage-1", "controller-0"]
 
 
 def test_unit_that_stays_away_is_named_at_the_deadline(client: QueueClient, services: Services, tmp_path: Path) -> None:
@@ -267,7 +270,7 @@ def test_unit_that_stays_away_is_named_at_the_deadline(client: QueueClient, serv
 def test_commits_and_counts_go_on_without_a_unit_that_is_away(client: QueueClient, services: Services) -> None:
     services.alive = [alive("storage-0", away=("storage-1",))]
     client.commit(3)
-    assert [service for service, _ in services.told] == ["storage-0"]
+    assert [service for service, _ in services.told] == ["controller-0", "storage-0"], "units forget finished rows"
 
 
 def test_snapshot_of_units_of_which_one_went_meanwhile_is_no_snapshot(
@@ -277,7 +280,7 @@ def test_snapshot_of_units_of_which_one_went_meanwhile_is_no_snapshot(
     services.alive = [alive("storage-0", away=("storage-1",)), both, both, alive("storage-0", away=("storage-1",))]
     with pytest.raises(TransportError, match="storage-1 went while it was taken"):
         client.snapshot(tmp_path / "snapshot")
-    told = [services.units_told(kind) for kind in (HoldPuts, CutSnapshot, WriteSnapshot)]
+    told = [services.services_told(kind) for kind in (HoldPuts, CutSnapshot, WriteSnapshot)]
     assert told == [["storage-0", "storage-1"], ["storage-0", "storage-1"], ["storage-0"]]
     assert list(tmp_path.iterdir()) == []
 

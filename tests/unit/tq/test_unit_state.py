@@ -249,6 +249,17 @@ def test_row_that_nobody_confirmed_stays_however_done_it_is() -> None:
     assert (len(unit.state), unit.state.finished()) == (0, {1: [0]})
 
 
+def test_row_that_was_finished_when_it_came_does_not_wait_for_a_checkpoint() -> None:
+    """What tasks wrote went with another unit: a snapshot could not say what is missing."""
+    unit = World(tasks=["ref", "train"], retain=True)
+    unit.state.create([0, 1, 2], None, partition=1, groups=[0, 1, 2], commits={"ref": [2], "train": [2]})
+    unit.state.learn_commits({"ref": [0, 1], "train": [0]})
+    unit.state.confirm([0, 1, 2])
+    assert unit.state.finished() == {1: [0]}
+    unit.commit("train", 3, [1], {})
+    assert [number for number, row in unit.state.rows() if row.retained] == [1, 2], "2 came out of a snapshot as it was"
+
+
 def test_commits_that_others_tell_of_count(unit: World) -> None:
     unit.state.learn_commits({"ref": [0], "train": [0, 99]})
     assert unit.state.finished() == {1: [0]}
