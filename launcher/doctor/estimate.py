@@ -13,7 +13,7 @@ from asyncflow.size_text import size_text
 from launcher.doctor.needs import Needs
 from launcher.preflight import Preflight
 from launcher.request import Accepted
-from workers.config import RunConfig
+from workers.config import RunConfig, TrainingConfig
 from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 
 _BASE_DESCRIPTORS = 40
@@ -145,7 +145,8 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
 
         weight slots   num_slots x P x w              shared memory of the weight agent
         training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW; a
-                                                      critic counts as another policy
+                                                      critic counts as another policy. `autocast: bfloat16` on one
+                                                      rank: 18 x P, see `workers.engines.bfloat16_twin`
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating, reference, evaluating rank, on the CPU
         reward models  R x c per reward rank, on the CPU: R parameters, c of its own
@@ -166,7 +167,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
-        "training": _trained_models(config) * _TRAINED_PARAMETER_BYTES * parameters if on_cpu else 0,
+        "training": _training_bytes(config) * parameters if on_cpu else 0,
         "policy copies": _policy_copies(config) * parameters * _DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
@@ -177,6 +178,16 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         + (ranks - on_device) * _RANK_BYTES
         + on_device * _DEVICE_RANK_BYTES,
     }
+
+
+def _training_bytes(config: RunConfig) -> int:
+    """Return bytes for each parameter, of all models that are trained."""
+    actors = config.roles["actor"]
+    trained: list[tuple[TrainingConfig, int]] = [(config.actor, actors)]
+    if config.algorithm.has_critic:
+        trained.append((config.critic, config.roles.get("critic", actors)))
+    twins = sum(1 for training, ranks in trained if training.autocast == "bfloat16" and ranks == 1)
+    return len(trained) * _TRAINED_PARAMETER_BYTES + twins * _DTYPE_BYTES["bfloat16"]
 
 
 def _policy_copies(config: RunConfig) -> int:

@@ -23,6 +23,8 @@ from workers.engines.packed_layout import Block, PackedLayout
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SHORT = 256
+"""Keys; up to so many the backward kernel is faster in float32 than in bfloat16, casts included."""
 
 
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
@@ -55,17 +57,18 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, lse_HT = ctx.saved_tensors
-        dtype = saved[0].dtype
-        # The kernel is slow in bfloat16, and these are small beside the products of the layer.
-        grad_HTD, query, key, value, out_HTD = (each.to(lse_HT.dtype) for each in (grads[0].transpose(0, 1), *saved))
-        layout = ctx.layout
-        totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        query, key, value, out_HTD, lse_HT = ctx.saved_tensors
+        grad_HTD, layout, exact = grads[0].transpose(0, 1), ctx.layout, lse_HT.dtype
+        totals = (
+            torch.empty_like(query, dtype=exact),
+            torch.empty_like(key, dtype=exact),
+            torch.empty_like(value, dtype=exact),
+        )
 
         def parts(block: Block, causal: bool) -> Any:
-            inputs = (_queries(grad_HTD, block), *_inputs(query, key, value, block))
-            results = (_queries(out_HTD, block), _queries(lse_HT, block))
-            return _backward(*inputs, *results, 0.0, causal, scale=ctx.scale)
+            inputs = (_queries(grad_HTD, block), *_inputs(query, key, value, block), _queries(out_HTD, block))
+            cast = [each.to(exact) for each in inputs] if block.num_keys <= _SHORT else inputs
+            return _backward(*cast, _queries(lse_HT, block), 0.0, causal, scale=ctx.scale)
 
         for block in layout.own_blocks:
             for total, part in zip(totals, parts(block, True), strict=True):
@@ -73,7 +76,7 @@ class _CpuAttention(torch.autograd.Function):
         for block in layout.prompt_blocks:
             for total, part in zip(_inputs(*totals, block), parts(block, False), strict=True):
                 total.add_(part)
-        return (*(total.to(dtype) for total in totals), None, None)
+        return (*(total.to(query.dtype) for total in totals), None, None)
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,9 +30,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
         layer.compile(backend=COMPILER, dynamic=True)  # lengths differ from micro-batch to micro-batch
     if mesh.size() == 1:
         return
-    policy = MixedPrecisionPolicy()
-    if config.autocast == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed_precision(config)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in model.modules():
@@ -40,6 +38,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: TrainingConfig) -> None:
             module.set_gradient_divide_factor(1.0)
             # Gloo has no pre-multiplied sum, which a divide factor selects otherwise.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def mixed_precision(config: TrainingConfig) -> MixedPrecisionPolicy:
+    """Return what several ranks compute in; the same numbers as `Bfloat16Twin`, so activations pass as they are."""
+    if config.autocast == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:

@@ -71,7 +71,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._model_config = getattr(args[1], "model_config", None)
         self._device = _CPU if self._module is None else next(self._module.parameters()).device
         self._reader = MailboxReader(self._device)
-        if self._device.type == "cpu":
+        if self._module is not None and self._device.type == "cpu":
             keep_freed_memory()  # an update makes all packed weights anew
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:

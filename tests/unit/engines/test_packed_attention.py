@@ -28,6 +28,7 @@ LAYOUTS = {
     "alone": PackedLayout.alone([2, 3, 3, 3, 7]),
     "one": PackedLayout.alone([1]),
     "shared": PackedLayout((3, 5, 6, 1, 3, 2, 2, 4), (-1, -1, -1, 0, 0, 1, 1, 1)),
+    "long": PackedLayout((300, 40, 40), (-1, 0, 0)),
 }
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 

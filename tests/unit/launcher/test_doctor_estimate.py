@@ -94,6 +94,20 @@ def test_element_types_and_the_path_of_weights_count() -> None:
     assert wide["weight slots"] == 3 * PARAMETERS * 4
 
 
+@pytest.mark.parametrize(
+    ("roles", "changes", "num_bytes"),
+    [
+        ("rollout:1,actor:1", ("actor.autocast=bfloat16",), 18),
+        ("rollout:1,actor:2", ("actor.autocast=bfloat16",), 16),
+        ("rollout:1,actor:1", ("algorithm.name=ppo", "actor.autocast=bfloat16"), 18 + 16),
+        ("rollout:1,actor:2,critic:1", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 18),
+        ("rollout:1,actor:2", ("algorithm.name=ppo", "critic.autocast=bfloat16"), 16 + 16),
+    ],
+)
+def test_one_rank_in_bfloat16_has_a_copy_of_its_weights(roles: str, changes: tuple[str, ...], num_bytes: int) -> None:
+    assert memory_parts(preflight(*changes, roles=roles))["training"] == num_bytes * PARAMETERS
+
+
 def test_policies_that_the_actor_keeps_count() -> None:
     """One that may be older, one for a step's later updates, the reference."""
     kept = preflight("actor.tri_model=true", "actor.num_updates_per_step=2", roles="rollout:2,actor:1")
