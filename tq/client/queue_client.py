@@ -342,7 +342,9 @@ class QueueClient:
         self._services.tell_controllers(Stop())
 
     def clear_partition(self, partition: int) -> None:
-        """Remove all rows of a partition; work on them is superseded. Units that are away are waited for.
+        """Remove all rows of a partition; work on them is superseded. Its rows may be put anew once this has returned.
+
+        Units and controllers that are away are waited for.
 
         Raises:
             TransportError: one, or a controller, did not come back within `request_timeout_s`. Clear again.
@@ -354,7 +356,12 @@ class QueueClient:
     def commit(self, newest: int) -> None:
         """A durable checkpoint covers partitions up to and including `newest`: retained rows go.
 
-        A unit that is away is not waited for: the next commit covers the same partitions, and more.
+        A unit that is away is not waited for: the next commit covers the same partitions, and more. Controllers are
+        waited for: they write down which rows are finished, before units forget that.
+
+        Raises:
+            TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next commit
+                makes up for it.
         """
         self._services.tell_controllers(CommitPartitions(newest))
         self._services.tell_units(CommitPartitions(newest), Done)

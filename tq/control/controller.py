@@ -349,6 +349,7 @@ class ControllerService:
             self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
             answers = self._handle(message, self._calls.keep(call))
+        self._memory.remember_finished(self._newly_finished)  # an earlier life of the unit may have known of them
         self._send(answers)
 
     def _apply(self, event: Event) -> None:

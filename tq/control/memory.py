@@ -26,10 +26,12 @@ class Memory:
         """
         self._durable = durable
         self._lock = threading.Lock()
-        self._saving = threading.Lock()
+        self._saving_losses, self._saving_finished = threading.Lock(), threading.Lock()
         """Taken before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
+        self._unsaved: set[tuple[int, int]] = set()
+        """Of those, (partition, part) that the store does not have yet: a save may fail."""
         self._mark.newest_version = max(version, self._mark.newest_version)
 
     @property
@@ -89,18 +91,21 @@ class Memory:
         Args:
             newly: takes the rows that were finished since it was called last.
         """
-        with self._saving:
+        with self._saving_finished:
             self._save_finished(newly())
 
     def clear(self, partition: int) -> None:
-        """A partition was cleared: its rows may be put anew."""
-        with self._saving:
-            self._durable.forget_finished(partition, self._finished.pop(partition, ()))
+        """A partition was cleared: it begins anew."""
+        with self._saving_finished:
+            self._forget_finished(partition)
+        with self._lock:
+            if self._mark.partitions.pop(partition, None) is not None:
+                self._durable.save(self._mark)
 
     @property
     def remembering_losses(self) -> bool:
         """Whether somebody is just writing them: what is in there is not durable yet."""
-        return self._saving.locked()
+        return self._saving_losses.locked()
 
     def remember_losses(self, state: Callable[[], tuple[Finished, list[RowRecords]] | None]) -> None:
         """Rows were lost, or tasks are done with some of them: before anybody hears of it.
@@ -109,7 +114,7 @@ class Memory:
             state: takes what was finished lately, and returns what is lost, of one moment (a lost row that gets
                 finished is known to no unit), or None when that has been saved since.
         """
-        with self._saving:
+        with self._saving_losses, self._saving_finished:
             facts = state()
             if facts is not None:
                 self._save_finished(facts[0])
@@ -127,6 +132,14 @@ class Memory:
             parts = self._finished.setdefault(partition, {})
             for part, grown in rows.parts().items():
                 parts.setdefault(part, RowSet()).merge(grown)
-                self._durable.save_finished(partition, part, parts[part])
+                self._unsaved.add((partition, part))
         for partition in sorted(self._finished)[:-KEPT_PARTITIONS]:
-            self._durable.forget_finished(partition, self._finished.pop(partition))
+            self._forget_finished(partition)
+        for partition, part in sorted(self._unsaved):
+            self._durable.save_finished(partition, part, self._finished[partition][part])
+            self._unsaved.discard((partition, part))
+
+    def _forget_finished(self, partition: int) -> None:
+        parts = self._finished.pop(partition, {})
+        self._unsaved.difference_update([(partition, part) for part in parts])
+        self._durable.forget_finished(partition, parts)

@@ -113,6 +113,11 @@ class Recovery:
         if kept:
             self._holds[owner] = kept
 
+    def cleared(self, partition: int) -> None:
+        """Nobody holds rows of a partition any more."""
+        for owner, holds in self._holds.items():
+            self._holds[owner] = [one for one in holds if one.partition != partition]
+
     def rebuild(self) -> None:
         """Nobody else is waited for: restore leases and rounds, and fence all other ones."""
         self._collecting = False

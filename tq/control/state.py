@@ -207,6 +207,8 @@ class ControlState:
                 self._remove(event)
             case ClearPartition():
                 self._book.clear_if_empty(event.partition)
+                if self._recovery is not None:
+                    self._recovery.cleared(event.partition)
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
                 self._fetches.add(request, event)

@@ -1,21 +1,24 @@
 """Rows that were finished outlive the controller and the units that knew: nobody works on one that is put again."""
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistStoreError, HashStore
 
+from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
+from tq.control.controller import ControllerService
 from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.memory import Memory
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet
-from tq.messages import ClearPartition, OutputsWritten
+from tq.messages import ClearPartition, Held, OpenPartition, OutputsWritten
 
 World = Callable[..., Any]
 LOOK = TaskSpec("look", frozenset({"x"}))
@@ -30,9 +33,13 @@ class CountingStore(HashStore):
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[str, int] = {}
+        self.failures = 0
 
     def set(self, key: str, value: Any) -> None:
         """Write."""
+        if self.failures:
+            self.failures -= 1
+            raise DistStoreError("no answer in time")
         self.written[key] = len(value)
         super().set(key, value)
 
@@ -93,19 +100,56 @@ def test_oldest_partitions_are_forgotten(store: CountingStore) -> None:
     assert sorted(remembered(store)) == list(range(2, KEPT_PARTITIONS + 2))
 
 
+def test_rows_that_could_not_be_saved_are_saved_the_next_time(store: CountingStore) -> None:
+    memory = memory_in(store)
+    store.failures = 1
+    with pytest.raises(TransportError):
+        memory.remember_finished(newly({1: [0, 2**20], 2: [5]}))
+    assert remembered(store) == {}
+    memory.remember_finished(newly({}))
+    assert remembered(store) == {1: [0, 2**20], 2: [5]}
+
+
 def test_cleared_partition_is_forgotten(store: CountingStore) -> None:
     memory = memory_in(store)
     memory.remember_finished(newly({1: [0, 2**20], 2: [5]}))
+    memory.remember(OpenPartition(1, 4))
     memory.clear(1)
     memory.clear(7)
+    assert remembered(store) == {2: [5]}, "nor is the size of the other one"
+
+
+def test_controller_forgets_finished_rows_when_their_partition_is_cleared(
+    make_world: World, store: CountingStore
+) -> None:
+    world = make_world(LOOK)
+    service = object.__new__(ControllerService)
+    service._state, service._lock, service._memory = world.state, threading.Lock(), memory_in(store)
+    service._admitting = None
+    world.put([0])
+    world.put([5], partition=2)
+    for _ in range(2):
+        world.write("look", world.granted(world.ask("look")))
+    service._memory.remember_finished(service._newly_finished)
+    assert remembered(store) == {1: [0], 2: [5]}
+    service._apply(ClearPartition(1))
     assert remembered(store) == {2: [5]}
+
+
+def test_trainer_that_comes_back_does_not_bring_a_cleared_partition_back(make_world: World) -> None:
+    train = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
+    world = make_world(train, first_token=1000, recovering=Recovering(frozenset({"storage-0"}), frozenset({"a"})))
+    world.join("trainer", Held("train", 7, 1, [0]))
+    world.handle(ClearPartition(1))
+    world.handle(RecoveryDeadline())
+    assert world.state.known_rows() == {}
 
 
 def test_rows_are_asked_for_where_no_clear_can_come_between(store: CountingStore) -> None:
     memory = memory_in(store)
 
     def take() -> Finished:
-        assert memory.remembering_losses, "a clear would be overtaken"
+        assert memory._saving_finished.locked(), "a clear would be overtaken"
         return {1: RowSet([0])}
 
     memory.remember_finished(take)
@@ -171,5 +215,25 @@ def test_group_of_which_only_finished_rows_are_known_is_complete_with_the_others
     assert world.granted(world.ask("train", 2)).rows == [1]
     world.put([2, 3], size=2)
     assert world.granted(world.ask("train", 2)).rows == [3]
-    world.put([0, 2], "storage-1", size=2)
+    for unit in ("storage-1", "storage-2"):
+        world.put([0, 2], unit, size=2)
     assert world.ask("train", 2) not in world.answers
+
+
+def test_group_is_complete_when_its_finished_row_comes_last(make_world: World) -> None:
+    world = make_world(WHOLE)
+    world.handle(RowsFinished(1, (0,)))
+    world.put([1], size=2, group_size=2)
+    ask = world.ask("train", 2)
+    assert ask not in world.answers
+    world.put([0], "storage-1", size=2, group_size=2)
+    assert world.granted(ask).rows == [1]
+
+
+def test_finished_row_that_comes_after_all_are_known_is_not_counted_again(make_world: World) -> None:
+    world = make_world(WHOLE)
+    world.open(3)
+    world.handle(RowsFinished(1, (0,)))
+    world.put([1, 2], size=3, group_size=3)
+    world.put([0], "storage-1", size=3, group_size=3)
+    assert world.granted(world.ask("train", 3)).rows == [1, 2]
