@@ -163,6 +163,6 @@ def _absolute(text: str, name: str, beside: Path, *, first_cwd: bool) -> Path:
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    where = " nor at ".join(str(candidate) for candidate in candidates)
+    where = " and at ".join(str(candidate) for candidate in candidates)
     hint = ", or make it with `asyncflow import-gguf`" if name == "model.path" else ""
     raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")
