@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -370,10 +369,10 @@ def test_second_interrupt_kills_at_once(launch: Launch) -> None:
 
 
 def test_workers_that_never_start_are_named(launch: Launch) -> None:
-    launcher = launch("never_start", start_timeout_s=15.0)
+    launcher = launch("never_start", start_timeout_s=30.0)
     code, output = launcher.finish()
     assert code == 1
-    assert re.search(r"\brollout-0 rank 0\b.*: not at work 15 s after the start", output.splitlines()[-1])
+    assert "): rollout-0 rank 0: not at work 30 s after the start" in output.splitlines()[-1], "nobody else is named"
 
 
 def test_external_gang_is_waited_for(launch: Launch) -> None:

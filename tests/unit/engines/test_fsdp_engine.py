@@ -89,6 +89,8 @@ def test_one_rank_computes_in_bfloat16_what_fsdp2_does(
     assert mine.keys() == theirs.keys()
     for name, gradient in mine.items():
         assert torch.equal(gradient, theirs[name]), name
+    expected = torch.stack(torch._foreach_norm(list(theirs.values()))).square().sum().sqrt()
+    assert engine.step(1.0).grad_norm == float(expected)
 
 
 # Dynamo looks at the gradients of whatever it traces.
