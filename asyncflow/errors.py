@@ -53,6 +53,10 @@ class RowsExist(PeerRefused):
     """A put names rows that the queue has already; indices are never reused in a run."""
 
 
+class PutPending(PeerRefused):
+    """Somebody else is just putting one of these rows; whether it will exist is not known yet. Put them again soon."""
+
+
 class ProducersGone(DeadlineExceeded):
     """A consumer waits for rows, and for too long nobody who could write them has been connected."""
 

@@ -9,53 +9,54 @@ from typing import Any
 Outcome = list[Any] | BaseException
 
 
-def when_all(futures: "Sequence[Future[Any]]", done: Callable[[Outcome], None]) -> None:
+def when_all(
+    futures: "Sequence[Future[Any]]", done: Callable[[Outcome], None], *, but: tuple[type[BaseException], ...] = ()
+) -> None:
     """Call `done` once: with all results in order, or with the first error as soon as there is one.
 
     It runs in the thread that completes the last future, or in this one.
+
+    Args:
+        futures: to wait for.
+        done: gets the outcome.
+        but: errors that do not end the wait; they are among the results.
     """
     if not futures:
         done([])
         return
-    gathering = _Gathering(len(futures), done)
+    gathering = _Gathering(len(futures), done, but)
     for k, future in enumerate(futures):
         future.add_done_callback(partial(gathering.completed, k))
 
 
 def when_settled(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseException]], None]) -> None:
     """Call `done` once, with the errors of those that failed, when all are completed. See `when_all`."""
-    outcomes: list[Future[BaseException | None]] = []
-    for future in futures:
-        outcome: Future[BaseException | None] = Future()
-        future.add_done_callback(partial(_pass_on, outcome))
-        outcomes.append(outcome)
 
     def sort_out(results: Outcome) -> None:
-        assert isinstance(results, list), "outcomes do not fail"
-        done([error for error in results if error is not None])
+        assert isinstance(results, list), "no error ends this wait"
+        done([result for result in results if isinstance(result, BaseException)])
 
-    when_all(outcomes, sort_out)
-
-
-def _pass_on(outcome: "Future[BaseException | None]", future: "Future[Any]") -> None:
-    outcome.set_result(future.exception())
+    when_all(futures, sort_out, but=(BaseException,))
 
 
 class _Gathering:
     """Refers to no future, and to `done` only until it was called: a put's payload must not wait for a cycle's end."""
 
-    def __init__(self, number: int, done: Callable[[Outcome], None]) -> None:
+    def __init__(self, number: int, done: Callable[[Outcome], None], but: tuple[type[BaseException], ...]) -> None:
         self._lock = threading.Lock()
         self._results: list[Any] = [None] * number
         self._left = number
         self._done: Callable[[Outcome], None] | None = done
+        self._but = but
 
     def completed(self, k: int, future: "Future[Any]") -> None:
         error = future.exception()
+        result = future.result() if error is None else error
+        if isinstance(error, self._but):
+            error = None
         with self._lock:
             self._left -= 1
-            if error is None:
-                self._results[k] = future.result()
+            self._results[k] = result
             done = self._done if error is not None or self._left == 0 else None
             if done is not None:
                 self._done = None

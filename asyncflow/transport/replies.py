@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, PeerRefused, PutPending, QueueFull, RowsExist, Superseded, TransportError
 
 
 class RefusedKind(StrEnum):
@@ -14,6 +14,7 @@ class RefusedKind(StrEnum):
     SUPERSEDED = "superseded"
     FULL = "full"
     EXISTS = "exists"
+    PENDING = "pending"
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -27,6 +28,7 @@ _ERRORS: dict[RefusedKind, type[TransportError]] = {
     RefusedKind.SUPERSEDED: Superseded,
     RefusedKind.FULL: QueueFull,
     RefusedKind.EXISTS: RowsExist,
+    RefusedKind.PENDING: PutPending,
     RefusedKind.INVALID: PeerRefused,
 }
 

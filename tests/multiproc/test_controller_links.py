@@ -13,7 +13,7 @@ from fake_controller import (
     until,
 )
 
-from asyncflow.errors import QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.config import QueueConfig
 from tq.messages import (
@@ -131,8 +131,35 @@ def test_rows_in_flight_that_the_controller_knows_elsewhere_are_refused(bench: B
     controller.parks()
     controller.close()
     bench.controller(accept=UnitAccepted(["ref"], [5]))
-    refused(create, RowsExist, "elsewhere")
+    refused(create, PutPending, "elsewhere")
     assert stats(client).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "refusal"),
+    [
+        ([RowsExist("at storage-1"), RowsExist("at storage-1")], RowsExist),
+        ([None, RowsExist("at storage-1")], PutPending),
+        ([PutPending("at storage-1"), RowsExist("at storage-1")], PutPending),
+        ([RowsExist("at storage-1"), QueueFull("no room")], QueueFull),
+    ],
+)
+def test_rows_exist_when_all_controllers_say_so(
+    bench: Bench, answers: list[PeerRefused | None], refusal: type[PeerRefused]
+) -> None:
+    """One of them may be about to hear that the rows are gone."""
+    controllers = [bench.controller(f"controller-{k}") for k in range(2)]
+    bench.unit(controllers=2)
+    client = bench.client()
+    for controller, answer in zip(controllers, answers, strict=True):
+        controller.hears(RegisterUnit)
+        if answer is not None:
+            controller.refusals[RowsCreated] = answer
+    refused(client.create([5], {"x": numbers(5)}), refusal, "storage-1|no room")
+    assert stats(client).num_rows == 0
+    for controller in controllers:
+        controller.hears(RowsCreated)
+        assert controller.hears(RowsRemoved).rows == [5]
 
 
 def test_controller_that_joins_later_hears_of_everything(bench: Bench) -> None:

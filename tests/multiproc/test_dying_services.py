@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tq
+from asyncflow.errors import Superseded
 from tq.messages import Granted
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=4, unit_timeout_s=1, unit_grace_s=0.5)
@@ -32,6 +33,18 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came to be"
         pause.wait(0.05)
+
+
+def kill(queue: tq.LocalQueue, service: str) -> int:
+    """Return the pid that it had."""
+    pid = queue.pids()[service]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def until_back(queue: tq.LocalQueue, service: str, pid: int) -> None:
+    until(lambda: queue.pids().get(service, pid) != pid)
+    queue.wait_until_up(WAIT_S)
 
 
 def unit_of(queue: tq.LocalQueue, client: tq.QueueClient, task: str) -> str:
@@ -80,11 +93,8 @@ def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controll
         look = client.fetch("look", num_rows=1, timeout_s=WAIT_S)
         assert isinstance(look, Granted)
         client.ack("look", look)
-        pids = queue.pids()
-        for name in ("controller-0", unit):
-            os.kill(pids[name], signal.SIGKILL)
-        until(lambda: all(queue.pids().get(name, pids[name]) != pids[name] for name in ("controller-0", unit)))
-        queue.wait_until_up(WAIT_S)
+        for name, pid in {name: kill(queue, name) for name in ("controller-0", unit)}.items():
+            until_back(queue, name, pid)
         lost = client.lost_rows(timeout_s=WAIT_S)
         assert lost is not None and lost.rows == [1, 2]
         client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
@@ -92,3 +102,21 @@ def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controll
         for task, rows in (("work", [1, 2]), ("look", left)):
             assert finish(client, task, len(rows)) == rows
         until(lambda: not any(stats.live_rows for stats in client.stats()))
+
+
+def test_consumer_that_dropped_its_work_while_the_controller_recovers_keeps_no_lease(tmp_path: Path) -> None:
+    """It told of its lease when it joined, then heard from the unit, which started empty, that the lease is void."""
+    with tq.start({"work": ["x"]}, num_units=1, config=CONFIG, log_dir=tmp_path) as queue:
+        client, other, late = (queue.client(name) for name in ("me", "other", "late"))
+        client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
+        granted = client.fetch("work", num_rows=2, timeout_s=WAIT_S)
+        assert isinstance(granted, Granted) and granted.rows == [1, 2]
+        late.fetch("work", num_rows=1, timeout_s=0.1)
+        until_back(queue, "storage-0", kill(queue, "storage-0"))
+        kill(queue, "controller-0")
+        late.close()  # the next controller waits for it
+        client.stats()  # it is joined
+        with pytest.raises(Superseded):
+            client.ack("work", granted)
+        client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
+        assert finish(other, "work", 2) == [1, 2]

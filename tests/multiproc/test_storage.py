@@ -73,13 +73,31 @@ def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench
     controller.parking.add(RowsCreated)
     first = client.create([0], {"x": numbers(1)})
     parked = controller.parks()
-    again = client.create([0], {"x": numbers(1)})
-    refused(client.create([0], {"x": numbers(2)}), RowsExist, "row 0 exists")
-    assert not first.done() and not again.done()
+    again, other = client.create([0], {"x": numbers(1)}), client.create([0], {"x": numbers(2)})
+    stats(client)  # they were looked at
+    assert not first.done() and not again.done() and not other.done(), "the first put may fail yet"
     parked.reply(RowsAccepted())
     assert isinstance(done(first), Stored) and isinstance(done(again), Stored)
+    refused(other, RowsExist, "row 0 exists")
     assert isinstance(done(client.create([0], {"x": numbers(1)})), Stored)
     assert controller.parked.empty()
+
+
+def test_put_of_rows_that_another_put_is_bringing_goes_on_when_that_one_failed(bench: Bench) -> None:
+    """A producer that died is followed by another one, which puts those rows one by one."""
+    controller, client = bench.started()
+    controller.parking.add(RowsCreated)
+    whole = client.create([0, 1], {"x": numbers(0, 1)})
+    parked = controller.parks()
+    parts = [client.create([row], {"x": numbers(row)}) for row in (1, 0)]
+    stats(client)
+    assert not any(part.done() for part in parts)
+    controller.parking.clear()
+    parked.refuse(QueueFull("no room"))
+    refused(whole, QueueFull, "no room")
+    assert all(isinstance(done(part), Stored) for part in parts)
+    assert stats(client).num_rows == 2
+    assert client.get([0, 1], "x")["x"].values.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("error", [QueueFull("no room"), RowsExist("elsewhere"), PeerRefused("not today")])

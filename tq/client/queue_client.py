@@ -9,11 +9,12 @@ A controller that restarts is waited for. A unit that is gone is an error, since
 to another one, and acks need no row.
 """
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncflow.errors import ConfigError, Superseded
+from asyncflow.errors import ConfigError, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
 from tq.client.arguments import (
@@ -135,7 +136,7 @@ class QueueClient:
             ConfigError: the arguments do not go together; nothing was put.
             QueueFull: no room within `timeout_s`; says what it waited for.
             RowsExist: a row exists already.
-            TransportError: no unit took them in time.
+            TransportError: no unit took them in time, or somebody else was putting one of them all the time.
         """
         timeout_s = check_timeout(self._services.seconds(timeout_s))
         number = common_length(columns)
@@ -269,7 +270,7 @@ class QueueClient:
         try:
             self._calls.put(task, granted, rows, columns)
         except Superseded:
-            self._held.settled(task, granted.token, rows)  # else a restarted controller would keep them for this client
+            self._drop(task, granted, rows)
             raise
         self._held.settled(task, granted.token, rows)
 
@@ -287,22 +288,23 @@ class QueueClient:
         try:
             self._calls.ack(granted, rows)
         except Superseded:
-            self._held.settled(task, granted.token, rows)
+            self._drop(task, granted, rows)
             raise
         self._held.settled(task, granted.token, rows)
 
     def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        """Return rows of a lease; somebody else gets them.
+        """Return rows of a lease; somebody else gets them. If this fails they do when the controller is back.
 
         Raises:
             ConfigError: the lease is another task's, or has no such rows.
+            TransportError: the controller did not answer within `request_timeout_s`.
         """
         check_granted(granted)
         rows = granted.rows if rows is None else rows
         check_lease(task, granted, rows)
+        self._held.settled(task, granted.token, rows)
         service = self._services.directory.controller_of(task)
         self._services.ask(service, GiveBack(task, granted.token, list(rows)))
-        self._held.settled(task, granted.token, rows)
 
     def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
         """Nobody shall work on the groups of these rows any more: they leave the queue.
@@ -389,6 +391,17 @@ class QueueClient:
     def unit_stats(self) -> dict[str, UnitStats]:
         """Return what each unit that is up holds."""
         return self._services.tell_units(GetUnitStats(), UnitStats)
+
+    def _drop(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
+        """The lease is void for some of these rows, so the work on all of them is dropped: the others return.
+
+        The controller may also count them all as this client's, and so nobody would get them: one that is recovering
+        rebuilds the leases that it was told of when this client joined.
+        """
+        self._held.settled(task, granted.token, rows)
+        service = self._services.directory.controller_of(task)
+        with contextlib.suppress(TransportError):  # when it is joined again it hears that they are not held
+            self._services.post(service, GiveBack(task, granted.token, list(rows), superseded=True))
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
         check_task(message.task, self._services.directory.tasks)

@@ -124,6 +124,14 @@ class QueueServices:
         """Like `call`, but a controller that is gone may come back meanwhile."""
         return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
+    def post(self, controller: str, message: Message) -> None:
+        """Send a message whose answer nobody waits for; it is carried out unless the controller or the channel goes.
+
+        Raises:
+            TransportError: the controller is gone.
+        """
+        self.controller(controller).submit(message)
+
     def tell_controllers(self, message: Message) -> list[Any]:
         """Send one message to every controller; returns their answers, the lead's first."""
         return [self.ask(service, message) for service in self.directory.controllers]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.errors import PeerRefused, PutPending, RowsExist, Superseded, TransportError
 from tq.client.services import QueueServices
 from tq.client.unit_loads import UnitLoads
 
@@ -18,7 +18,7 @@ def put_somewhere(services: QueueServices, loads: UnitLoads, put: Callable[[str]
 
     Raises:
         RowsExist, PeerRefused: they were there before the first attempt, or were refused.
-        TransportError: no unit took them in time.
+        TransportError: no unit took them in time, or somebody else was putting one of them all the time.
     """
     unsure: set[str] = set()
     """Units that may have taken the rows though their answer did not come."""
@@ -38,6 +38,8 @@ def put_somewhere(services: QueueServices, loads: UnitLoads, put: Callable[[str]
             if unit not in unsure:  # an earlier attempt got through, or died and a controller does not know it yet
                 ask_again.update(unsure)
                 raise TransportError(str(error)) from error
+        except PutPending as error:  # what becomes of it decides whether they exist
+            raise TransportError(str(error)) from error
         except (PeerRefused, Superseded):
             raise
         except TransportError:

@@ -12,7 +12,7 @@ what the others know, is a row handed out.
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncflow.errors import PeerRefused, RowsExist
+from asyncflow.errors import PeerRefused, PutPending, RowsExist
 from tq.control.live_rows import LiveRow, UnitInfo
 from tq.control.row_book import RowBook
 from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
@@ -41,7 +41,8 @@ class Arrivals:
 
         Raises:
             PeerRefused: it is malformed.
-            RowsExist: a row is at another unit, or announced by it.
+            RowsExist: a row is at another unit.
+            PutPending: another unit announced a row, which may still come to nothing.
         """
         count = len(event.rows)
         if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
@@ -56,10 +57,14 @@ class Arrivals:
         table = self._book.rows
         finished = table.finished(event.partition)
         for number in event.rows:
-            row = self._announced.get(number) or table.rows.get(number)
-            if row is None:
+            coming, row = self._announced.get(number), table.rows.get(number)
+            if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
+                raise PutPending(
+                    f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
+                )
+            if coming is None and row is None:
                 num_new += number not in finished
-            elif row.unit.name != event.unit and not row.unit.lost:
+            elif row is not None and row.unit.name != event.unit and not row.unit.lost:
                 raise RowsExist(
                     f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
                 )

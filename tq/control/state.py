@@ -333,7 +333,7 @@ class ControlState:
         task = self._book.tasks.get(event.task)
         if task is None:
             raise PeerRefused(f"{event.task} is served by another controller")
-        if event.token not in task.leases.by_token:
+        if event.token not in task.leases.by_token or (event.superseded and task.spec.keeps_leases):
             return
         if event.filtered:
             self._book.filter_groups(task, event.token, event.rows)

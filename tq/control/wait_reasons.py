@@ -49,7 +49,9 @@ class WaitReasons:
             return Reason("this consumer holds rows that failed too often to share it with others")
         number = fetch.partition if isinstance(fetch, FetchRound) and task.steps is None else self._oldest(task)
         if number is None:
-            return Reason("no row waits for this task; none was put", self._alive({NEW_ROWS}))
+            leased = len(task.leases.holders)
+            others = f"{leased} are leased, and no other" if leased else "none"
+            return Reason(f"no row waits for this task; {others} was put", self._alive({NEW_ROWS}))
         if gate is not None and number > gate:
             return Reason(f"partition {number} waits for newer weights than version {_version(fetch)}")
         return self._in_partition(task, number)

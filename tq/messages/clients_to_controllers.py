@@ -115,12 +115,15 @@ class GiveBack(Message):
 
     Attributes:
         filtered: nobody shall: the groups of these rows leave the queue, and admission replaces them.
+        superseded: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
+            lease that a trainer keeps is left alone: another rank may have it by now.
     """
 
     task: str
     token: int
     rows: list[int]
     filtered: bool = False
+    superseded: bool = False
 
 
 class AckLost(Message):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, RowsExist, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, PutPending, Superseded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -258,7 +258,7 @@ class ControllerLink:
             for notice in [notice for notice in self._notices if notice.covered]:
                 refusal = None
                 if isinstance(notice.message, RowsCreated) and not lost.isdisjoint(notice.message.rows):
-                    refusal = RowsExist(f"{self.controller}: rows {sorted(lost)[:8]} exist elsewhere")
+                    refusal = PutPending(f"{self.controller}: rows {sorted(lost)[:8]} are elsewhere, or just being put")
                 settled += self._pop(notice, refusal)
         complete(settled)
 

@@ -4,15 +4,17 @@ block (I/O) --> [lock] hold? state change, notices --> ... --> every controller 
                                                        '-----> one did not --> new rows go again; outputs stay
 
 Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.arrivals`).
+Whoever hears that rows exist may forget them. So nobody is told so of rows whose own put may still fail: a put that
+names some waits for its end, and goes on then.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, PutPending, RowsExist
 from asyncflow.transport.server import Call
 from tq.futures import Outcome, when_all
 from tq.messages import (
@@ -36,6 +38,8 @@ _PARKED_EXTRA_S = 5.0
 """A controller that parks a put until its deadline has so much longer to say so."""
 _CONFIRM_FRACTION = 0.8
 """Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
+_UNSETTLED = RowsExist, PutPending
+"""What one controller says of rows, but the others may not."""
 
 
 class UnitPuts:
@@ -68,7 +72,8 @@ class UnitPuts:
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
-        self._creating: dict[int, Future[Stored]] = {}
+        self._creating: dict[int, tuple[list[int], Future[Stored]]] = {}
+        """First row of a put that is not confirmed -> its rows, and what comes of it."""
 
     def put_rows(self, message: PutRows, call: Call) -> None:
         """Create rows; replies `Stored`, or refuses, and then nothing has changed.
@@ -89,7 +94,7 @@ class UnitPuts:
         self._carry_out(partial(self._commit, message, block, call), block)
 
     def resume(self, put: Callable[[], None], block: Block | None, call: Call) -> None:
-        """Carry out a put that waited for the end of a hold."""
+        """Carry out a put that waited: for the end of a hold, or of another put."""
         try:
             self._carry_out(put, block)
         except AsyncFlowError as error:
@@ -102,33 +107,44 @@ class UnitPuts:
             self._discard(block)
             raise
 
-    def _create(self, message: PutRows, block: Block | None, call: Call) -> None:
+    def _create(self, message: PutRows, block: Block | None, call: Call, *, here: bool = True) -> None:
+        again = partial(self.resume, partial(self._create, message, block, call, here=False), block, call)
+        repeated = told = None
         with self._lock:
-            if self._holds.park(partial(self.resume, partial(self._create, message, block, call), block, call)):
+            if self._holds.park(again):
                 return
-            repeated = self._state.create(
-                message.rows,
-                block,
-                partition=message.partition,
-                groups=message.groups,
-                group_size=message.group_size,
-                commits=message.commits,
-            )
-            if repeated is None:
+            under_way = self._under_way(message.rows)
+            if under_way is None:
+                repeated = self._state.create(
+                    message.rows,
+                    block,
+                    partition=message.partition,
+                    groups=message.groups,
+                    group_size=message.group_size,
+                    commits=message.commits,
+                )
+            if under_way is None and repeated is None:
                 told = self._links.tell(self._created(message, block), message.timeout_s + _PARKED_EXTRA_S)
                 stored: Future[Stored] = Future()
-                self._creating[message.rows[0]] = stored
-        if repeated is not None:
+                self._creating[message.rows[0]] = message.rows, stored
+        if under_way is not None:
+            under_way.add_done_callback(lambda _: again())
+        elif told is not None:
+            stored.add_done_callback(partial(_answer, call))
+            when_all(list(told.values()), partial(self._conclude, message, stored), but=_UNSETTLED)
+            self._links.flush(here=here)
+        elif repeated is not None:
             self._check_same(repeated, block)
-            with self._lock:
-                stored = self._creating.get(message.rows[0]) or self._done()
-        stored.add_done_callback(partial(_answer, call))
-        if repeated is None:
-            when_all(list(told.values()), partial(self._conclude, message, stored))
-            self._links.flush()
+            call.reply(Stored(self._state.books.num_bytes))
+
+    def _under_way(self, rows: Sequence[int]) -> "Future[Stored] | None":
+        """Return the end of a put that brought some of these rows, if it is not over; the lock is held."""
+        pending = self._state.first_pending(rows)
+        return next((stored for coming, stored in self._creating.values() if pending in coming), None)
 
     def _conclude(self, message: PutRows, stored: "Future[Stored]", outcome: Outcome) -> None:
         """All controllers agreed to the new rows, or one will not have them."""
+        outcome = _settle_existence(outcome) if isinstance(outcome, list) else outcome
         if not isinstance(outcome, list):
             self._take_back(message, stored, outcome)
             return
@@ -215,11 +231,6 @@ class UnitPuts:
         if block is not None:
             self._blocks.delete([block])
 
-    def _done(self) -> "Future[Stored]":
-        stored: Future[Stored] = Future()
-        stored.set_result(Stored(self._state.books.num_bytes))
-        return stored
-
     def _created(self, message: PutRows, block: Block | None) -> RowsCreated:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return RowsCreated(
@@ -239,6 +250,18 @@ class UnitPuts:
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return OutputsWritten(self._name, message.task, message.rows, columns, tokens, num_bytes)
+
+
+def _settle_existence(answers: list[Any]) -> Outcome:
+    """Return the controllers' answers to new rows, or why these are taken back.
+
+    Rows exist when all controllers say so. Where they disagree, some will soon hear that the rows are gone, or there.
+    """
+    doubts = [answer for answer in answers if isinstance(answer, _UNSETTLED)]
+    if not doubts:
+        return answers
+    exist = len(doubts) == len(answers) and all(isinstance(doubt, RowsExist) for doubt in doubts)
+    return doubts[0] if exist else PutPending(str(doubts[0]))
 
 
 def _extent(block: Block | None, num_rows: int) -> tuple[list[str], list[int], int]:

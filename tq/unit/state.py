@@ -92,6 +92,10 @@ class UnitState:
                 arrived[k].commits[task] = came
         return None
 
+    def first_pending(self, rows: Sequence[int]) -> int | None:
+        """Return one of these rows that is here and not confirmed."""
+        return next((number for number in rows if number in self._rows and self._rows[number].pending), None)
+
     def confirm(self, rows: Sequence[int]) -> None:
         """The controllers know these rows now; those that every task is done with go."""
         for number in rows:

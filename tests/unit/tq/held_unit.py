@@ -5,7 +5,7 @@ from typing import Any
 
 from queue_model import SIZE, TASKS, partition_of
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from asyncflow.errors import PeerRefused, PutPending, RowsExist, Superseded
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
 from tq.messages import (
@@ -44,7 +44,13 @@ class Kept:
 
 @dataclass(eq=False)
 class Change:
-    """Something that every controller must hear of: a put of new rows in its two rounds, a commit, a removal."""
+    """Something that every controller must hear of: a put of new rows in its two rounds, a commit, a removal.
+
+    Attributes:
+        refusals: of controllers.
+        agreed: controllers that accepted it.
+        orphan: the client died that waits for it.
+    """
 
     kind: str
     rows: list[int]
@@ -52,6 +58,14 @@ class Change:
     token: int = 0
     waiting: set[str] = field(default_factory=set)
     failed: bool = False
+    refusals: list[PeerRefused] = field(default_factory=list)
+    agreed: int = 0
+    orphan: bool = False
+
+    @property
+    def exist(self) -> bool:
+        """Whether the client hears that the rows exist."""
+        return bool(self.refusals) and not self.agreed and all(isinstance(one, RowsExist) for one in self.refusals)
 
 
 @dataclass
@@ -90,6 +104,8 @@ class HeldUnit:
 
     def create(self, rows: list[int]) -> None:
         """Take new rows, all of one partition."""
+        if any(row in self.rows and self.rows[row].pending for row in rows):
+            raise PutPending("wait for it")
         if any(row in self.rows or row in self.finished for row in rows):
             raise RowsExist("they are here")
         for row in rows:
@@ -157,7 +173,7 @@ class HeldUnit:
         covered = [change for change in self.changes if controller in change.waiting]
         for change in covered:
             elsewhere = change.kind == "create" and not set(reply.drop).isdisjoint(change.rows)
-            self.answered(controller, change, RowsExist("elsewhere") if elsewhere else None)
+            self.answered(controller, change, PutPending("elsewhere") if elsewhere else None)
         if new:
             rows = sorted({row for known in new.values() for row in known})
             commits = {task: [rows.index(row) for row in known] for task, known in new.items()}
@@ -170,7 +186,9 @@ class HeldUnit:
             return
         if isinstance(reply, PeerRefused):
             if change.kind == "create":
-                self.take_back(change)
+                change.refusals.append(reply)
+                if not change.waiting:
+                    self.take_back(change)
             return
         if isinstance(reply, RowsAccepted):
             new = self.learn({task: [change.rows[k] for k in known] for task, known in reply.commits.items()})
@@ -178,8 +196,10 @@ class HeldUnit:
                 rows = sorted({row for known in new.values() for row in known})
                 commits = {task: [rows.index(row) for row in known] for task, known in new.items()}
                 self.tell(Change("learnt", rows), RowsConfirmed(self.name, rows, commits))
-        if not change.waiting and change.kind == "create":
-            self.confirm(change)
+        if change.kind == "create":
+            change.agreed += 1
+            if not change.waiting:
+                (self.take_back if change.refusals else self.confirm)(change)
         elif not change.waiting and change in self.changes:
             self.changes.remove(change)
             self.settled.append(change)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded
+from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist, Superseded
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, UnitGone, UnitLost
 from tq.control.recovery import Recovering
@@ -275,14 +275,35 @@ def test_row_announced_by_a_unit_that_is_away_may_be_put_elsewhere(make_world: W
     assert world.granted(request).units == ["storage-1"]
 
 
-def test_row_announced_by_a_unit_that_is_up_exists(make_world: World) -> None:
+def test_nobody_hears_that_a_row_exists_whose_put_may_fail_yet(make_world: World) -> None:
     world = make_world(LOOK)
     world.register("storage-0")
     world.put([0], held=True)
-    with pytest.raises(RowsExist, match="row 0 exists already, at storage-0"):
+    with pytest.raises(PutPending, match="row 0 is just being put, at storage-0"):
         world.put([0, 1], "storage-1", held=True)
     world.confirm([0])
     assert world.granted(world.ask("look", 9)).units == ["storage-0"]
+    with pytest.raises(RowsExist, match="row 0 exists already, at storage-0"):
+        world.put([0, 1], "storage-1", held=True)
+
+
+def test_row_that_a_unit_let_go_of_since_another_one_announced_it_is_lost_until_that_put_is_confirmed(
+    make_world: World,
+) -> None:
+    """The put that was begun meanwhile may fail, and nobody but this controller knew of the row."""
+    world = make_world(LOOK, TRAIN)
+    world.register("storage-0")
+    world.put([0, 1], "storage-0", held=True)
+    assert world.register("storage-1", [0, 1], done=["train"]).drop == [0, 1]
+    assert world.lost == [0, 1]
+    world.handle(RowsRemoved("storage-1", 1, [0, 1], RemovalReason.DROPPED))
+    world.handle(RowsRemoved("storage-0", 1, [1], RemovalReason.REFUSED))
+    assert world.confirm([0], "storage-0") == RowsAccepted({"train": [0]})
+    assert world.granted(world.ask("look", 9)).rows == [0]
+    assert world.state.stats().lost_rows == 1
+    assert world.answers[world.put([1], "storage-0", held=True)] == RowsAccepted({"train": [0]})
+    world.confirm([1], "storage-0")
+    assert world.granted(world.ask("look", 9)).rows == [1]
 
 
 # Room

@@ -162,6 +162,14 @@ def test_deadline_tells_of_rows_that_were_not_put(make_world: World) -> None:
     assert reason(world, world.ask("ref")) == ("partition 1: 3 of 3 rows were not put yet", True)
 
 
+def test_deadline_tells_of_rows_that_others_have_in_hand(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0, 1])
+    world.granted(world.ask("ref", 2, owner="b"))
+    expected = "no row waits for this task; 2 are leased, and no other was put"
+    assert reason(world, world.ask("ref")) == (expected, False)
+
+
 def test_deadline_tells_of_a_unit_that_is_away(make_world: World) -> None:
     world = make_world(REF)
     world.register("storage-0", [0])

@@ -9,7 +9,7 @@ from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, FenceAll, OwnerGone, RecoveryDeadline, RowsFinished, UnitGone, UnitLost
 from tq.control.recovery import Recovering
-from tq.messages import Granted, Held
+from tq.messages import GiveBack, Granted, Held
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))
@@ -61,6 +61,26 @@ def test_newest_token_wins_and_done_rows_are_not_leased(make_world: World) -> No
     world.confirm_fences()
     assert world.granted(world.ask("ref", 5)).rows == [1]
     assert world.join("b", Held("ref", 9, 1, [1])).void == [9]
+
+
+@pytest.mark.parametrize("keeps_leases", [False, True])
+def test_lease_whose_work_was_dropped_before_it_was_rebuilt_returns(make_world: World, keeps_leases: bool) -> None:
+    """The unit started empty, and the rows were put again; the consumer heard from the unit that its lease is void."""
+    look = TaskSpec("look", frozenset({"x"}), keeps_leases=keeps_leases)
+    who = Recovering(frozenset({"storage-0"}), frozenset({"a", "dead"}))
+    world = make_world(look, first_token=1000, recovering=who)
+    world.register("storage-0")
+    world.join("a", Held("look", 7, 1, [0, 1]))
+    world.handle(GiveBack("look", 7, [0, 1], superseded=True))
+    world.put([0, 1])
+    world.handle(RecoveryDeadline())
+    request = world.ask("look", 9, owner="b")
+    world.confirm_fences()
+    world.confirm_fences()
+    if keeps_leases:
+        assert request not in world.answers, "another rank may have this token now"
+    else:
+        assert world.granted(request).rows == [0, 1]
 
 
 def test_partition_is_counted_from_tombstones_and_inventories(make_world: World) -> None:

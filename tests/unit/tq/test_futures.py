@@ -2,9 +2,12 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+import pytest
 
 from tq.futures import Outcome, when_all, when_settled
 
@@ -41,12 +44,28 @@ def test_first_error_ends_the_wait_and_the_rest_is_not_heard() -> None:
     assert [str(error) for error in errors[0]] == ["y", "x"]
 
 
-def test_what_waits_is_let_go_at_once_and_not_by_the_garbage_collector() -> None:
+def test_some_errors_may_be_results_and_the_others_end_the_wait() -> None:
+    waiting, outcomes = futures(2), list[Outcome]()
+    when_all(waiting, outcomes.append, but=(ValueError,))
+    mild = ValueError("x")
+    waiting[1].set_exception(mild)
+    assert outcomes == []
+    waiting[0].set_result("a")
+    assert outcomes == [["a", mild]]
+    waiting = futures(2)
+    when_all(waiting, outcomes.append, but=(ValueError,))
+    fatal = KeyError("y")
+    waiting[0].set_exception(fatal)
+    assert outcomes[1:] == [fatal]
+
+
+@pytest.mark.parametrize("wait", [when_all, when_settled])
+def test_what_waits_is_let_go_at_once_and_not_by_the_garbage_collector(wait: Callable[..., None]) -> None:
     gc.disable()
     try:
         waiting, payload = futures(2), Payload()
         gone = weakref.ref(payload)
-        when_all(waiting, partial(lambda *_: None, payload, waiting))
+        wait(waiting, partial(lambda *_: None, payload, waiting))
         del payload
         for future in waiting:
             future.set_result(None)

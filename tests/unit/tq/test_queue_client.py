@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from asyncflow.errors import ConfigError, DeadlineExceeded, PeerRefused, TransportError
+from asyncflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerRefused,
+    PutPending,
+    RowsExist,
+    Superseded,
+    TransportError,
+)
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
@@ -23,7 +31,9 @@ from tq.messages import (
     Columns,
     CutSnapshot,
     Done,
+    FetchRows,
     GetColumns,
+    GiveBack,
     Granted,
     Heartbeat,
     HoldPuts,
@@ -51,6 +61,7 @@ class Services:
         answer_s: how long every answer takes.
         beat_s: how long a heartbeat takes.
         waited_s: for each answer, how long it was waited for.
+        refusals: message type -> errors, one per answer as long as there are some.
     """
 
     def __init__(self) -> None:
@@ -60,6 +71,7 @@ class Services:
         self.alive = [Alive(True, {"storage-0": 0, "storage-1": 0}, [], 0)]
         self.told: list[tuple[str, Message]] = []
         self.waited_s: list[float] = []
+        self.refusals: dict[type[Message], list[Exception]] = {}
         self.closed = False
 
     def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> "Service":
@@ -100,6 +112,8 @@ class Answer:
         if isinstance(message, Heartbeat):
             services.now += services.beat_s
             return (services.alive.pop(0) if len(services.alive) > 1 else services.alive[0]), None
+        if services.refusals.get(type(message)):
+            raise services.refusals[type(message)].pop(0)
         if isinstance(message, AckLost):
             raise PeerRefused("the row is not lost")
         if self.number < 0:
@@ -200,6 +214,47 @@ def test_call_has_the_time_that_was_asked_for_even_if_that_is_none(
     with pytest.raises(TransportError):
         client.put_rows(Y, rows=[3, 4], timeout_s=timeout_s)
     assert services.waited_s[1] == pytest.approx(expected + PUT_GRACE_S, rel=0.1)
+
+
+def test_put_of_rows_that_somebody_else_is_putting_is_repeated_until_that_is_over(
+    client: QueueClient, services: Services
+) -> None:
+    services.refusals[PutRows] = [PutPending("row 3 is just being put, at storage-0")] * 3
+    client.put_rows(Y, rows=[3, 4])
+    assert len(services.services_told(PutRows)) == 4
+    services.refusals[PutRows] = [PutPending("row 3 is just being put"), RowsExist("row 3 exists already")]
+    with pytest.raises(RowsExist):
+        client.put_rows(Y, rows=[3, 4])
+
+
+def test_put_that_somebody_else_never_ends_fails_at_its_deadline(client: QueueClient, services: Services) -> None:
+    services.refusals[PutRows] = [PutPending("row 3 is just being put, at storage-0")]
+    with pytest.raises(DeadlineExceeded, match="tried for 0 s: row 3 is just being put, at storage-0"):
+        client.put_rows(Y, rows=[3, 4], timeout_s=0)
+
+
+@pytest.mark.parametrize("call", ["put", "ack"])
+def test_rows_whose_work_is_dropped_return_though_the_lease_is_void_for_one_of_them_only(
+    client: QueueClient, services: Services, call: str
+) -> None:
+    """Else a controller that goes on to count them as this client's would never give them to anybody."""
+    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
+    with pytest.raises(Superseded):
+        CALLS[call](client)
+    assert services.told[-1] == ("controller-0", GiveBack("score", 7, [3, 4], superseded=True))
+    assert client._held.of_tasks(["score"]) == []
+
+
+def test_controller_that_is_joined_again_does_not_hear_of_rows_that_could_not_be_given_back(
+    client: QueueClient, services: Services
+) -> None:
+    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    services.refusals[GiveBack] = [TransportError("gone")]
+    services.closed = True
+    with pytest.raises(TransportError):
+        client.give_back("score", LEASE)
+    assert client._held.of_tasks(["score"]) == []
 
 
 def test_lease_of_another_task_is_refused_by_name(client: QueueClient, services: Services) -> None:

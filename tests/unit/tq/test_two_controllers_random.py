@@ -47,6 +47,10 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
             self.units[unit].give_up_put(creating[0])
             self.hear(self.units[unit])
 
+    @rule()
+    def lose_producers(self) -> None:
+        self.producers_die()
+
     @precondition(lambda self: self.acks_to_tell)
     @rule()
     def tell_ack(self) -> None:

@@ -55,6 +55,7 @@ class TwoControllers:
         self.worked_on: set[tuple[str, int]] = set()
         """Stored at a unit or acked; a consumer may never hear that its ack counted."""
         self.to_put: set[int] = set(ALL_ROWS)
+        """Of which no producer knows that they are in the queue."""
         self.acks_to_tell: list[tuple[str, AckLost]] = []
         self.lives = dict.fromkeys(OWNERS, 0)
         for name in SERVED:
@@ -184,8 +185,8 @@ class TwoControllers:
             if change.kind == "commit":
                 self.commit_counts(change)
         for change in unit.failed:
-            if change.kind in ("create", "confirm"):
-                self.to_put.update(change.rows)
+            if change.kind in ("create", "confirm") and not change.orphan:
+                self.not_put(change.rows, exist=change.exist)
         unit.settled.clear()
         unit.failed.clear()
 
@@ -246,8 +247,12 @@ class TwoControllers:
             if not OUTPUTS[lease.task]:
                 self.ack_lost(owner, lease, row, told)
             else:
-                self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, [row]))
-                lease.rows.remove(row)
+                self.drop(lease, row)
+
+    def drop(self, lease: Held, row: int) -> None:
+        """The holder heard that the lease is void."""
+        self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, [row], superseded=True))
+        lease.rows.remove(row)
 
     def give_back(self, lease: Held, rows: list[int]) -> None:
         """A holder returns rows that it put nothing for."""
@@ -268,7 +273,7 @@ class TwoControllers:
         try:
             self.apply(first, ack)
         except Superseded:
-            lease.rows.remove(row)
+            self.drop(lease, row)
         except PeerRefused:
             pass  # again later
         else:
@@ -308,8 +313,20 @@ class TwoControllers:
         self.to_put.difference_update(rows)
         try:
             self.units[unit].create(rows)
-        except RowsExist:
-            self.to_put.update(row for row in rows if not self.at_a_unit(row))
+        except PeerRefused as error:
+            self.not_put(rows, exist=isinstance(error, RowsExist))
+
+    def not_put(self, rows: list[int], *, exist: bool) -> None:
+        """A put failed. Of a single row that exists its producer knows enough; of several some may not exist."""
+        if len(rows) > 1 or not exist:
+            self.to_put.update(rows)
+
+    def producers_die(self) -> None:
+        """Nobody hears the end of their puts; the next ones put those rows again."""
+        for change in [change for unit in self.units.values() for change in unit.changes]:
+            if change.kind in ("create", "confirm"):
+                change.orphan = True
+                self.to_put.update(change.rows)
 
     def at_a_unit(self, row: int) -> bool:
         return any(row in unit.rows or row in unit.finished for unit in self.units.values())
@@ -354,6 +371,8 @@ class TwoControllers:
         self.ask_lead()
         for rows in groups(self.missing()):
             self.put("u0", rows)
+        for row in sorted(self.to_put):
+            self.put("u0", [row])
         self.everybody_talks()
         for name in ("a", "b"):
             self.consumer_dies(name)
