@@ -42,8 +42,13 @@ SIZES: dict[str, Any] = {
 """13 tokens do not divide by two: the vocabulary is padded."""
 
 
-def division(tensor: int = 1, stages: int = 1, pieces: int = 4) -> dict[str, int]:
-    return {"tensor_parallel": tensor, "pipeline_parallel": stages, "pipeline_pieces": pieces}
+def division(tensor: int = 1, stages: int = 1, pieces: int = 4, context: int = 1) -> dict[str, int]:
+    return {
+        "tensor_parallel": tensor,
+        "context_parallel": context,
+        "pipeline_parallel": stages,
+        "pipeline_pieces": pieces,
+    }
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -52,10 +57,18 @@ CASES: dict[str, dict[str, Any]] = {
     "pp2": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(1, 2, 3), "gradient_checkpointing": True}},
     "tp2-pp2": {"model": "llama", "ranks": 4, "actor": {"megatron": division(2, 2)}},
     "tp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2)}},
+    "cp4": {"model": "llama", "ranks": 4, "actor": {"megatron": division(context=4)}},
+    "cp2-pp2": {
+        "model": "qwen3",
+        "ranks": 4,
+        "actor": {"megatron": division(1, 2, 3, context=2), "gradient_checkpointing": True},
+    },
+    "tp2-cp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2, context=2)}},
+    "cp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(context=2)}},
     "resumed": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(1, 2)}, "resume": "tp2-dp2"},
     "bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(2), "autocast": "bfloat16"}},
 }
-EXACT = ["one", "tp2", "pp2", "tp2-pp2", "tp2-dp2"]
+EXACT = ["one", "tp2", "pp2", "tp2-pp2", "tp2-dp2", "cp4", "cp2-pp2", "tp2-cp2", "cp2-dp2"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The `megatron` training engine: tensor, pipeline and data parallelism with Megatron's distributed optimizer.
+"""The `megatron` training engine: tensor, context, pipeline and data parallelism, Megatron's distributed optimizer.
 
 Every data-parallel replica has the whole model, cut over its tensor-parallel ranks and stages; optimizer state and
 float32 master weights are cut over all ranks. With `autocast: bfloat16` parameters are bfloat16.
@@ -65,10 +65,10 @@ class MegatronEngine:
         layout = actor.megatron.layout(dist.get_world_size())
         self._model_dir = model_dir
         self._device = device
-        join_groups(layout, timeout_s=timeout_s, seed=seed)
+        context = join_groups(layout, timeout_s=timeout_s, seed=seed)
         model = DenseModel.of(read_model_config(model_dir))
         self._vocab_size = model.vocab_size
-        self._parts = build_megatron(model, actor, layout)
+        self._parts = build_megatron(model, actor, layout, context)
         self._state = MegatronState(self._parts)
         self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
         self._updates = Updates(actor)

@@ -1,19 +1,20 @@
 """Core attention of Megatron's layers over packed documents: the same function as the other engines'.
 
-Legend of shapes: T tokens, H query heads of this rank, K key/value heads of this rank, D head dimension.
+Legend of shapes: t tokens of this rank, H query heads of this rank, K key/value heads of this rank, D head dimension.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from workers.engines.megatron_context import heads_for_tokens, tokens_for_heads
 from workers.engines.packed_attention import packed_attention
 
 
 class MegatronPackedAttention(nn.Module):
     """Stands where Megatron's `DotProductAttention` would; follows its protocol `CoreAttention`.
 
-    The layout travels in `packed_seq_params.packed_layout`: layers that are recomputed get it again.
+    The layout, and who has the other tokens, travel in `packed_seq_params`: layers that are recomputed get it again.
     """
 
     def __init__(self, config: Any, layer_number: int, *_: object, softmax_scale: float | None = None, **__: object):
@@ -37,16 +38,18 @@ class MegatronPackedAttention(nn.Module):
         """Attend inside each document.
 
         Args:
-            query: [T, H, D]; `key` and `value`: [T, K, D].
+            query: [t, H, D]; `key` and `value`: [t, K, D].
             attention_mask: None.
-            packed_seq_params: with `packed_layout`.
+            packed_seq_params: with `packed_layout`, of all tokens, and `context`, see `MegatronParts`.
 
         Returns:
-            [T, H * D].
+            [t, H * D].
         """
+        layout, context = packed_seq_params.packed_layout, packed_seq_params.context
+        if context is not None:
+            query, key, value = (heads_for_tokens(tensor, context) for tensor in (query, key, value))
         heads_first = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
         output: Tensor
-        output, _ = packed_attention(
-            self, *heads_first, attention_mask, packed_layout=packed_seq_params.packed_layout, scaling=self._scale
-        )
-        return output[0].flatten(1)
+        output, _ = packed_attention(self, *heads_first, attention_mask, packed_layout=layout, scaling=self._scale)
+        own_tHD = output[0] if context is None else tokens_for_heads(output[0], context)
+        return own_tHD.flatten(1)

@@ -21,6 +21,8 @@ class MegatronConfig(Settings):
 
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share every layer."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share the tokens of every micro-batch: long sequences."""
     pipeline_parallel: int = Field(1, ge=1)
     """Stages of layers."""
     pipeline_pieces: int = Field(4, ge=1)
@@ -32,13 +34,14 @@ class MegatronConfig(Settings):
         Raises:
             ConfigError: the ranks make no whole replicas.
         """
-        size = self.tensor_parallel * self.pipeline_parallel
+        size = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         if num_ranks % size:
             raise ConfigError(
                 f"roles: actor:{num_ranks} makes no whole replicas of actor.megatron.tensor_parallel "
-                f"{self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}; give a multiple of {size}"
+                f"{self.tensor_parallel} x context_parallel {self.context_parallel} x pipeline_parallel "
+                f"{self.pipeline_parallel}; give a multiple of {size}"
             )
-        return MegatronLayout(self.tensor_parallel, num_ranks // size, self.pipeline_parallel)
+        return MegatronLayout(self.tensor_parallel, num_ranks // size, self.pipeline_parallel, self.context_parallel)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,12 @@ def check_division(model: DenseModel, config: MegatronConfig) -> None:
             raise ConfigError(
                 f"actor.megatron.tensor_parallel: {tensor} does not divide the model's {name} {value}; choose a divisor"
             )
+    heads = model.num_heads // tensor
+    if heads % config.context_parallel:
+        raise ConfigError(
+            f"actor.megatron.context_parallel: {config.context_parallel} does not divide the {heads} attention heads "
+            "of a tensor-parallel rank; choose a divisor"
+        )
     if model.num_layers % stages:
         raise ConfigError(
             f"actor.megatron.pipeline_parallel: {stages} does not divide the model's {model.num_layers} layers; "

@@ -7,6 +7,7 @@ Source: megatron-core 0.16.1.
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class MegatronParts:
         optimizer: the one DistributedOptimizer.
         geometry: of the model and the rank.
         layout: of all ranks.
+        context: those that share tokens with this one; None: it has all.
     """
 
     network: Any
@@ -38,6 +40,7 @@ class MegatronParts:
     optimizer: Any
     geometry: MegatronGeometry
     layout: MegatronLayout
+    context: dist.ProcessGroup | None
 
 
 def prepare_megatron(device: torch.device) -> None:
@@ -56,29 +59,42 @@ def prepare_megatron(device: torch.device) -> None:
         ) from error
 
 
-def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> None:
-    """Make Megatron's process groups and random numbers; collective over the default group."""
+def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.ProcessGroup | None:
+    """Make Megatron's process groups and random numbers; collective over the default group.
+
+    Returns:
+        The ranks that share tokens with this one; None: it has all.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if parallel_state.model_parallel_is_initialized():  # by an engine before this one in the process
-        return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.stages,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-        create_gloo_process_groups=False,
-    )
-    model_parallel_cuda_manual_seed(seed)
+    if not parallel_state.model_parallel_is_initialized():  # by an engine before this one in the process
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.stages,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(seed)
+    if layout.context == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    own: dist.ProcessGroup | None = None
+    for ranks in layout.context_ranks():
+        group = dist.new_group(list(ranks), timeout=timeout)
+        own = group if dist.get_rank() in ranks else own
+    return own
 
 
-def build_megatron(model: DenseModel, actor: ActorConfig, layout: MegatronLayout) -> MegatronParts:
+def build_megatron(
+    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
+) -> MegatronParts:
     """Return this rank's part of a model without weights; collective over the default group.
 
     Args:
         model: sizes.
         actor: optimizer and computation.
-        layout: `join_groups` was called for it.
+        layout, context: see `join_groups`, which was called.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -119,7 +135,7 @@ def build_megatron(model: DenseModel, actor: ActorConfig, layout: MegatronLayout
         layer_offset=place.stage * (model.num_layers // layout.stages),
         tied=model.tied,
     )
-    return MegatronParts(network, wrapped, chained.chained_optimizers[0], geometry, layout)
+    return MegatronParts(network, wrapped, chained.chained_optimizers[0], geometry, layout, context)
 
 
 def _leave(weight: Tensor) -> Tensor:

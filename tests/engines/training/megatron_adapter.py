@@ -13,12 +13,12 @@ from workers.engines.megatron_config import MegatronConfig
 
 from .adapter import Adapter
 
-LAYOUTS = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "dp2": (2, 1, 1)}
-"""Ranks, tensor parallelism, stages."""
+LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "dp2": (1, 1, 1)}
+"""Tensor parallelism, stages, context parallelism; two ranks each."""
 
 
 class MegatronAdapter(Adapter):
-    """Tensor parallelism, two stages, and two replicas over which the optimizer is distributed."""
+    """Tensor parallelism, two stages, ranks that share tokens, two replicas over which the optimizer is distributed."""
 
     name = "megatron"
     layouts = tuple(LAYOUTS)
@@ -26,7 +26,7 @@ class MegatronAdapter(Adapter):
     shards_over_replicas = False
 
     def num_ranks(self, layout: str) -> int:
-        return LAYOUTS[layout][0]
+        return 2
 
     def prepare(self) -> None:
         sys.path.append(str(Path(__file__).parents[2] / "megatron_engine"))
@@ -53,5 +53,5 @@ class MegatronAdapter(Adapter):
 
 
 def _division(layout: str) -> MegatronConfig:
-    _, tensor, stages = LAYOUTS[layout]
-    return MegatronConfig(tensor_parallel=tensor, pipeline_parallel=stages)
+    tensor, stages, context = LAYOUTS[layout]
+    return MegatronConfig(tensor_parallel=tensor, pipeline_parallel=stages, context_parallel=context)

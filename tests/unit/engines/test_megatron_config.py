@@ -31,6 +31,18 @@ def test_every_rank_has_one_place() -> None:
     assert layout.replica_ranks(1) == (2, 3, 8, 9)
 
 
+def test_ranks_that_share_tokens_hold_the_same_part_of_a_replica() -> None:
+    layout = MegatronLayout(tensor=2, replicas=2, stages=2, context=2)
+    places = [layout.place(rank) for rank in range(16)]
+    assert len(set(places)) == 16
+    assert [layout.rank(place) for place in places] == list(range(16))
+    assert layout.replica_ranks(1) == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert layout.context_ranks()[:3] == ((0, 2), (1, 3), (4, 6))
+    for ranks in layout.context_ranks():
+        assert len({(p.tensor, p.replica, p.stage) for p in (places[rank] for rank in ranks)}) == 1
+    assert sorted(rank for ranks in layout.context_ranks() for rank in ranks) == list(range(16))
+
+
 def test_ranks_of_a_replica_have_the_same_rows_and_one_lead() -> None:
     actor = ActorConfig(engine="megatron", megatron=MegatronConfig(tensor_parallel=2))
     places = [ReplicaPlace.of(actor, rank, 4) for rank in range(4)]
@@ -87,6 +99,8 @@ def test_models_that_are_not_mapped_are_refused(changes: dict[str, Any]) -> None
         ({"tensor_parallel": 4}, "num_attention_heads 6"),
         ({"tensor_parallel": 3}, "num_key_value_heads 2"),
         ({"pipeline_parallel": 3}, "4 layers"),
+        ({"context_parallel": 4}, "6 attention heads"),
+        ({"tensor_parallel": 2, "context_parallel": 2}, "3 attention heads"),
     ],
 )
 def test_what_does_not_divide_is_refused(division: dict[str, int], named: str) -> None:

@@ -1,0 +1,124 @@
+"""Context parallelism of the `megatron` engine: ranks with the same part of the model share a micro-batch's tokens.
+
+Every rank computes the layers for its tokens. Around the attention the ranks exchange tokens for heads (Ulysses), so
+each attends over all tokens with its part of the heads, by the kernels of the other engines:
+
+    rank 0   tokens 0 .. t, all heads          tokens 0 .. T, heads 0 .. h
+    rank 1   tokens t .. T, all heads   <-->   tokens 0 .. T, heads h .. H
+
+To Megatron these ranks are data-parallel replicas: it sums their gradients, and cuts the optimizer over them.
+
+Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
+Legend of shapes: T tokens of a micro-batch, C ranks, t = T / C tokens of this rank, H heads of a tensor-parallel rank,
+h = H / C, D head dimension, A answer tokens, a answer tokens that this rank's tokens predict.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workers.engines.packed_forward import PackedInputs
+from workers.engines.packed_layout import ALONE, PackedLayout
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """This rank's tokens of a micro-batch.
+
+    Attributes:
+        tokens_t, positions_t: int64 [t].
+        layout: of all T tokens; up to C - 1 that belong to nothing make T a multiple of C.
+        predictors_a, targets_a: int64 [a], see `PackedInputs`; one that does not count where this rank has none.
+        answers_a: int64 [a], places among the A answer tokens, or empty.
+        num_answers: A.
+    """
+
+    tokens_t: Tensor
+    positions_t: Tensor
+    layout: PackedLayout
+    predictors_a: Tensor
+    targets_a: Tensor
+    answers_a: Tensor
+    num_answers: int
+
+    @staticmethod
+    def of(inputs: PackedInputs, rank: int, size: int) -> "TokenShare":
+        """Return the share of one of `size` ranks."""
+        spare = -inputs.tokens_T.numel() % size
+        layout = inputs.layout
+        if spare:
+            layout = PackedLayout((*layout.lengths, spare), (*layout.prompts, ALONE))
+        length = (inputs.tokens_T.numel() + spare) // size
+        tokens = slice(rank * length, (rank + 1) * length)
+        places_A = inputs.predictors_A - tokens.start
+        answers_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
+        nothing_a = answers_a.new_zeros(1)
+        return TokenShare(
+            pad(inputs.tokens_T, (0, spare))[tokens],
+            pad(inputs.positions_T, (0, spare))[tokens],
+            layout,
+            places_A[answers_a] if answers_a.numel() else nothing_a,
+            inputs.targets_A[answers_a] if answers_a.numel() else nothing_a,
+            answers_a,
+            inputs.targets_A.numel(),
+        )
+
+    def own(self, values_A: Tensor) -> Tensor:
+        """Return [a] of values of all answer tokens; 0 for one that does not count."""
+        own = values_A[self.answers_a]
+        return own if own.numel() else values_A.new_zeros(1)
+
+    def spread(self, values_a: Tensor) -> Tensor:
+        """Return [A]: this rank's values in their places, and 0."""
+        return values_a.new_zeros(self.num_answers).index_copy(0, self.answers_a, values_a[: self.answers_a.numel()])
+
+
+def heads_for_tokens(local_tHD: Tensor, group: Group) -> Tensor:
+    """Return [T, H / C, D]: all tokens of this rank's heads, from all heads of its tokens.
+
+    Heads that are fewer than the ranks, or do not divide by them, are repeated as often as it takes; so their number is
+    then a multiple of C.
+    """
+    size = dist.get_world_size(group)
+    times = size // gcd(size, local_tHD.shape[1])
+    if times > 1:
+        local_tHD = local_tHD.repeat_interleave(times, dim=1)
+    parts_CthD = torch.unflatten(local_tHD, 1, (size, -1)).transpose(0, 1)
+    return _exchange(parts_CthD, group).flatten(0, 1)
+
+
+def tokens_for_heads(whole_ThD: Tensor, group: Group) -> Tensor:
+    """Return [t, H, D], the other way round."""
+    size = dist.get_world_size(group)
+    parts_CthD = _exchange(torch.unflatten(whole_ThD, 0, (size, -1)), group)
+    return parts_CthD.transpose(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rank i gives its part j to rank j, and puts what it gets from j there: its own inverse and its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
+        """Return parts of the same shape, [C, ...]."""
+        ctx.group = group
+        given = parts.contiguous()
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken, given, group=group)
+        return taken
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of `parts`."""
+        return _exchange(gradients[0], ctx.group), None
+
+
+def _exchange(parts: Tensor, group: Group) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return exchanged
