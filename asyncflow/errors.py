@@ -54,7 +54,7 @@ class RowsExist(PeerRefused):
 
 
 class PutPending(PeerRefused):
-    """Somebody else is just putting one of these rows; whether it will exist is not known yet. Put them again soon."""
+    """Another put, perhaps an earlier one of this client, is bringing one of these rows, and may fail: put again."""
 
 
 class ProducersGone(DeadlineExceeded):

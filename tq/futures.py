@@ -10,7 +10,10 @@ Outcome = list[Any] | BaseException
 
 
 def when_all(
-    futures: "Sequence[Future[Any]]", done: Callable[[Outcome], None], *, but: tuple[type[BaseException], ...] = ()
+    futures: "Sequence[Future[Any]]",
+    done: Callable[[Outcome], None],
+    *,
+    tolerated: tuple[type[BaseException], ...] = (),
 ) -> None:
     """Call `done` once: with all results in order, or with the first error as soon as there is one.
 
@@ -19,12 +22,12 @@ def when_all(
     Args:
         futures: to wait for.
         done: gets the outcome.
-        but: errors that do not end the wait; they are among the results.
+        tolerated: errors that count as results.
     """
     if not futures:
         done([])
         return
-    gathering = _Gathering(len(futures), done, but)
+    gathering = _Gathering(len(futures), done, tolerated)
     for k, future in enumerate(futures):
         future.add_done_callback(partial(gathering.completed, k))
 
@@ -36,23 +39,25 @@ def when_settled(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseExce
         assert isinstance(results, list), "no error ends this wait"
         done([result for result in results if isinstance(result, BaseException)])
 
-    when_all(futures, sort_out, but=(BaseException,))
+    when_all(futures, sort_out, tolerated=(BaseException,))
 
 
 class _Gathering:
     """Refers to no future, and to `done` only until it was called: a put's payload must not wait for a cycle's end."""
 
-    def __init__(self, number: int, done: Callable[[Outcome], None], but: tuple[type[BaseException], ...]) -> None:
+    def __init__(
+        self, number: int, done: Callable[[Outcome], None], tolerated: tuple[type[BaseException], ...]
+    ) -> None:
         self._lock = threading.Lock()
         self._results: list[Any] = [None] * number
         self._left = number
         self._done: Callable[[Outcome], None] | None = done
-        self._but = but
+        self._tolerated = tolerated
 
     def completed(self, k: int, future: "Future[Any]") -> None:
         error = future.exception()
         result = future.result() if error is None else error
-        if isinstance(error, self._but):
+        if isinstance(error, self._tolerated):
             error = None
         with self._lock:
             self._left -= 1

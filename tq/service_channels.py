@@ -81,6 +81,12 @@ class ServiceChannels:
                 raise
         return connection
 
+    def opened(self, service: str) -> Connection | None:
+        """Return the connection to `service` if there is one that works."""
+        with self._lock:
+            connection = self._links.get(service)
+        return None if connection is None or connection.closed else connection
+
     def give_up_waiting(self, service: str) -> None:
         """The service started anew: who still connects to its earlier life gets an error, and delays nobody."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fake_controller import (
@@ -133,6 +134,31 @@ def test_rows_in_flight_that_the_controller_knows_elsewhere_are_refused(bench: B
     bench.controller(accept=UnitAccepted(["ref"], [5]))
     refused(create, PutPending, "elsewhere")
     assert stats(client).num_rows == 0
+
+
+@pytest.mark.parametrize("answer", [RowsAccepted(), PutPending("elsewhere"), QueueFull("no room")])
+def test_put_whose_rows_were_dropped_fails_and_harms_no_later_one(bench: Bench, answer: Any) -> None:
+    """One controller took it, started anew, and knows its row elsewhere; the other one answers late."""
+    first, second = (bench.controller(f"controller-{k}") for k in range(2))
+    bench.unit(controllers=2)
+    for controller in (first, second):
+        controller.hears(RegisterUnit)
+    client = bench.client()
+    second.parking.add(RowsCreated)
+    put = client.create([5], {"x": numbers(5)})
+    late = second.parks()
+    first.close()
+    first = bench.controller(accept=UnitAccepted(["ref"], [5]))
+    until(lambda: stats(client).num_rows == 0)
+    refused(client.create([5], {"x": numbers(5)}), PutPending, "row 5 is just being put here")
+    if isinstance(answer, RowsAccepted):
+        late.reply(answer)
+    else:
+        late.refuse(answer)
+    refused(put, QueueFull if isinstance(answer, QueueFull) else PutPending, "no room|elsewhere")
+    second.parking.clear()
+    assert isinstance(done(client.create([5], {"x": numbers(5)})), Stored)
+    assert stats(client).num_rows == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, until
 
-from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column
 from tq.messages import (
@@ -20,6 +20,7 @@ from tq.messages import (
     QuarantineRows,
     RemovalReason,
     RowsAccepted,
+    RowsConfirmed,
     RowsCreated,
     RowsRemoved,
     Stored,
@@ -73,30 +74,41 @@ def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench
     controller.parking.add(RowsCreated)
     first = client.create([0], {"x": numbers(1)})
     parked = controller.parks()
-    again, other = client.create([0], {"x": numbers(1)}), client.create([0], {"x": numbers(2)})
-    stats(client)  # they were looked at
-    assert not first.done() and not again.done() and not other.done(), "the first put may fail yet"
+    for value in (1, 2):
+        refused(client.create([0], {"x": numbers(value)}), PutPending, "row 0 is just being put here")
+    assert not first.done()
     parked.reply(RowsAccepted())
-    assert isinstance(done(first), Stored) and isinstance(done(again), Stored)
-    refused(other, RowsExist, "row 0 exists")
+    assert isinstance(done(first), Stored)
     assert isinstance(done(client.create([0], {"x": numbers(1)})), Stored)
+    refused(client.create([0], {"x": numbers(2)}), RowsExist, "row 0 exists")
     assert controller.parked.empty()
 
 
-def test_put_of_rows_that_another_put_is_bringing_goes_on_when_that_one_failed(bench: Bench) -> None:
-    """A producer that died is followed by another one, which puts those rows one by one."""
-    controller, client = bench.started()
-    controller.parking.add(RowsCreated)
-    whole = client.create([0, 1], {"x": numbers(0, 1)})
+def test_nobody_hears_of_a_row_that_it_is_in_before_all_controllers_confirmed_it(bench: Bench) -> None:
+    """Its put may fail, and if the unit dies first nobody knows that the row was lost."""
+    controller = bench.controller()
+    bench.unit(controllers=2)
+    controller.parking |= {RowsCreated, RowsConfirmed}
+    client = bench.client()
+    first = client.create([0, 1], {"x": numbers(0, 1)})
     parked = controller.parks()
-    parts = [client.create([row], {"x": numbers(row)}) for row in (1, 0)]
-    stats(client)
-    assert not any(part.done() for part in parts)
-    controller.parking.clear()
-    parked.refuse(QueueFull("no room"))
-    refused(whole, QueueFull, "no room")
-    assert all(isinstance(done(part), Stored) for part in parts)
-    assert stats(client).num_rows == 2
+    refused(client.create([1], {"x": numbers(1)}), PutPending, "row 1 is just being put")
+    parked.reply(RowsAccepted())
+    parked = controller.parks()
+    refused(client.create([1], {"x": numbers(1)}), PutPending, "row 1 is just being put")
+    parked.reply(RowsAccepted())
+    assert isinstance(done(first), Stored)
+    assert isinstance(done(client.create([1], {"x": numbers(1)})), Stored)
+
+
+def test_rows_of_a_put_that_failed_may_be_put_at_once(bench: Bench) -> None:
+    """A producer that died is followed by another one, which puts its rows one by one."""
+    controller, client = bench.started()
+    controller.refusals[RowsCreated] = QueueFull("no room")
+    refused(client.create([0, 1], {"x": numbers(0, 1)}), QueueFull, "no room")
+    controller.refusals.clear()
+    for row in (1, 0):
+        assert isinstance(done(client.create([row], {"x": numbers(row)})), Stored)
     assert client.get([0, 1], "x")["x"].values.tolist() == [0, 1]
 
 

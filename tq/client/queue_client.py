@@ -9,12 +9,11 @@ A controller that restarts is waited for. A unit that is gone is an error, since
 to another one, and acks need no row.
 """
 
-import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncflow.errors import ConfigError, Superseded, TransportError
+from asyncflow.errors import ConfigError, Superseded
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
 from tq.client.arguments import (
@@ -136,7 +135,7 @@ class QueueClient:
             ConfigError: the arguments do not go together; nothing was put.
             QueueFull: no room within `timeout_s`; says what it waited for.
             RowsExist: a row exists already.
-            TransportError: no unit took them in time, or somebody else was putting one of them all the time.
+            TransportError: no unit took them in time, or another put of one of them did not end in time.
         """
         timeout_s = check_timeout(self._services.seconds(timeout_s))
         number = common_length(columns)
@@ -293,7 +292,9 @@ class QueueClient:
         self._held.settled(task, granted.token, rows)
 
     def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        """Return rows of a lease; somebody else gets them. If this fails they do when the controller is back.
+        """Return rows of a lease; somebody else gets them, as soon as the controller is back if it does not answer.
+
+        A trainer's lease (`keeps_leases`) whose controller does not answer must be given back again.
 
         Raises:
             ConfigError: the lease is another task's, or has no such rows.
@@ -400,8 +401,7 @@ class QueueClient:
         """
         self._held.settled(task, granted.token, rows)
         service = self._services.directory.controller_of(task)
-        with contextlib.suppress(TransportError):  # when it is joined again it hears that they are not held
-            self._services.post(service, GiveBack(task, granted.token, list(rows), superseded=True))
+        self._services.post(service, GiveBack(task, granted.token, list(rows), superseded=True))
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
         check_task(message.task, self._services.directory.tasks)

@@ -125,12 +125,14 @@ class QueueServices:
         return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
     def post(self, controller: str, message: Message) -> None:
-        """Send a message whose answer nobody waits for; it is carried out unless the controller or the channel goes.
+        """Send a message whose answer nobody waits for, over a channel that is open; without one it is dropped.
 
-        Raises:
-            TransportError: the controller is gone.
+        It is carried out unless the controller or the channel goes: then this client joins anew.
         """
-        self.controller(controller).submit(message)
+        connection = self._links.opened(controller)
+        if connection is not None:
+            with contextlib.suppress(TransportError):
+                connection.submit(message)
 
     def tell_controllers(self, message: Message) -> list[Any]:
         """Send one message to every controller; returns their answers, the lead's first."""

@@ -18,7 +18,7 @@ def put_somewhere(services: QueueServices, loads: UnitLoads, put: Callable[[str]
 
     Raises:
         RowsExist, PeerRefused: they were there before the first attempt, or were refused.
-        TransportError: no unit took them in time, or somebody else was putting one of them all the time.
+        TransportError: no unit took them in time, or another put of one of them did not end in time.
     """
     unsure: set[str] = set()
     """Units that may have taken the rows though their answer did not come."""

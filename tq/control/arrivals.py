@@ -32,6 +32,8 @@ class Arrivals:
         """Of announced rows."""
         self._book = book
         self._announced: dict[int, LiveRow] = {}
+        self._let_go: dict[int, LiveRow] = {}
+        """Announced rows that another unit had, and let go of for them: lost if the announcement comes to nothing."""
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -41,8 +43,8 @@ class Arrivals:
 
         Raises:
             PeerRefused: it is malformed.
-            RowsExist: a row is at another unit.
-            PutPending: another unit announced a row, which may still come to nothing.
+            RowsExist: a row is at another unit, and none is announced by one.
+            PutPending: another unit announced a row, which may come to nothing.
         """
         count = len(event.rows)
         if len(event.groups) != count or len(event.tokens) != count or len(set(event.rows)) != count:
@@ -57,14 +59,16 @@ class Arrivals:
         table = self._book.rows
         finished = table.finished(event.partition)
         for number in event.rows:
-            coming, row = self._announced.get(number), table.rows.get(number)
+            coming = self._announced.get(number)
             if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
                 raise PutPending(
                     f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
                 )
-            if coming is None and row is None:
+        for number in event.rows:
+            row = self._announced.get(number) or table.rows.get(number)
+            if row is None:
                 num_new += number not in finished
-            elif row is not None and row.unit.name != event.unit and not row.unit.lost:
+            elif row.unit.name != event.unit and not row.unit.lost:
                 raise RowsExist(
                     f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
                 )
@@ -114,6 +118,12 @@ class Arrivals:
         row = self._announced.get(number)
         return row is not None and row.unit.online
 
+    def prefer(self, number: int, row: LiveRow) -> None:
+        """Another unit returned with this row, which is announced by one that is up, and was told to let go of it."""
+        table = self._book.rows
+        if number not in table.rows and not table.is_finished(number, row.partition):
+            self._let_go[number] = row
+
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
         """Every controller has agreed to these rows. What was learnt since is told."""
         accepted: Marks = {}
@@ -123,6 +133,7 @@ class Arrivals:
             row = self._announced.get(number)
             if row is not None and row.unit.name == event.unit:
                 self._drop(number)
+                self._lose_let_go(number)  # what is known of it counts for the row that is merged
                 row.left &= ~done[k]
                 partitions.add(row.partition)
                 for name in self._book.rows.tasks(self.merge(number, row) & row.left):
@@ -150,6 +161,7 @@ class Arrivals:
         for number in [number for number, row in self._announced.items() if row.unit.name == unit]:
             if rows is None or number in rows:
                 self._drop(number)
+                self._lose_let_go(number)
 
     def merge(self, number: int, row: LiveRow, *, values_kept: bool = False) -> int:
         """A row is at a unit; returns the tasks that are known to be done with it (bits).
@@ -175,6 +187,12 @@ class Arrivals:
         row = self._announced.pop(number, None)
         if row is not None:
             self.num_bytes -= row.num_bytes
+
+    def _lose_let_go(self, number: int) -> None:
+        row = self._let_go.pop(number, None)
+        table = self._book.rows
+        if row is not None and number not in table.rows and not table.is_finished(number, row.partition):
+            self._book.add_lost(number, row)
 
     def _rows(self, event: RowsCreated) -> list[tuple[int, LiveRow]]:
         table = self._book.rows

@@ -6,6 +6,7 @@ checkpoint, finished samples that it holds (`SavedRows`) take the place of promp
 put a second time, after a loss, is always a prompt.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from asyncflow.errors import RowsExist
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
@@ -109,7 +111,7 @@ class PromptAdmitter:
         try:
             for step in self._reopened:  # the mark is durable before a step is opened
                 self._open(step)
-            self._put(self._missing)
+            self._put_again(self._missing)
             self._admit()
             while (event := self._events.get()) is not None:
                 self._handle(event)
@@ -124,7 +126,7 @@ class PromptAdmitter:
                 self._state.published(event)
                 self._admit()
             case Lost():
-                self._put(self._state.groups_of_rows(event.rows))
+                self._put_again(self._state.groups_of_rows(event.rows))
             case Quarantined():
                 group = self._state.refill(event.partition, event.group, event.cause)
                 if group is None:
@@ -166,6 +168,16 @@ class PromptAdmitter:
             left = [(group, tuple(row for row in group.rows if row not in done)) for group in groups]
             groups = [AdmittedGroup(group.group, group.step, rows) for group, rows in left if rows]
         self._put(groups)
+
+    def _put_again(self, groups: Sequence[AdmittedGroup]) -> None:
+        """Put rows that were in the queue before; a unit that was away may have brought some of them back."""
+        try:
+            self._put(groups)
+        except RowsExist:
+            for group in groups:
+                for row in group.rows:
+                    with contextlib.suppress(RowsExist):
+                        self._put([AdmittedGroup(group.group, group.step, (row,))])
 
     def _put(self, groups: Sequence[AdmittedGroup]) -> None:
         by_step: dict[int, list[AdmittedGroup]] = defaultdict(list)

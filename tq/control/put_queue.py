@@ -7,7 +7,7 @@ RowsCreated --room--> taken (`Arrivals`)
 
 from collections.abc import Callable
 
-from asyncflow.errors import PeerRefused
+from asyncflow.errors import PeerRefused, PutPending
 from tq.control.arrivals import Arrivals
 from tq.control.events import Answer
 from tq.control.live_rows import UnitInfo
@@ -70,7 +70,7 @@ class PutQueue:
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
         """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
         for request in self._room.cancel(unit, rows):
-            self._book.out.append(Answer(request, PeerRefused(f"{unit}: a put that waited for room does so no more")))
+            self._book.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
 
     def lose(self, unit: UnitInfo) -> None:
         """A unit is gone, with its rows and with what it announced."""

@@ -197,15 +197,15 @@ class RowBook:
                 partitions.add(row.partition)
         self.drop_finished(task, partitions)
 
-    def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None) -> None:
-        """Rows (default: all) of a lease return, once the units refuse late puts."""
+    def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
+        """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""
         taken = task.void(token, rows)
         lost = [number for number in taken if self.rows.rows[number].unit.lost]
         task.leases.stale.update(lost)
         self.lost_now += lost
         here = [number for number in taken if not self.rows.rows[number].unit.lost]
         if here:
-            self._fence(task, here, counts=True)
+            self._fence(task, here, counts=counts)
 
     def filter_groups(self, task: TaskState, token: int, rows: Iterable[int]) -> None:
         """The holder of a lease has no use for the groups of some of its rows."""

@@ -338,7 +338,7 @@ class ControlState:
         if event.filtered:
             self._book.filter_groups(task, event.token, event.rows)
         else:
-            self._book.give_back(task, event.token, event.rows)
+            self._book.give_back(task, event.token, event.rows, counts=not event.superseded)
 
     def _join(self, event: Join, request: int) -> None:
         void = [held.token for held in event.holds if held.token < self._oldest_token]

@@ -144,8 +144,8 @@ class UnitRegistry:
         elsewhere = known is not None and not known.unit.lost and known.unit is not row.unit
         if elsewhere or self._arrivals.expects(number):
             reply.drop.append(number)
-            if known is None and not pending:
-                book.add_lost(number, row)  # the other unit's put may fail
+            if not pending:
+                self._arrivals.prefer(number, row)
             return 0
         if known is None or known.unit.lost:
             if pending:

@@ -50,8 +50,8 @@ class WaitReasons:
         number = fetch.partition if isinstance(fetch, FetchRound) and task.steps is None else self._oldest(task)
         if number is None:
             leased = len(task.leases.holders)
-            others = f"{leased} are leased, and no other" if leased else "none"
-            return Reason(f"no row waits for this task; {others} was put", self._alive({NEW_ROWS}))
+            others = f"{leased} are leased" if leased else "none was put"
+            return Reason(f"no row waits for this task; {others}", self._alive({NEW_ROWS}))
         if gate is not None and number > gate:
             return Reason(f"partition {number} waits for newer weights than version {_version(fetch)}")
         return self._in_partition(task, number)

@@ -4,13 +4,12 @@ block (I/O) --> [lock] hold? state change, notices --> ... --> every controller 
                                                        '-----> one did not --> new rows go again; outputs stay
 
 Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.arrivals`).
-Whoever hears that rows exist may forget them. So nobody is told so of rows whose own put may still fail: a put that
-names some waits for its end, and goes on then.
+Whoever hears that rows exist may forget them. So nobody is told so while the put that brings them may still fail: who
+names such rows in another put hears that he shall put them again.
 """
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -38,8 +37,8 @@ _PARKED_EXTRA_S = 5.0
 """A controller that parks a put until its deadline has so much longer to say so."""
 _CONFIRM_FRACTION = 0.8
 """Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
-_UNSETTLED = RowsExist, PutPending
-"""What one controller says of rows, but the others may not."""
+_DOUBTS = RowsExist, PutPending
+"""Refusals of one controller that count only with those of the others."""
 
 
 class UnitPuts:
@@ -72,8 +71,8 @@ class UnitPuts:
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
-        self._creating: dict[int, tuple[list[int], Future[Stored]]] = {}
-        """First row of a put that is not confirmed -> its rows, and what comes of it."""
+        self._coming: set[int] = set()
+        """Rows of puts that not all controllers have confirmed, or that are not taken back yet."""
 
     def put_rows(self, message: PutRows, call: Call) -> None:
         """Create rows; replies `Stored`, or refuses, and then nothing has changed.
@@ -94,7 +93,7 @@ class UnitPuts:
         self._carry_out(partial(self._commit, message, block, call), block)
 
     def resume(self, put: Callable[[], None], block: Block | None, call: Call) -> None:
-        """Carry out a put that waited: for the end of a hold, or of another put."""
+        """Carry out a put that waited for the end of a hold."""
         try:
             self._carry_out(put, block)
         except AsyncFlowError as error:
@@ -107,70 +106,67 @@ class UnitPuts:
             self._discard(block)
             raise
 
-    def _create(self, message: PutRows, block: Block | None, call: Call, *, here: bool = True) -> None:
-        again = partial(self.resume, partial(self._create, message, block, call, here=False), block, call)
-        repeated = told = None
+    def _create(self, message: PutRows, block: Block | None, call: Call) -> None:
         with self._lock:
-            if self._holds.park(again):
+            if self._holds.park(partial(self.resume, partial(self._create, message, block, call), block, call)):
                 return
-            under_way = self._under_way(message.rows)
-            if under_way is None:
-                repeated = self._state.create(
-                    message.rows,
-                    block,
-                    partition=message.partition,
-                    groups=message.groups,
-                    group_size=message.group_size,
-                    commits=message.commits,
-                )
-            if under_way is None and repeated is None:
+            self._refuse_coming(message.rows)
+            repeated = self._state.create(
+                message.rows,
+                block,
+                partition=message.partition,
+                groups=message.groups,
+                group_size=message.group_size,
+                commits=message.commits,
+            )
+            if repeated is None:
                 told = self._links.tell(self._created(message, block), message.timeout_s + _PARKED_EXTRA_S)
-                stored: Future[Stored] = Future()
-                self._creating[message.rows[0]] = message.rows, stored
-        if under_way is not None:
-            under_way.add_done_callback(lambda _: again())
-        elif told is not None:
-            stored.add_done_callback(partial(_answer, call))
-            when_all(list(told.values()), partial(self._conclude, message, stored), but=_UNSETTLED)
-            self._links.flush(here=here)
-        elif repeated is not None:
+                self._coming.update(message.rows)
+        if repeated is not None:
             self._check_same(repeated, block)
             call.reply(Stored(self._state.books.num_bytes))
-
-    def _under_way(self, rows: Sequence[int]) -> "Future[Stored] | None":
-        """Return the end of a put that brought some of these rows, if it is not over; the lock is held."""
-        pending = self._state.first_pending(rows)
-        return next((stored for coming, stored in self._creating.values() if pending in coming), None)
-
-    def _conclude(self, message: PutRows, stored: "Future[Stored]", outcome: Outcome) -> None:
-        """All controllers agreed to the new rows, or one will not have them."""
-        outcome = _settle_existence(outcome) if isinstance(outcome, list) else outcome
-        if not isinstance(outcome, list):
-            self._take_back(message, stored, outcome)
             return
+        when_all(list(told.values()), partial(self._conclude, message, call), tolerated=_DOUBTS)
+        self._links.flush()
+
+    def _refuse_coming(self, rows: Sequence[int]) -> None:
+        coming = next((row for row in rows if row in self._coming), None)
+        if coming is not None:
+            raise PutPending(f"row {coming} is just being put here; put it again when that is over")
+
+    def _conclude(self, message: PutRows, call: Call, outcome: Outcome) -> None:
+        """All controllers answered, or one will not have the new rows."""
+        answers = _agreed(outcome) if isinstance(outcome, list) else outcome
+        confirmed: Told = {}
         with self._lock:
-            self._learn(message, outcome)
-            confirmed: Told = {}
-            if self._links.several:
-                commits = self._state.commits_of(message.rows)
-                confirmed = self._links.tell(RowsConfirmed(self._name, message.rows, commits), self._timeout_s)
-            self._state.confirm(message.rows)
-        when_all(list(confirmed.values()), partial(self._stored, message, stored))
+            dropped = self._state.take_dropped(message.rows)
+            if dropped and isinstance(answers, list):
+                answers = PutPending(f"row {dropped[0]} is elsewhere, or just being put there")
+            if isinstance(answers, list):
+                self._learn(message, answers)
+                if self._links.several:
+                    commits = self._state.commits_of(message.rows)
+                    confirmed = self._links.tell(RowsConfirmed(self._name, message.rows, commits), self._timeout_s)
+                self._state.confirm(message.rows)
+        if not isinstance(answers, list):
+            self._take_back(message, call, answers)
+            return
+        when_all(list(confirmed.values()), partial(self._stored, message, call))
         if confirmed:
             self._links.flush(here=False)
 
-    def _stored(self, message: PutRows, stored: "Future[Stored]", outcome: Outcome) -> None:
+    def _stored(self, message: PutRows, call: Call, outcome: Outcome) -> None:
         """All controllers may hand out the new rows."""
         with self._lock:
-            self._creating.pop(message.rows[0], None)
+            self._coming.difference_update(message.rows)
             if isinstance(outcome, list):
                 self._learn(message, outcome)
             num_bytes = self._state.books.num_bytes
         self._poke()
         if isinstance(outcome, list):
-            stored.set_result(Stored(num_bytes))
+            call.reply(Stored(num_bytes))
         else:
-            stored.set_exception(outcome)
+            _refuse(call, outcome)
 
     def _learn(self, message: PutRows, replies: list[Any]) -> None:
         """Controllers may know that tasks were done with rows before these were lost; the lock is held."""
@@ -179,16 +175,16 @@ class UnitPuts:
                 rows = {task: [message.rows[k] for k in positions] for task, positions in reply.commits.items()}
                 self._state.learn_commits(rows)
 
-    def _take_back(self, message: PutRows, stored: "Future[Stored]", error: BaseException) -> None:
+    def _take_back(self, message: PutRows, call: Call, error: BaseException) -> None:
         """All hear of it: who refused may have taken a part of the rows with an inventory."""
         with self._lock:
-            self._creating.pop(message.rows[0], None)
+            self._coming.difference_update(message.rows)
             for partition, rows in self._state.remove(message.rows).items():
                 removal = RowsRemoved(self._name, partition, rows, RemovalReason.REFUSED)
                 self._links.tell(removal, self._timeout_s)
         self._links.flush(here=False)
         self._poke()
-        stored.set_exception(error)
+        _refuse(call, error)
 
     def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
         with self._lock:
@@ -252,16 +248,18 @@ class UnitPuts:
         return OutputsWritten(self._name, message.task, message.rows, columns, tokens, num_bytes)
 
 
-def _settle_existence(answers: list[Any]) -> Outcome:
+def _agreed(answers: list[Any]) -> Outcome:
     """Return the controllers' answers to new rows, or why these are taken back.
 
-    Rows exist when all controllers say so. Where they disagree, some will soon hear that the rows are gone, or there.
+    Rows exist when all controllers say so. Where one does not, it has just started anew, or the others are about to
+    hear that the rows are gone.
     """
-    doubts = [answer for answer in answers if isinstance(answer, _UNSETTLED)]
+    doubts = [answer for answer in answers if isinstance(answer, _DOUBTS)]
     if not doubts:
         return answers
-    exist = len(doubts) == len(answers) and all(isinstance(doubt, RowsExist) for doubt in doubts)
-    return doubts[0] if exist else PutPending(str(doubts[0]))
+    if len(doubts) == len(answers) and all(isinstance(doubt, RowsExist) for doubt in doubts):
+        return doubts[0]
+    return PutPending(f"not all controllers know of it: {doubts[0]}")
 
 
 def _extent(block: Block | None, num_rows: int) -> tuple[list[str], list[int], int]:
@@ -280,14 +278,6 @@ def _same(blocks: BlockStore, repeated: Repeated, block: Block) -> bool:
         if not all(old[name].equals(before, new[name], now) for name in block.names):
             return False
     return True
-
-
-def _answer(call: Call, stored: "Future[Any]") -> None:
-    error = stored.exception()
-    if error is None:
-        call.reply(stored.result())
-    else:
-        _refuse(call, error)
 
 
 def _refuse(call: Call, error: BaseException) -> None:

@@ -37,6 +37,7 @@ class UnitState:
         self._tasks: frozenset[str] = frozenset()
         self._rows: dict[int, Row] = {}
         self._finished: dict[int, tuple[Commit, ...]] = {}
+        self._dropped: set[int] = set()
         self._partitions: dict[int, Partition] = {}
         self._committed = -1
         self._floors: dict[str, tuple[int, frozenset[int]]] = {}
@@ -91,10 +92,6 @@ class UnitState:
             for k in positions:
                 arrived[k].commits[task] = came
         return None
-
-    def first_pending(self, rows: Sequence[int]) -> int | None:
-        """Return one of these rows that is here and not confirmed."""
-        return next((number for number in rows if number in self._rows and self._rows[number].pending), None)
 
     def confirm(self, rows: Sequence[int]) -> None:
         """The controllers know these rows now; those that every task is done with go."""
@@ -202,6 +199,18 @@ class UnitState:
                 removed.setdefault(row.partition, []).append(number)
                 self._detach(number, row)
         return removed
+
+    def drop(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        """Forget rows that are elsewhere, as `remove` does; those of a put that is under way are remembered."""
+        here = [number for number in rows if number in self._rows]
+        self._dropped.update(number for number in here if self._rows[number].pending)
+        return self.remove(here)
+
+    def take_dropped(self, rows: Iterable[int]) -> list[int]:
+        """Return which rows of a put were dropped while it was under way; once."""
+        dropped = [number for number in rows if number in self._dropped] if self._dropped else []
+        self._dropped.difference_update(dropped)
+        return dropped
 
     def quarantine(self, rows: Iterable[int], cause: QuarantineCause) -> dict[int, list[int]]:
         """Forget rows as `remove` does, but remember why, for controllers that hear of it later."""

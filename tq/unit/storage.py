@@ -156,7 +156,7 @@ class StorageUnit:
 
     def accepted(self, reply: UnitAccepted) -> None:
         """A controller knows the inventory; called by the links with the lock held."""
-        for partition, rows in self._state.remove(reply.drop).items():
+        for partition, rows in self._state.drop(reply.drop).items():
             self._links.tell(RowsRemoved(self.name, partition, rows, RemovalReason.DROPPED), self._timeout_s)
             self._links.wake()
         self._state.set_tasks(reply.tasks)

@@ -104,7 +104,9 @@ class HeldUnit:
 
     def create(self, rows: list[int]) -> None:
         """Take new rows, all of one partition."""
-        if any(row in self.rows and self.rows[row].pending for row in rows):
+        if any(
+            change.kind in ("create", "confirm") and not set(change.rows).isdisjoint(rows) for change in self.changes
+        ):
             raise PutPending("wait for it")
         if any(row in self.rows or row in self.finished for row in rows):
             raise RowsExist("they are here")

@@ -166,7 +166,7 @@ def test_deadline_tells_of_rows_that_others_have_in_hand(make_world: World) -> N
     world = make_world(REF)
     world.put([0, 1])
     world.granted(world.ask("ref", 2, owner="b"))
-    expected = "no row waits for this task; 2 are leased, and no other was put"
+    expected = "no row waits for this task; 2 are leased"
     assert reason(world, world.ask("ref")) == (expected, False)
 
 

@@ -46,14 +46,14 @@ def test_first_error_ends_the_wait_and_the_rest_is_not_heard() -> None:
 
 def test_some_errors_may_be_results_and_the_others_end_the_wait() -> None:
     waiting, outcomes = futures(2), list[Outcome]()
-    when_all(waiting, outcomes.append, but=(ValueError,))
+    when_all(waiting, outcomes.append, tolerated=(ValueError,))
     mild = ValueError("x")
     waiting[1].set_exception(mild)
     assert outcomes == []
     waiting[0].set_result("a")
     assert outcomes == [["a", mild]]
     waiting = futures(2)
-    when_all(waiting, outcomes.append, but=(ValueError,))
+    when_all(waiting, outcomes.append, tolerated=(ValueError,))
     fatal = KeyError("y")
     waiting[0].set_exception(fatal)
     assert outcomes[1:] == [fatal]

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from asyncflow.errors import RowsExist
 from tq import Column
 from tq.config import Fill, ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
@@ -15,9 +16,10 @@ SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_stal
 
 
 class FakeClient:
-    """Notes what is opened and put; `quiet` is set by the last step's put."""
+    """Notes what is opened and put; `quiet` is set by the last step's put. A put of rows that exist is refused."""
 
-    def __init__(self, last_step: int) -> None:
+    def __init__(self, last_step: int, exist: Collection[int]) -> None:
+        self._exist = exist
         self.opened: dict[int, int] = {}
         self.put: dict[int, list[int]] = {}
         self.commits: dict[int, tuple[str, ...]] = {}
@@ -29,6 +31,8 @@ class FakeClient:
 
     def put_rows(self, columns: Any, *, partition: int, rows: list[int], **fields: Any) -> None:
         assert partition in self.opened, "rows of a step that nobody knows the size of"
+        if not set(rows).isdisjoint(self._exist):
+            raise RowsExist("some are here")
         self.put.setdefault(partition, []).extend(rows)
         self.commits.update(dict.fromkeys(rows, tuple(fields.get("commits", ()))))
         if partition == self._last_step:
@@ -71,8 +75,9 @@ def run_state(
     last_step: int,
     saved: Saved | None = None,
     events: Sequence[int | Lost] = (),
+    exist: Collection[int] = (),
 ) -> FakeClient:
-    client = FakeClient(last_step)
+    client = FakeClient(last_step, exist)
     admitter = PromptAdmitter(
         state,
         client,
@@ -121,6 +126,13 @@ def test_finished_samples_of_the_checkpoint_take_the_place_of_prompts_when_their
         4: [12, 13, 14, 15],
     }
     assert {row for row, tasks in client.commits.items() if tasks} == {4, 5, 7, 8, 12}
+
+
+def test_lost_rows_that_came_back_do_not_end_admission() -> None:
+    """A unit that was away may bring them before they are put again."""
+    state = AdmissionState.from_mark(AdmissionMark(version=1, next_step=3), SCHEDULE, last_step=2)
+    client = run_state(state, {2: [4, 5]}, last_step=2, events=[Lost((4, 5))], exist={5, 6})
+    assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 7]}
 
 
 def test_rows_that_are_put_again_are_prompts() -> None:

@@ -62,6 +62,7 @@ class Services:
         beat_s: how long a heartbeat takes.
         waited_s: for each answer, how long it was waited for.
         refusals: message type -> errors, one per answer as long as there are some.
+        away: services to which no channel is open.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,11 @@ class Services:
         self.told: list[tuple[str, Message]] = []
         self.waited_s: list[float] = []
         self.refusals: dict[type[Message], list[Exception]] = {}
+        self.away: set[str] = set()
         self.closed = False
+
+    def opened(self, service: str) -> "Service | None":
+        return None if service in self.away else Service(self, service)
 
     def get(self, service: str, replies: Any, *, timeout_s: float | None = None) -> "Service":
         return Service(self, service)
@@ -113,6 +118,7 @@ class Answer:
             services.now += services.beat_s
             return (services.alive.pop(0) if len(services.alive) > 1 else services.alive[0]), None
         if services.refusals.get(type(message)):
+            services.now += services.answer_s
             raise services.refusals[type(message)].pop(0)
         if isinstance(message, AckLost):
             raise PeerRefused("the row is not lost")
@@ -228,9 +234,11 @@ def test_put_of_rows_that_somebody_else_is_putting_is_repeated_until_that_is_ove
 
 
 def test_put_that_somebody_else_never_ends_fails_at_its_deadline(client: QueueClient, services: Services) -> None:
-    services.refusals[PutRows] = [PutPending("row 3 is just being put, at storage-0")]
-    with pytest.raises(DeadlineExceeded, match="tried for 0 s: row 3 is just being put, at storage-0"):
-        client.put_rows(Y, rows=[3, 4], timeout_s=0)
+    services.refusals[PutRows] = [PutPending("row 3 is just being put, at storage-0")] * 9
+    services.answer_s = 0.3 * TIMEOUT_S
+    with pytest.raises(DeadlineExceeded, match="tried for 10 s: row 3 is just being put, at storage-0"):
+        client.put_rows(Y, rows=[3, 4])
+    assert len(services.services_told(PutRows)) == 4
 
 
 @pytest.mark.parametrize("call", ["put", "ack"])
@@ -243,6 +251,19 @@ def test_rows_whose_work_is_dropped_return_though_the_lease_is_void_for_one_of_t
     with pytest.raises(Superseded):
         CALLS[call](client)
     assert services.told[-1] == ("controller-0", GiveBack("score", 7, [3, 4], superseded=True))
+    assert client._held.of_tasks(["score"]) == []
+
+
+def test_consumer_whose_controller_is_away_does_not_wait_to_return_rows(
+    client: QueueClient, services: Services
+) -> None:
+    """It joins anew when the controller is back, and does not tell of them."""
+    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    services.away.add("controller-0")
+    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
+    with pytest.raises(Superseded):
+        client.put("score", LEASE, LEASE.rows, Y)
+    assert services.services_told(GiveBack) == []
     assert client._held.of_tasks(["score"]) == []
 
 
