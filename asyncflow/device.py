@@ -43,14 +43,15 @@ def open_device(name: str) -> torch.device:
     return device
 
 
-def visible_alone(device: torch.device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which a child process sees `device` alone, as its first; nothing for the CPU."""
+def visible_alone(device: torch.device, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a child process sees so many devices from `device` on; nothing for the CPU."""
     variable = _VISIBLE.get(device.type)
     if variable is None:
         return {}
     listed = [name.strip() for name in env.get(variable, "").split(",") if name.strip()]
-    index = device.index or 0
-    return {variable: listed[index] if listed else str(index)}
+    first = device.index or 0
+    indices = range(first, first + number)
+    return {variable: ",".join(listed[index] if listed else str(index) for index in indices)}
 
 
 def make_deterministic(device: torch.device) -> None:

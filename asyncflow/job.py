@@ -27,7 +27,8 @@ class GangSpec:
         role: `rollout actor ref reward advantages evaluate`, or the services `storage`, `controller`, `weights`.
         index: which instance of the role this gang is, from 0.
         num_ranks: worker processes.
-        devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`.
+        devices: one device string per rank, e.g. `("cpu", "cpu")` or `("cuda:0", "cuda:1")`; of one process that drives
+            several (tensor parallelism in a generating engine), all of them, side by side.
         nodes: the node of each rank, never descending; left out: all ranks are on node 0.
     """
 
@@ -42,6 +43,12 @@ class GangSpec:
         if not self.nodes:
             object.__setattr__(self, "nodes", (0,) * self.num_ranks)
         assert len(self.nodes) == self.num_ranks and list(self.nodes) == sorted(self.nodes), self.nodes
+
+    @property
+    def places(self) -> tuple[tuple[int, str], ...]:
+        """(node, device), of every device."""
+        nodes = self.nodes * (len(self.devices) // self.num_ranks) if self.num_ranks == 1 else self.nodes
+        return tuple(zip(nodes, self.devices, strict=True))
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -54,6 +54,30 @@ def check_positions(config: RunConfig) -> None:
         )
 
 
+def ranks_per_instance(config: RunConfig) -> dict[str, int]:
+    """Return role -> ranks that share one copy of the model."""
+    size = config.vllm.tensor_parallel_size
+    return {section: size for section, engine, _ in _generating(config) if engine == "vllm"}
+
+
+def check_tensor_parallel(config: RunConfig) -> None:
+    """Refuse a model that vLLM cannot divide.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    from workers.model_files import read_model_config
+
+    sizes = set(ranks_per_instance(config).values()) - {1}
+    heads = read_model_config(Path(config.model.path)).get("num_attention_heads") if sizes else None
+    for size in sizes:
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"vllm.tensor_parallel_size: {size} does not divide the model's {heads} attention heads; choose a "
+                "divisor"
+            )
+
+
 def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
     """Yield section, engine and longest answer (tokens) of the roles that generate."""
     for section, sampling in (("rollout", config.rollout), ("evaluate", config.evaluate.sampling(config.rollout))):

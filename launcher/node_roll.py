@@ -151,7 +151,7 @@ def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUs
     """Return what a placement uses on each of `count` nodes."""
     used = dict.fromkeys(range(count), DevicesUsed("cpu", 0))
     for gang in gangs:
-        for node, device in zip(gang.nodes, gang.devices, strict=True):
+        for node, device in gang.places:
             kind, _, number = device.partition(":")
             if number:
                 used[node] = DevicesUsed(kind, max(used[node].count, int(number) + 1))

@@ -1,7 +1,8 @@
 """Decide which gangs a run has, and which node and device every rank gets. Pure: roles and settings in, gangs out.
 
-One rollout rank is one instance, one ref rank one copy; the actor's ranks are one gang. Advantages processes take no
-device, reward processes only with a reward model. Services come first, because everybody else needs them.
+One ref rank is one copy; the actor's ranks are one gang. A rollout rank is an instance, unless several make one: one
+process drives all of their devices. Advantages processes take no device, reward processes only with a reward model.
+Services come first, because everybody else needs them.
 
     devices    node after node in the order of `roles_on_device`; an instance stays on one node, and leaves devices to
                smaller ones where it does not fit; a gang that needs more than one node begins on an empty one
@@ -61,13 +62,14 @@ def _gangs_of(role: str, num_ranks: int, size: int | None) -> list[GangSpec]:
     size = size or 1
     if num_ranks % size:
         raise ConfigError(
-            f"roles: {role}:{num_ranks} makes no whole instances of {size} ranks; give a multiple of {size}"
+            f"roles: {role}:{num_ranks} makes no whole instances of {size} ranks (vllm.tensor_parallel_size); give a "
+            f"multiple of {size}"
         )
-    return [_gang(f"{role}-{index}", role, index, size) for index in range(num_ranks // size)]
+    return [_gang(f"{role}-{index}", role, index, num_devices=size) for index in range(num_ranks // size)]
 
 
-def _gang(name: str, role: str, index: int, num_ranks: int = 1) -> GangSpec:
-    return GangSpec(name, role, index, num_ranks, ("cpu",) * num_ranks)
+def _gang(name: str, role: str, index: int, num_ranks: int = 1, num_devices: int | None = None) -> GangSpec:
+    return GangSpec(name, role, index, num_ranks, ("cpu",) * (num_devices or num_ranks))
 
 
 def _in_turn(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
@@ -76,13 +78,13 @@ def _in_turn(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
 
 def _spread(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
     """Give every node an even block of all ranks; an instance is where its first rank falls."""
-    total = sum(gang.num_ranks for gang in gangs)
+    total = sum(len(gang.devices) for gang in gangs)
     placed, begin = [], 0
     for gang in gangs:
         spans = gang.role in ONE_GANG
         ranks = [begin + (rank if spans else 0) for rank in range(gang.num_ranks)]
         placed.append(replace(gang, nodes=tuple(rank * num_nodes // total for rank in ranks)))
-        begin += gang.num_ranks
+        begin += len(gang.devices)
     return placed
 
 
@@ -106,26 +108,27 @@ class _Room:
 
 def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Mapping[str, int]) -> list[GangSpec]:
     rooms = [_Room(node, 0, devices.count) for node in range(num_nodes)]
-    wanted = sum(gang.num_ranks for gang in gangs)
+    wanted = sum(len(gang.devices) for gang in gangs)
     if wanted > devices.count * num_nodes:
         raise _too_few(roles, wanted, devices, num_nodes)
     return [_with_devices(gang, rooms, devices) for gang in gangs]
 
 
 def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> GangSpec:
-    if gang.role in ONE_GANG and gang.num_ranks > devices.count:
-        wholes = -(-gang.num_ranks // devices.count)
+    number = len(gang.devices)
+    if gang.role in ONE_GANG and number > devices.count:
+        wholes = -(-number // devices.count)
         empty = [room for room in rooms if room.used == 0][:wholes]
         able = empty if len(empty) == wholes else []
     else:
-        able = [room for room in rooms if room.free >= gang.num_ranks][:1]
+        able = [room for room in rooms if room.free >= number][:1]
     if not able:
         raise _no_room(gang, rooms, devices)
     places: list[tuple[int, int]] = []
     for room in able:
-        places += room.take(gang.num_ranks - len(places))
+        places += room.take(number - len(places))
     names = tuple(f"{devices.kind}:{device}" for _, device in places)
-    return replace(gang, devices=names, nodes=tuple(node for node, _ in places))
+    return replace(gang, devices=names, nodes=tuple(node for node, _ in places[: gang.num_ranks]))
 
 
 def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes: int) -> ConfigError:
@@ -141,9 +144,10 @@ def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes:
 
 def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> ConfigError:
     free = ", ".join(f"{room.free} on node {room.node}" for room in rooms)
-    needs = "begins on an empty node" if gang.num_ranks > devices.count else "stays on one node"
+    spans = gang.role in ONE_GANG and gang.num_ranks > devices.count
+    needs = "begins on an empty node" if spans else "stays on one node"
     return ConfigError(
-        f"roles: {gang.name} needs {gang.num_ranks} {devices.kind} devices and {needs}, but free are {free}; launch "
+        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but free are {free}; launch "
         f"fewer ranks, or more nodes (--nnodes)"
     )
 

@@ -8,7 +8,12 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.batch_sizes import check_batch_sizes
 from launcher.devices import Devices, find_devices
-from launcher.generating_checks import check_generating, check_positions
+from launcher.generating_checks import (
+    check_generating,
+    check_positions,
+    check_tensor_parallel,
+    ranks_per_instance,
+)
 from launcher.megatron_checks import check_megatron
 from launcher.paths import check_makeable
 from launcher.placement import place_gangs
@@ -59,7 +64,7 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     """
     tasks = _check_settings(config)
     devices = _usable_devices(config)
-    gangs = place_gangs(config, devices, num_nodes=num_nodes)
+    gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
     num_prompts, num_held_out = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
     model = config.reward.model
@@ -141,6 +146,7 @@ def _check_files(config: RunConfig) -> tuple[int, int]:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
     check_reward_model(config)
     check_positions(config)
+    check_tensor_parallel(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
     check_prompts(rows, config.data, model_dir=Path(config.model.path))
     return len(rows), _check_held_out(config)
@@ -155,7 +161,7 @@ def _check_evaluate(config: RunConfig) -> None:
             "(--set evaluate.path=FILE), or leave the role out"
         )
     most = -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
-    if num_ranks > most:
+    if num_ranks // ranks_per_instance(config).get("evaluate", 1) > most:
         raise ConfigError(
             f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
             f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"

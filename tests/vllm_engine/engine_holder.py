@@ -1,4 +1,7 @@
-"""Opens a vLLM engine on the model in a directory, says `ready`, and holds it until its input ends."""
+"""Opens a vLLM engine on the model in a directory, says `ready`, and holds it until its input ends.
+
+python engine_holder.py DIR RANKS     RANKS that share the model
+"""
 
 import sys
 from pathlib import Path
@@ -14,7 +17,7 @@ if __name__ == "__main__":
     engine = VllmEngine(
         model_dir,
         ModelConfig(path=str(model_dir)),
-        VllmConfig(kv_cache_gb=0.1),
+        VllmConfig(kv_cache_gb=0.1, tensor_parallel_size=int(sys.argv[2])),
         sampling=SamplingConfig(max_response_tokens=8),
         max_prompt_tokens=16,
         device=torch.device("cpu"),

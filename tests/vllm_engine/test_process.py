@@ -15,15 +15,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'asyncflo
 
 
 @pytest.mark.timeout(1000)
-def test_killed_rollout_leaves_no_engine_behind_and_nothing_listened_beyond_loopback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_rollout_leaves_no_engine_behind_and_nothing_listened_beyond_loopback(
+    tmp_path: Path, ranks: int
+) -> None:
     model_dir = tiny_run.save_model(tmp_path / "model")
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # short, since sockets' names are
-        _start_and_kill(model_dir, Path(scratch))
+        _start_and_kill(model_dir, Path(scratch), ranks)
 
 
-def _start_and_kill(model_dir: Path, scratch: Path) -> None:
+def _start_and_kill(model_dir: Path, scratch: Path, ranks: int) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm_engine.engine_holder", str(model_dir)],
+        [sys.executable, "-m", "tests.vllm_engine.engine_holder", str(model_dir), str(ranks)],
         cwd=Path(__file__).parents[2], env=os.environ | {"TMPDIR": str(scratch)},
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as holder:  # fmt: skip
@@ -32,7 +35,8 @@ def _start_and_kill(model_dir: Path, scratch: Path) -> None:
             assert any(line == "ready\n" for line in holder.stderr), "it did not start"
             children = psutil.Process(holder.pid).children(recursive=True)
             engines = [child for child in children if child.memory_info().rss > 100e6]
-            assert engines, "vLLM's engine has a process of its own"
+            expected = 1 if ranks == 1 else 1 + ranks
+            assert len(engines) == expected, "vLLM's engine has a process of its own, and so have ranks that share it"
             listening = [
                 each.laddr.ip
                 for process in (psutil.Process(holder.pid), *children)

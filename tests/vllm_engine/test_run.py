@@ -34,3 +34,17 @@ def test_run_swaps_weights_within_answers(tmp_path: Path) -> None:
         assert versions == sorted(set(versions))
         assert sum(tokens for _, tokens in line["versions"]) == line["response_tokens"]
     assert any(line.versions[0] < line.versions[1] for _, line in read_ledger(tmp_path / "run").trained)
+
+
+@pytest.mark.timeout(1600)
+def test_two_ranks_that_share_the_model_generate_for_a_run(tmp_path: Path) -> None:
+    words = tiny_run.arguments(tmp_path)
+    finished = command.run(
+        *words, "--run-dir", "run", "--steps", "2", "--roles", "rollout:2,actor:1",
+        "--set", "vllm.tensor_parallel_size=2", cwd=tmp_path, deadline_s=_DEADLINE_S,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=4, last=2)
+    metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["rollout_log_prob_diff_max"] < 1e-3
+    assert not (tmp_path / "run" / "samples" / "rollout-1.jsonl").exists(), "both ranks are one instance"

@@ -67,7 +67,7 @@ def engine_arguments(
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * _GB),
         "tensor_parallel_size": config.tensor_parallel_size,
-        "distributed_executor_backend": "uni",
+        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": plan.mode,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -78,17 +78,17 @@ def engine_arguments(
 
 
 def process_variables(config: VllmConfig, device: torch.device, *, sockets: str) -> dict[str, str]:
-    """Return the environment of vLLM's process, whose sockets are files in a directory."""
+    """Return the environment of vLLM's processes, whose sockets are files in a directory; `device` is their first."""
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would break
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
-        **visible_alone(device),
+        **visible_alone(device, config.tensor_parallel_size),
     }
     if device.type == "cpu":
-        threads = str(torch.get_num_threads())
+        threads = str(max(1, torch.get_num_threads() // config.tensor_parallel_size))
         variables |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": threads,

@@ -30,7 +30,7 @@ class VllmConfig(Settings):
     enforce_eager: bool | None = None
     """Neither compile nor capture graphs; null: true on the CPU, whose start would take minutes, else false."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Devices that share one copy of the model. Only 1 works now: a rollout rank has one device."""
+    """Ranks, each with a device of one node, that share one copy of the model: with 4, `rollout:8` is two copies."""
     prefix_caching: bool = True
     """Compute what prompts have in common once; never shared by two versions of the weights."""
     start_timeout_s: float = Field(600.0, gt=0)
@@ -42,11 +42,6 @@ class VllmConfig(Settings):
 
     @model_validator(mode="after")
     def _can_be_run(self) -> Self:
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size}: a rollout rank has one device, so only 1 works; "
-                f"launch more rollout ranks, or serve the model with `vllm serve` and set rollout.engine to openai"
-            )
         taken = sorted(OWN_ARGUMENTS & self.engine_args.keys())
         if taken:
             raise ValueError(f"engine_args: {', '.join(taken)} cannot be set there; see the fields of this section")

@@ -14,7 +14,7 @@ from .hf_adapter import HfAdapter, HfFinishAdapter, HfKeepAdapter
 from .lab import Lab
 from .sim_adapter import SimAdapter
 from .tiny_model import save_tiny_model
-from .vllm_adapter import VllmAdapter
+from .vllm_adapter import VllmAdapter, VllmTensorParallelAdapter
 from .vllm_serve_adapter import VllmServeAdapter
 
 ADAPTERS: list[Adapter] = [
@@ -23,6 +23,7 @@ ADAPTERS: list[Adapter] = [
     HfFinishAdapter(),
     SimAdapter(),
     VllmAdapter(),
+    VllmTensorParallelAdapter(),
     VllmServeAdapter(),
 ]
 

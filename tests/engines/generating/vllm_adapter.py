@@ -19,6 +19,7 @@ class VllmAdapter(Adapter):
     """A process of its own."""
 
     name = "vllm"
+    tensor_parallel_size = 1
     families = ("llama",)
     model = {"hidden_size": 128, "head_dim": 32}  # noqa: RUF012 - the smallest head of vLLM's CPU kernels
     tolerance = 1e-4
@@ -29,10 +30,17 @@ class VllmAdapter(Adapter):
         engine = VllmEngine(
             model_dir,
             ModelConfig(path=str(model_dir)),
-            VllmConfig(max_model_len=MAX_POSITIONS, kv_cache_gb=0.1),
+            VllmConfig(max_model_len=MAX_POSITIONS, kv_cache_gb=0.1, tensor_parallel_size=self.tensor_parallel_size),
             sampling=sampling,
             max_prompt_tokens=MAX_POSITIONS,
             device=torch.device("cpu"),
         )
         yield engine
         engine.close()
+
+
+class VllmTensorParallelAdapter(VllmAdapter):
+    """Two processes that share the model."""
+
+    name = "vllm-tp2"
+    tensor_parallel_size = 2

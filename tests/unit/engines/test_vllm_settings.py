@@ -15,7 +15,7 @@ from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_arguments import engine_arguments, plan_log_probs
+from workers.engines.vllm_arguments import engine_arguments, plan_log_probs, process_variables
 from workers.engines.vllm_config import VllmConfig
 from workers.engines.weight_mailbox import Letter, MailboxReader, WeightMailbox
 
@@ -62,15 +62,22 @@ def test_further_arguments_reach_vllm_but_not_over_ours() -> None:
         VllmConfig(engine_args={"worker_extension_cls": "mine"})
 
 
-def test_tensor_parallel_generation_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValidationError, match="more rollout ranks.*openai"):
-        VllmConfig(tensor_parallel_size=2)
+def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_side() -> None:
+    config = VllmConfig(tensor_parallel_size=2)
+    given = arguments(config, CUDA)
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
+    assert arguments(VllmConfig(), CUDA)["distributed_executor_backend"] == "uni"
+    assert process_variables(config, CUDA, sockets="/tmp")["CUDA_VISIBLE_DEVICES"] == "1,2"
+    threads = [int(process_variables(each, CPU, sockets="/tmp")["OMP_NUM_THREADS"]) for each in (VllmConfig(), config)]
+    assert threads[1] == max(1, threads[0] // 2)
 
 
-def test_child_sees_one_device() -> None:
-    assert visible_alone(CPU, {}) == {}
-    assert visible_alone(CUDA, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert visible_alone(CUDA, {"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
+def test_child_sees_its_devices_alone() -> None:
+    assert visible_alone(CPU, env={}) == {}
+    assert visible_alone(CUDA, env={}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert visible_alone(CUDA, 3, env={}) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}
+    assert visible_alone(CUDA, env={"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert visible_alone(CUDA, 2, env={"CUDA_VISIBLE_DEVICES": "4,7,GPU-a"}) == {"CUDA_VISIBLE_DEVICES": "7,GPU-a"}
 
 
 def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,14 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             ["--set", "rollout.engine=vllm", "--set", "deterministic=true", "--set", "schedule.mode=sync"],
             "deterministic: true cannot be with rollout.engine vllm",
         ),
-        (["--set", "vllm.tensor_parallel_size=2"], "a rollout rank has one device, so only 1 works"),
+        (
+            [*VLLM, "--set", "vllm.tensor_parallel_size=2", "--roles", "rollout:3,actor:1"],
+            "roles: rollout:3 makes no whole instances of 2 ranks (vllm.tensor_parallel_size); give a multiple of 2",
+        ),
+        (
+            [*VLLM, "--set", "vllm.tensor_parallel_size=3", "--roles", "rollout:3,actor:1"],
+            "vllm.tensor_parallel_size: 3 does not divide the model's",
+        ),
         (["--set", "vllm.engine_args={seed: 1}"], "engine_args: seed cannot be set there"),
         (["--set", "rollout.temperature=0"], "rollout.temperature: 0 cannot be used"),
         (["--set", "rollout.temprature=1"], "rollout.temprature: unknown key"),

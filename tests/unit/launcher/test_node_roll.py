@@ -99,8 +99,12 @@ def test_wrong_clock_is_worth_a_warning(ahead_s: float, words: str) -> None:
 def test_devices_of_a_placement_are_counted_per_node() -> None:
     gangs = [
         GangSpec("actor", "actor", 0, 3, ("npu:0", "npu:1", "npu:0"), (0, 0, 1)),
+        GangSpec("rollout-0", "rollout", 0, 1, ("npu:1", "npu:2"), (1,)),
         GangSpec("ref-0", "ref", 0, 1, ("npu:4",), (1,)),
+        GangSpec("rollout-1", "rollout", 1, 1, ("npu:0", "npu:1", "npu:2"), (3,)),
         GangSpec("storage-0", "storage", 0, 1, ("cpu",), (2,)),
     ]
-    used = needed_devices(gangs, 3)
-    assert used == {0: DevicesUsed("npu", 2), 1: DevicesUsed("npu", 5), 2: DevicesUsed("cpu", 0)}
+    used = needed_devices(gangs, 4)
+    assert used == {
+        0: DevicesUsed("npu", 2), 1: DevicesUsed("npu", 5), 2: DevicesUsed("cpu", 0), 3: DevicesUsed("npu", 3),
+    }  # fmt: skip

@@ -27,7 +27,7 @@ def configure(write_config: Callable[..., Path]) -> Configure:
 
 
 def places(gangs: tuple[GangSpec, ...]) -> dict[str, tuple[tuple[int, str], ...]]:
-    return {gang.name: tuple(zip(gang.nodes, gang.devices, strict=True)) for gang in gangs}
+    return {gang.name: gang.places for gang in gangs}
 
 
 def test_devices_are_filled_node_after_node(configure: Configure) -> None:
@@ -49,7 +49,8 @@ def test_instance_never_straddles_nodes_and_smaller_ones_fill_the_gap(configure:
     config = configure("rollout:8,actor:2,ref:2")
     gangs = place_gangs(config, Devices("npu", 4), num_nodes=3, ranks_per_instance={"rollout": 4})
     found = places(gangs)
-    assert [name for name in found if name.startswith("rollout")] == ["rollout-0", "rollout-1"]
+    assert [gang.name for gang in gangs if gang.role == "rollout"] == ["rollout-0", "rollout-1"]
+    assert [gang.num_ranks for gang in gangs if gang.role == "rollout"] == [1, 1], "one process drives four devices"
     assert found["rollout-0"] == tuple((1, f"npu:{k}") for k in range(4))
     assert found["rollout-1"] == tuple((2, f"npu:{k}") for k in range(4))
     assert found["ref-0"] == ((0, "npu:2"),)
