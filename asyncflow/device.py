@@ -43,7 +43,7 @@ def open_device(name: str) -> torch.device:
     return device
 
 
-def visible_alone(device: torch.device, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+def visible_alone(device: torch.device, *, number: int = 1, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which a child process sees so many devices from `device` on; nothing for the CPU."""
     variable = _VISIBLE.get(device.type)
     if variable is None:

@@ -47,7 +47,7 @@ class GangSpec:
     @property
     def places(self) -> tuple[tuple[int, str], ...]:
         """(node, device), of every device."""
-        nodes = self.nodes * (len(self.devices) // self.num_ranks) if self.num_ranks == 1 else self.nodes
+        nodes = self.nodes * len(self.devices) if self.num_ranks == 1 else self.nodes
         return tuple(zip(nodes, self.devices, strict=True))
 
     @property

@@ -68,13 +68,16 @@ def check_tensor_parallel(config: RunConfig) -> None:
     """
     from workers.model_files import read_model_config
 
-    sizes = set(ranks_per_instance(config).values()) - {1}
-    heads = read_model_config(Path(config.model.path)).get("num_attention_heads") if sizes else None
-    for size in sizes:
-        if isinstance(heads, int) and heads % size:
+    size = max(ranks_per_instance(config).values(), default=1)
+    if size == 1:
+        return
+    model = read_model_config(Path(config.model.path))
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = model.get(name)
+        repeats = name == "num_key_value_heads" and isinstance(value, int) and value and size % value == 0
+        if isinstance(value, int) and value % size and not repeats:
             raise ConfigError(
-                f"vllm.tensor_parallel_size: {size} does not divide the model's {heads} attention heads; choose a "
-                "divisor"
+                f"vllm.tensor_parallel_size: {size} does not divide the model's {name} {value}; choose a divisor"
             )
 
 

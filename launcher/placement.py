@@ -145,6 +145,11 @@ def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes:
 def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> ConfigError:
     free = ", ".join(f"{room.free} on node {room.node}" for room in rooms)
     spans = gang.role in ONE_GANG and gang.num_ranks > devices.count
+    if not spans and len(gang.devices) > devices.count:
+        return ConfigError(
+            f"vllm.tensor_parallel_size: {len(gang.devices)} ranks share a model on one node, but a node has "
+            f"{devices.count} {devices.kind} devices; set it to {devices.count} or less"
+        )
     needs = "begins on an empty node" if spans else "stays on one node"
     return ConfigError(
         f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but free are {free}; launch "

@@ -160,8 +160,9 @@ def _check_evaluate(config: RunConfig) -> None:
             "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts "
             "(--set evaluate.path=FILE), or leave the role out"
         )
-    most = -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
-    if num_ranks // ranks_per_instance(config).get("evaluate", 1) > most:
+    size = ranks_per_instance(config).get("evaluate", 1)
+    most = size * -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
+    if num_ranks > most:
         raise ConfigError(
             f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
             f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
@@ -282,7 +283,9 @@ def _check_sim(config: RunConfig) -> None:
 
 def _check_clients(config: RunConfig) -> None:
     """Refuse more processes than one service of the queue takes; also far more than anybody means."""
-    processes = sum(config.roles.values()) + config.tq.num_storage_units + config.tq.num_controllers
+    sizes = ranks_per_instance(config)
+    ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())
+    processes = ranks + config.tq.num_storage_units + config.tq.num_controllers
     if processes > config.tq.max_clients:
         raise ConfigError(
             f"roles: {processes} processes (with tq.num_storage_units {config.tq.num_storage_units} and "

@@ -292,7 +292,7 @@ class StepRecorder:
     def _num_devices(self) -> int:
         with_model = self._context.config.reward.model is not None
         roles = set(roles_on_device(reward_model=with_model)) - OBSERVERS
-        return sum(gang.num_ranks for gang in self._context.job.gangs if gang.role in roles)
+        return sum(len(gang.devices) for gang in self._context.job.gangs if gang.role in roles)
 
     def _idle_fractions(self) -> dict[str, float]:
         """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""

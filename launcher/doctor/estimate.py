@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from asyncflow.job import GangSpec
 from asyncflow.size_text import size_text
 from launcher.doctor.needs import Needs
+from launcher.generating_checks import ranks_per_instance
 from launcher.preflight import Preflight
 from launcher.request import Accepted
 from workers.config import RunConfig, TrainingConfig
@@ -31,7 +32,7 @@ _DEVICE_RANK_BYTES = 2 * 10**9
 _TRAINED_PARAMETER_BYTES = 16
 _SAVED_PARAMETER_BYTES = 13
 _TOKEN_BYTES = 24
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOLDERS = ("rollout", "ref", "actor_fwd", "evaluate")
 """Roles whose ranks hold a copy of the model."""
 
@@ -121,6 +122,7 @@ def threads(checked: Preflight) -> int:
     """Return the threads of all processes, which the limits of processes count.
 
     worker    12 + 2 x channels + intra-op threads (+ 30 with an accelerator, of its runtime)
+    vLLM      12 + intra-op threads (+ 30) for each of an instance's processes
     launcher  12 + 2 x gangs
     """
     gangs, own = checked.gangs, checked.config.launcher.threads_per_worker
@@ -128,7 +130,21 @@ def threads(checked: Preflight) -> int:
     for gang in gangs:
         device = 0 if gang.devices[0] == "cpu" else _DEVICE_THREADS
         total += gang.num_ranks * (_BASE_THREADS + _CHANNEL_THREADS * channels_of(gang, gangs) + own + device)
+    for gang in _vllm_instances(checked):
+        device = 0 if gang.devices[0] == "cpu" else _DEVICE_THREADS
+        total += _vllm_processes(gang) * (_BASE_THREADS + own + device)
     return total
+
+
+def _vllm_instances(checked: Preflight) -> list[GangSpec]:
+    roles = ranks_per_instance(checked.config)
+    return [gang for gang in checked.gangs if gang.role in roles]
+
+
+def _vllm_processes(gang: GangSpec) -> int:
+    """Return how many vLLM starts for an instance: its engine, and where ranks share the model one for each."""
+    ranks = len(gang.devices)
+    return 1 if ranks == 1 else 1 + ranks
 
 
 def connections(gangs: Sequence[GangSpec]) -> int:
@@ -150,9 +166,11 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating, reference, evaluating rank, on the CPU
         reward models  R x c per reward rank, on the CPU: R parameters, c of its own
+        vllm mailboxes P x c per instance, shared memory; c of `vllm.dtype`
         broadcasts     P x w per generating, reference, evaluating rank, only with `weightsync.path: broadcast`
         queue          2 x rows x tokens x 24         rows that the schedule keeps alive, in the units and on their way
-        processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device)
+        processes      400 MB (launcher, preloaded libraries) + 40 MB per service + 80 MB per rank (2 GB with a device,
+                       and for each process of vLLM)
 
     Left out: activations, caches of keys and values, what libraries keep. So this is the least.
     """
@@ -165,18 +183,22 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
     services = sum(1 for gang in gangs if gang.role in SERVICES)
     ranks = sum(gang.num_ranks for gang in gangs) - services
     on_device = sum(gang.num_ranks for gang in gangs if gang.devices[0] != "cpu")
+    instances = _vllm_instances(checked)
+    of_vllm = sum(_vllm_processes(gang) for gang in instances if gang.devices[0] != "cpu")
+    posted = _DTYPE_BYTES[config.vllm.dtype or config.model.dtype]
     return {
         "weight slots": config.weightsync.num_slots * parameters * wire,
         "training": _training_bytes(config) * parameters if on_cpu else 0,
         "policy copies": _policy_copies(config) * parameters * _DTYPE_BYTES[config.actor.autocast] if on_cpu else 0,
         "model copies": holders * parameters * copy if on_cpu else 0,
         "reward models": _reward_model_bytes(checked) if on_cpu else 0,
+        "vllm mailboxes": len(instances) * parameters * posted,
         "broadcasts": holders * parameters * wire if config.weightsync.path == "broadcast" else 0,
         "queue": 2 * queue_bytes(config),
         "processes": _LAUNCHER_BYTES
         + services * _SERVICE_BYTES
         + (ranks - on_device) * _RANK_BYTES
-        + on_device * _DEVICE_RANK_BYTES,
+        + (on_device + of_vllm) * _DEVICE_RANK_BYTES,
     }
 
 

@@ -66,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2-cp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(2, context=2)}},
     "cp2-dp2": {"model": "qwen2", "ranks": 4, "actor": {"megatron": division(context=2)}},
     "resumed": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(1, 2)}, "resume": "tp2-dp2"},
+    "resumed-cp2": {"model": "qwen2", "ranks": 2, "actor": {"megatron": division(context=2)}, "resume": "tp2-dp2"},
+    "cp2-bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(context=2), "autocast": "bfloat16"}},
     "bfloat16": {"model": "qwen3", "ranks": 2, "actor": {"megatron": division(2), "autocast": "bfloat16"}},
 }
 EXACT = ["one", "tp2", "pp2", "tp2-pp2", "tp2-dp2", "cp4", "cp2-pp2", "tp2-cp2", "cp2-dp2"]
@@ -170,27 +172,29 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(root: Path) -> None:
         assert not value.equal(initial[name]), name
 
 
-def test_a_state_is_resumed_by_another_division_of_the_model(root: Path) -> None:
-    through, resumed = saved(root, "tp2-dp2"), saved(root, "resumed")
+@pytest.mark.parametrize("case", ["resumed", "resumed-cp2"])
+def test_a_state_is_resumed_by_another_division_of_the_model(root: Path, case: str) -> None:
+    through, resumed = saved(root, "tp2-dp2"), saved(root, case)
     assert resumed["norms"] == pytest.approx(through["norms"][2:], rel=1e-4)
     assert resumed["updates"] == through["updates"] == 4
     expected = exported(root, "tp2-dp2")
-    for name, value in exported(root, "resumed").items():
+    for name, value in exported(root, case).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6, msg=name)
 
 
-def test_bfloat16_trains_float32_master_weights(root: Path, references: dict[str, Reference]) -> None:
+@pytest.mark.parametrize("case", ["bfloat16", "cp2-bfloat16"])
+def test_bfloat16_trains_float32_master_weights(root: Path, references: dict[str, Reference], case: str) -> None:
     expected = references["qwen3"]
-    found = saved(root, "bfloat16")
+    found = saved(root, case)
     torch.testing.assert_close(found["log_probs"].double(), expected.log_probs_A, rtol=0.05, atol=0.1)
     assert found["norms"][0] == pytest.approx(expected.norms[0], rel=0.05)
     assert {values.dtype for *_, values in found["shards"]} == {torch.bfloat16}
-    for name, value in exported(root, "bfloat16").items():
+    for name, value in exported(root, case).items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), expected.weights[name], rtol=0.05, atol=0.02, msg=name)
 
 
-@pytest.mark.parametrize("case", ["tp2-pp2", "tp2-dp2"])
+@pytest.mark.parametrize("case", ["tp2-pp2", "tp2-dp2", "tp2-cp2"])
 def test_shards_of_all_ranks_make_the_exported_weights(root: Path, case: str) -> None:
     held = [saved(root, case, rank)["shards"] for rank in range(CASES[case]["ranks"])]
     specs = [[ShardSpec(name, shape, "float32", Box(*box)) for name, shape, *box, _ in shards] for shards in held]

@@ -47,4 +47,5 @@ def test_two_ranks_that_share_the_model_generate_for_a_run(tmp_path: Path) -> No
     command.check_ledger(tmp_path / "run", groups_per_step=4, last=2)
     metrics = command.lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[0]["rollout_log_prob_diff_max"] < 1e-3
+    assert metrics[1]["train_tokens_per_s"] == pytest.approx(3 * metrics[1]["train_tokens_per_s_per_device"], rel=0.05)
     assert not (tmp_path / "run" / "samples" / "rollout-1.jsonl").exists(), "both ranks are one instance"

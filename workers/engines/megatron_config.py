@@ -41,7 +41,12 @@ class MegatronConfig(Settings):
                 f"{self.tensor_parallel} x context_parallel {self.context_parallel} x pipeline_parallel "
                 f"{self.pipeline_parallel}; give a multiple of {size}"
             )
-        return MegatronLayout(self.tensor_parallel, num_ranks // size, self.pipeline_parallel, self.context_parallel)
+        return MegatronLayout(
+            tensor=self.tensor_parallel,
+            context=self.context_parallel,
+            replicas=num_ranks // size,
+            stages=self.pipeline_parallel,
+        )
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from torch.nn.functional import pad
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE, PackedLayout
 
-Group = dist.ProcessGroup
-
 
 @dataclass(frozen=True)
 class TokenShare:
@@ -58,7 +56,10 @@ class TokenShare:
         length = (inputs.tokens_T.numel() + spare) // size
         tokens = slice(rank * length, (rank + 1) * length)
         places_A = inputs.predictors_A - tokens.start
-        answers_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
+        if size == 1:
+            answers_a = torch.arange(places_A.numel(), device=places_A.device)
+        else:
+            answers_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
         nothing_a = answers_a.new_zeros(1)
         return TokenShare(
             pad(inputs.tokens_T, (0, spare))[tokens],
@@ -80,7 +81,7 @@ class TokenShare:
         return values_a.new_zeros(self.num_answers).index_copy(0, self.answers_a, values_a[: self.answers_a.numel()])
 
 
-def heads_for_tokens(local_tHD: Tensor, group: Group) -> Tensor:
+def heads_for_tokens(local_tHD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [T, H / C, D]: all tokens of this rank's heads, from all heads of its tokens.
 
     Heads that are fewer than the ranks, or do not divide by them, are repeated as often as it takes; so their number is
@@ -94,7 +95,7 @@ def heads_for_tokens(local_tHD: Tensor, group: Group) -> Tensor:
     return _exchange(parts_CthD, group).flatten(0, 1)
 
 
-def tokens_for_heads(whole_ThD: Tensor, group: Group) -> Tensor:
+def tokens_for_heads(whole_ThD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [t, H, D], the other way round."""
     size = dist.get_world_size(group)
     parts_CthD = _exchange(torch.unflatten(whole_ThD, 0, (size, -1)), group)
@@ -105,7 +106,7 @@ class _Exchange(torch.autograd.Function):
     """Rank i gives its part j to rank j, and puts what it gets from j there: its own inverse and its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return parts of the same shape, [C, ...]."""
         ctx.group = group
         given = parts.contiguous()
@@ -119,6 +120,6 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradients[0], ctx.group), None
 
 
-def _exchange(parts: Tensor, group: Group) -> Tensor:
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return exchanged

@@ -85,7 +85,10 @@ def process_variables(config: VllmConfig, device: torch.device, *, sockets: str)
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
-        **visible_alone(device, config.tensor_parallel_size),
+        # Ranks that share the model are on this host.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        **visible_alone(device, number=config.tensor_parallel_size),
     }
     if device.type == "cpu":
         threads = str(max(1, torch.get_num_threads() // config.tensor_parallel_size))

@@ -24,7 +24,8 @@ class VllmConfig(Settings):
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
     """Share of the device's memory for weights and cache; without effect where `kv_cache_gb` is set."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Cache of keys and values (GB); null: on an accelerator what `gpu_memory_utilization` leaves, on the CPU 1."""
+    """Cache of keys and values on each device (GB); null: on an accelerator what `gpu_memory_utilization` leaves, on
+    the CPU 1."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Element type of weights and computation; null: `model.dtype`."""
     enforce_eager: bool | None = None

@@ -6,6 +6,7 @@ start_weight_update, update_weights with a `Letter`, finish_weight_update; in be
 and put into the layout that the kernels want, as when the model was loaded first.
 """
 
+import multiprocessing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncflow.host_memory import keep_freed_memory
+from asyncflow.lifeline import die_with_parent
 from workers.engines.vllm_names import BACKEND
 from workers.engines.weight_mailbox import Letter, MailboxReader
 
@@ -143,4 +145,15 @@ def _pack_tied_weights(model: Any) -> None:
         seen.add(id(weight))
 
 
+def _tie() -> None:
+    """Have this process end with vLLM's engine, which ends with the rollout; vLLM itself does so once it has a model.
+
+    Ranks that share a model are children of the engine's process, and not tied by whoever started that.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        die_with_parent(parent.pid)
+
+
+_tie()
 WeightTransferEngineFactory.register_engine(BACKEND, MailboxTransfer)

@@ -62,7 +62,10 @@ def test_further_arguments_reach_vllm_but_not_over_ours() -> None:
         VllmConfig(engine_args={"worker_extension_cls": "mine"})
 
 
-def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_side() -> None:
+def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = VllmConfig(tensor_parallel_size=2)
     given = arguments(config, CUDA)
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
@@ -75,9 +78,11 @@ def test_ranks_that_share_a_model_are_processes_of_vllm_with_devices_side_by_sid
 def test_child_sees_its_devices_alone() -> None:
     assert visible_alone(CPU, env={}) == {}
     assert visible_alone(CUDA, env={}) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert visible_alone(CUDA, 3, env={}) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}
+    assert visible_alone(CUDA, number=3, env={}) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}
     assert visible_alone(CUDA, env={"CUDA_VISIBLE_DEVICES": "4, 7"}) == {"CUDA_VISIBLE_DEVICES": "7"}
-    assert visible_alone(CUDA, 2, env={"CUDA_VISIBLE_DEVICES": "4,7,GPU-a"}) == {"CUDA_VISIBLE_DEVICES": "7,GPU-a"}
+    assert visible_alone(CUDA, number=2, env={"CUDA_VISIBLE_DEVICES": "4,7,GPU-a"}) == {
+        "CUDA_VISIBLE_DEVICES": "7,GPU-a"
+    }
 
 
 def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
         ),
         (
             [*VLLM, "--set", "vllm.tensor_parallel_size=3", "--roles", "rollout:3,actor:1"],
-            "vllm.tensor_parallel_size: 3 does not divide the model's",
+            "vllm.tensor_parallel_size: 3 does not divide the model's num_attention_heads",
         ),
         (["--set", "vllm.engine_args={seed: 1}"], "engine_args: seed cannot be set there"),
         (["--set", "rollout.temperature=0"], "rollout.temperature: 0 cannot be used"),

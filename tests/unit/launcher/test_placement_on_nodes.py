@@ -72,6 +72,8 @@ def test_what_is_missing_is_said(configure: Configure) -> None:
     one_free_each = "free are 1 on node 0, 1 on node 1; launch fewer ranks, or more nodes"
     with pytest.raises(ConfigError, match=f"rollout-1 needs 2 npu devices and stays on one node, but {one_free_each}"):
         place_gangs(configure("rollout:4,actor:2"), Devices("npu", 3), num_nodes=2, ranks_per_instance={"rollout": 2})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 8 ranks .*a node has 4 npu .*set it to 4 or less"):
+        place_gangs(configure("rollout:8,actor:4"), Devices("npu", 4), num_nodes=4, ranks_per_instance={"rollout": 8})
     with pytest.raises(ConfigError, match="rollout:3 makes no whole instances of 2 ranks"):
         place_gangs(configure("rollout:3,actor:1"), Devices("npu", 4), ranks_per_instance={"rollout": 2})
 
