@@ -168,14 +168,15 @@ class WorkerContext:
         self._store.set("done", "1")
 
     def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:
-        """Return, per role, (unix time, seconds spent waiting so far) of every rank that reported."""
+        """Return, per role, (unix time, seconds spent waiting so far) of every rank that reported since it started."""
         keys = [(gang.role, f"status/{gang.name}/{k}") for gang in self.job.gangs for k in range(gang.num_ranks)]
         present = [(role, key) for role, key in keys if self._store.check([key])]
         values = self._store.multi_get([key for _, key in present]) if present else []
         waiting: dict[str, list[tuple[float, float]]] = {}
         for (role, _), value in zip(present, values, strict=True):
             fields = json.loads(value)
-            waiting.setdefault(role, []).append((fields["time"], fields["waiting_s"]))
+            if "waiting_s" in fields:  # else the launcher's word that it starts (again)
+                waiting.setdefault(role, []).append((fields["time"], fields["waiting_s"]))
         return waiting
 
     def _beat(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from peers import CountingPrompts, Credentials
+from waiting import wait_until
 
 from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
@@ -82,6 +83,7 @@ def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
         client.filter_groups("judge", lease, lease.rows)
         filtered.append(lease.groups[0])
         if len(filtered) == 1:
+            wait_until(lambda: client.publish_version(0), "no refill", deadline_s=20)  # else the group comes again
             lead.close()
             lead = start_controller("controller-0")
     assert filtered == [0, 1]

@@ -1,10 +1,12 @@
 """What a worker's surroundings do without a run."""
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from workers.context import WorkerContext
 
@@ -21,3 +23,15 @@ def test_whoever_waits_for_something_else_is_woken_to_stop(phase: str, woken: bo
     wake.clear()
     context._obey(phase)  # with the next heartbeat: what was cleared just before it looked is set again
     assert wake.is_set() == woken
+
+
+def test_rank_that_just_starts_again_has_not_waited_yet() -> None:
+    """The launcher says so in its place; whoever asks then, a trainer at the end of a step, goes on."""
+    context: Any = object.__new__(WorkerContext)
+    gangs = [
+        SimpleNamespace(name=name, role="rollout", num_ranks=1) for name in ("rollout-0", "rollout-1", "rollout-2")
+    ]
+    context.job, context._store = SimpleNamespace(gangs=gangs), HashStore()
+    context._store.set("status/rollout-0/0", json.dumps({"state": "generating", "time": 2.0, "waiting_s": 1.5}))
+    context._store.set("status/rollout-1/0", json.dumps({"state": "starting", "time": 3.0}))
+    assert context.waiting_seconds() == {"rollout": [(2.0, 1.5)]}

@@ -69,7 +69,7 @@ def recorder(run_dir: Path, *, lineage: int = 1, warn: Callable[[str], None] = p
         run_dir=run_dir,
         config=SimpleNamespace(schedule=SimpleNamespace(staleness_bound=1), reward=SimpleNamespace(model=None)),
         elapsed_s=0.0,
-        job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", num_ranks=1)]),
+        job=SimpleNamespace(lineage=lineage, gangs=[SimpleNamespace(role="actor", devices=("cpu",))]),
         waiting_seconds=dict,
         warn=warn,
     )
