@@ -15,8 +15,9 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_INTERFACE_VARIABLES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+LOOPBACK_INTERFACE = "lo"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net/route")
 _ROUTE_UP, _ROUTE_REJECT = 0x1, 0x200
 _SIOCGIFADDR = 0x8915
@@ -33,7 +34,7 @@ def choose_interfaces(store_host: str, env: MutableMapping[str, str] = os.enviro
         ConfigError: no interface leads there, and the user named none.
     """
     if is_loopback(store_host):
-        env[GLOO_INTERFACE] = "lo"
+        env[GLOO_INTERFACE] = LOOPBACK_INTERFACE
         return
     wanted = [variable for variable in _INTERFACE_VARIABLES if not env.get(variable)]
     if wanted:

@@ -127,12 +127,11 @@ def threads(checked: Preflight) -> int:
     """
     gangs, own = checked.gangs, checked.config.launcher.threads_per_worker
     total = _BASE_THREADS + 2 * len(gangs)
+    of_vllm = _vllm_instances(checked)
     for gang in gangs:
-        device = 0 if gang.devices[0] == "cpu" else _DEVICE_THREADS
-        total += gang.num_ranks * (_BASE_THREADS + _CHANNEL_THREADS * channels_of(gang, gangs) + own + device)
-    for gang in _vllm_instances(checked):
-        device = 0 if gang.devices[0] == "cpu" else _DEVICE_THREADS
-        total += _vllm_processes(gang) * (_BASE_THREADS + own + device)
+        process = _BASE_THREADS + own + (0 if gang.devices[0] == "cpu" else _DEVICE_THREADS)
+        total += gang.num_ranks * (process + _CHANNEL_THREADS * channels_of(gang, gangs))
+        total += _vllm_processes(gang) * process if gang in of_vllm else 0
     return total
 
 

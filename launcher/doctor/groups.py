@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from asyncflow.environment import variables_set
+from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.interfaces import between_nodes, find_interfaces
 from launcher.doctor.needs import Needs
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 CHECK = "groups"
 _TIMEOUT = timedelta(seconds=10)
-_LOOPBACK = "lo"
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def gather(needs: Needs) -> list[GroupFacts]:
     """Build the groups: Gloo over loopback, over the interface between nodes if there are several, and the devices'."""
     import torch
 
-    names = [_LOOPBACK]
+    names = [LOOPBACK_INTERFACE]
     if needs.num_nodes > 1 and (name := between_nodes(find_interfaces())):
         names.append(name)
     groups = [GroupFacts("gloo", name, _gloo_error(name)) for name in names]
@@ -61,8 +60,8 @@ def judge(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
     for group in facts:
         if not group.error:
             continue
-        remedy = f"export {_INTERFACE}=NAME of an interface in `ip addr` that is up"
-        if group.backend == "gloo" and group.where == _LOOPBACK:
+        remedy = f"export {GLOO_INTERFACE}=NAME of an interface in `ip addr` that is up"
+        if group.backend == "gloo" and group.where == LOOPBACK_INTERFACE:
             remedy = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
         elif group.backend != "gloo":
             remedy = f"{group.backend.upper()}_DEBUG=INFO asyncflow doctor; is the driver as new as {group.backend}?"
@@ -78,7 +77,7 @@ def _gloo_error(interface: str) -> str:
 
     from asyncflow.transport.channel import gloo_device
 
-    with variables_set({_INTERFACE: interface}):
+    with variables_set({GLOO_INTERFACE: interface}):
         gloo_device.cache_clear()
         try:
             return _error_of([torch.device("cpu")] * 2)

@@ -118,10 +118,9 @@ class Arrivals:
         row = self._announced.get(number)
         return row is not None and row.unit.online
 
-    def prefer(self, number: int, row: LiveRow) -> None:
+    def let_go(self, number: int, row: LiveRow) -> None:
         """Another unit returned with this row, which is announced by one that is up, and was told to let go of it."""
-        table = self._book.rows
-        if number not in table.rows and not table.is_finished(number, row.partition):
+        if number not in self._book.rows.rows:
             self._let_go[number] = row
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
@@ -190,8 +189,7 @@ class Arrivals:
 
     def _lose_let_go(self, number: int) -> None:
         row = self._let_go.pop(number, None)
-        table = self._book.rows
-        if row is not None and number not in table.rows and not table.is_finished(number, row.partition):
+        if row is not None:
             self._book.add_lost(number, row)
 
     def _rows(self, event: RowsCreated) -> list[tuple[int, LiveRow]]:

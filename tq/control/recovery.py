@@ -172,8 +172,6 @@ class Recovery:
         """
         table = self._book.rows
         for number in one.rows:
-            if number in table.rows or table.is_finished(number, one.partition):
-                continue
             left = table.every_task & ~self._book.upstream(task)
             row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
             self._book.add_lost(number, row)

@@ -80,7 +80,9 @@ class RowBook:
     # Coming
 
     def add_lost(self, number: int, row: LiveRow) -> None:
-        """A row is known, but no unit has it; the units may prove otherwise."""
+        """A row is known, but no unit has it; the units may prove otherwise. One in the table, or done, stays."""
+        if number in self.rows.rows or self.rows.is_finished(number, row.partition):
+            return
         row.unit = self._lost_unit()
         self.add(row.partition, [(number, row)])
         self.lost_now.append(number)

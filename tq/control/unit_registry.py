@@ -87,8 +87,7 @@ class UnitRegistry:
         """An earlier incarnation knew that these rows went with their unit."""
         for record in records:
             for number, row in self._rows(record, UnitInfo("")):
-                if number not in self._book.rows.rows and not self._book.rows.is_finished(number, row.partition):
-                    self._book.add_lost(number, row)
+                self._book.add_lost(number, row)
 
     def count_finished(self, partition: int, rows: Iterable[int]) -> None:
         """Rows were done before this controller met their unit, or before it started."""
@@ -145,7 +144,7 @@ class UnitRegistry:
         if elsewhere or self._arrivals.expects(number):
             reply.drop.append(number)
             if not pending:
-                self._arrivals.prefer(number, row)
+                self._arrivals.let_go(number, row)
             return 0
         if known is None or known.unit.lost:
             if pending:

@@ -9,6 +9,7 @@ import torch
 
 from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
+from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.vllm_config import VllmConfig
 from workers.engines.vllm_names import BACKEND, WORKER_EXTENSION
@@ -82,12 +83,12 @@ def process_variables(config: VllmConfig, device: torch.device, *, sockets: str)
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would break
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": LOOPBACK,
         "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_NO_USAGE_STATS": "1",
         # Ranks that share the model are on this host.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
+        GLOO_INTERFACE: LOOPBACK_INTERFACE,
+        NCCL_INTERFACE: LOOPBACK_INTERFACE,
         **visible_alone(device, number=config.tensor_parallel_size),
     }
     if device.type == "cpu":
