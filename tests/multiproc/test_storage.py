@@ -18,6 +18,7 @@ from tq.messages import (
     HoldPuts,
     OutputsWritten,
     QuarantineRows,
+    RegisterUnit,
     RemovalReason,
     RowsAccepted,
     RowsConfirmed,
@@ -88,6 +89,7 @@ def test_nobody_hears_of_a_row_that_it_is_in_before_all_controllers_confirmed_it
     """Its put may fail, and if the unit dies first nobody knows that the row was lost."""
     controller = bench.controller()
     bench.unit(controllers=2)
+    controller.hears(RegisterUnit)
     controller.parking |= {RowsCreated, RowsConfirmed}
     client = bench.client()
     first = client.create([0, 1], {"x": numbers(0, 1)})
