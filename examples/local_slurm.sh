@@ -78,24 +78,29 @@ EOT
 
 free_ports() {
     python3 - "$1" <<'EOT'
-import socket, sys
+import contextlib, random, socket, sys
 
-sockets = [socket.socket() for _ in range(int(sys.argv[1]))]
-for one in sockets:
-    one.bind(("127.0.0.1", 0))
-print(*(one.getsockname()[1] for one in sockets))
+# Below what the kernel gives to others: a daemon that starts again needs its port again.
+with open("/proc/sys/net/ipv4/ip_local_port_range") as limits:
+    lowest = int(limits.read().split()[0])
+ports = []
+for port in random.sample(range(lowest // 2, lowest), 1000):
+    with contextlib.suppress(OSError), socket.socket() as one:
+        one.bind(("127.0.0.1", port))
+        ports.append(port)
+print(*ports[: int(sys.argv[1])])
 EOT
 }
 
 wait_for_nodes() {
     local tries
-    for ((tries = 0; tries < 100; tries++)); do
+    for ((tries = 0; tries < 600; tries++)); do
         if [[ $(sinfo --noheader --partition=main --states=idle --format=%D 2> /dev/null) == "${#names[@]}" ]]; then
             return
         fi
         sleep 0.1
     done
-    echo "the nodes did not come up within 10 s; see $dir/log" >&2
+    echo "the nodes did not come up within 60 s; see $dir/log" >&2
     down
     exit 1
 }

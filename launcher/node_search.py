@@ -6,6 +6,7 @@ file is read again until it changes. A try that hangs (node 0 is stopped) is wai
     job.json --> try to join, in a thread --> HeadLink | refused | nobody --> again, until the deadline
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from launcher.node_messages import FinishRun, Refuse
 
 if TYPE_CHECKING:
     from launcher.node_link import HeadLink
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 
@@ -130,5 +133,7 @@ def _run(one: _Try, join: Join) -> None:
         one.answer = join(one.job, one.given_up)
     except AsyncFlowError as error:
         one.answer = error
+    except Exception:  # the boundary of a thread: another try may do better
+        logger.exception("joining the run failed")
     finally:
         one.done.set()

@@ -97,6 +97,12 @@ class CriticSaver:
         self._copy.close()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            self._save(step, state)
+        except Exception:  # the boundary of a thread: a rank is gone, or the actor; both are noticed elsewhere
+            logger.exception("the critic's part of step %d is not saved", step)
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
         files: dict[str, tuple[int, str]] = {}
         error = ""
         try:

@@ -98,13 +98,15 @@ def call(function: Callable[..., Any], *arguments: object, what: str, limit: str
     """
     outcome: list[tuple[object, BaseException | None]] = []
     begun: list[Future[object]] = []
-    ended = threading.Event()
+    late, ended = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
             value = function(*arguments)
             if inspect.iscoroutine(value):
                 begun.append(_COROUTINES.start(value))
+                if late.is_set():  # this thread got to it after the deadline: nobody else has seen it
+                    _COROUTINES.give_up(begun[0])
                 value = begun[0].result()
             outcome.append((value, None))
         except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
@@ -114,6 +116,7 @@ def call(function: Callable[..., Any], *arguments: object, what: str, limit: str
     # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
     _thread.start_new_thread(run, ())
     if not ended.wait(timeout_s):
+        late.set()
         for future in begun:
             _COROUTINES.give_up(future)
         raise UserCodeFailed(

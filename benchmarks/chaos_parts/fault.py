@@ -128,17 +128,17 @@ def went_on(run: FaultyRun, *, steps: int = 40, says: str = "", within_s: float 
     return Seen(Outcome.RECOVERED, str(ended))
 
 
-def gave_up(run: FaultyRun, *words: str, code: int = 1) -> Seen:
+def gave_up(run: FaultyRun, *words: str, code: int = 1, within_s: float = NAMED_WITHIN_S) -> Seen:
     """Wait for the end of a run that cannot go on: `words` are in its last line."""
-    ended = run.end(within_s=NAMED_WITHIN_S + 5.0)
-    return judge_named(ended, *words, code=code)
+    ended = run.end(within_s=within_s + 5.0)
+    return judge_named(ended, *words, code=code, within_s=within_s)
 
 
-def judge_named(ended: Ended, *words: str, code: int = 1) -> Seen:
-    """Say whether a command failed as it should."""
+def judge_named(ended: Ended, *words: str, code: int = 1, within_s: float = NAMED_WITHIN_S) -> Seen:
+    """Say whether a command failed as it should, and soon enough."""
     if ended.code is None or ended.left:
         return Seen(Outcome.HUNG, str(ended))
     missing = [word for word in words if word not in ended.last_line]
-    if ended.code != code or missing or ended.seconds > NAMED_WITHIN_S:
+    if ended.code != code or missing or ended.seconds > within_s:
         return Seen(Outcome.WRONG, f"wanted exit {code} and {', '.join(words)} in the last line: {ended}")
     return Seen(Outcome.NAMED, str(ended))

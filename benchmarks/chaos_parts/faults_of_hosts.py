@@ -5,6 +5,7 @@ import resource
 import socket
 
 from chaos_parts.fault import Fault, Lab, Seen, gave_up, is_named, recovers, went_on
+from chaos_parts.faulty_run import START_DEADLINE_S
 
 _SOON = 3
 _CLOCK = """\
@@ -54,7 +55,7 @@ def too_few_file_handles_from_the_start(lab: Lab) -> Seen:
     """The limit of open files is far too low: the command ends and says so."""
     with lab.run(prefix=["prlimit", "--nofile=32:32"]) as run:
         run.hurt()
-        return gave_up(run, "open files")
+        return gave_up(run, "open files", within_s=START_DEADLINE_S)  # the command has to start first
 
 
 def rollout_runs_out_of_file_handles(lab: Lab) -> Seen:

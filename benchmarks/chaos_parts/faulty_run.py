@@ -25,7 +25,7 @@ from chaos_parts.run_files import lines
 _COMMAND = "from launcher.cli import launch; launch()"
 _MARK = "ASYNCFLOW_FAULT_RUN"
 _LOOK_S = 0.05
-START_DEADLINE_S = 90.0
+START_DEADLINE_S = 180.0
 """For a run to begin on a machine with better things to do (s)."""
 SETTINGS: Mapping[str, Any] = {
     "algorithm.kl_coef": 0,

@@ -115,7 +115,13 @@ class LaunchedRun:
         return next((member.pid for member in self.members() if member.name == name), 0)
 
     def send(self, pid: int, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal to one process of the run; returns when (monotonic s)."""
+        """Send a signal to one process of the run; returns when (monotonic s).
+
+        Raises:
+            RuntimeError: the process id is of no process: `pid_of` did not find one.
+        """
+        if pid == 0:  # the kernel would take it for the whole group of the caller
+            raise RuntimeError(f"nobody to send {number.name} to: {self.last_words()}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         now = time.monotonic()

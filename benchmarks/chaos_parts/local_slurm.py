@@ -1,5 +1,6 @@
 """A real Slurm on this host (`examples/local_slurm.sh`), as tests and the chaos benchmark drive it."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -106,9 +107,10 @@ class LocalSlurm:
         """Kill a node's daemon and all steps that it runs, as a power cut does."""
         os.kill(int((self._directory / "run" / f"slurmd-{name}.pid").read_text()), signal.SIGKILL)
         for manager in self._step_managers(name):
-            family = [manager, *manager.children(recursive=True)]
-            for process in family:
-                kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = [manager, *manager.children(recursive=True)]
+                for process in family:
+                    kill(process)
 
     def revive_node(self, name: str) -> None:
         """Start the daemon of a dead node again."""
@@ -152,9 +154,9 @@ def _job_of(process: psutil.Process) -> tuple[str, str] | None:
     """Return the job's number and the Slurm that runs it; None for processes that are no job's."""
     try:
         variables = process.environ()
+        if "SLURM_JOB_ID" not in variables or process.status() == psutil.STATUS_ZOMBIE:
+            return None
     except (psutil.Error, OSError):
-        return None
-    if "SLURM_JOB_ID" not in variables or process.status() == psutil.STATUS_ZOMBIE:
         return None
     return variables["SLURM_JOB_ID"], variables.get("SLURM_CONF", "")
 

@@ -7,6 +7,7 @@ from chaos_parts import part_actor, part_determinism, part_elastic, part_kills, 
 from chaos_parts.options import Options
 
 KILLS = 8
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(name="options")

@@ -10,5 +10,6 @@ from transferqueue_parts.storm import storm
 def test_rows_are_acked_exactly_once_though_processes_die(tmp_path: Path, num_controllers: int) -> None:
     report = storm(tmp_path, kills=12, seed=num_controllers, num_controllers=num_controllers)
     assert report.faultless, report
-    assert sum(report.kills.values()) == 12
+    faults = {kind: count for kind, count in report.kills.items() if kind != "gave up"}  # a client of services away
+    assert sum(faults.values()) == 12
     assert report.verdict.rows > 100

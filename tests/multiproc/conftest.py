@@ -53,7 +53,10 @@ class Child:
 
     def _stands_still(self) -> bool:
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+        try:
+            return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+        except OSError:  # one has just ended
+            return False
 
     def end(self) -> int:
         """Wait for its own end; returns the exit code."""

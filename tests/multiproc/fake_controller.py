@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -48,10 +48,15 @@ class FakeController:
     """
 
     def __init__(
-        self, credentials: Credentials, name: str = "controller-0", *, accept: UnitAccepted | None = None
+        self,
+        credentials: Credentials,
+        name: str = "controller-0",
+        *,
+        accept: UnitAccepted | None = None,
+        parking: Collection[type[Message]] = (),
     ) -> None:
         self.accept = accept or UnitAccepted(["ref", "train"], [])
-        self.parking: set[type[Message]] = set()
+        self.parking: set[type[Message]] = set(parking)
         self.refusals: dict[type[Message], AsyncFlowError] = {}
         self.parked: queue.Queue[Call] = queue.Queue()
         self.heard: queue.Queue[Any] = queue.Queue()
@@ -159,8 +164,9 @@ class Bench:
     def started(self, config: QueueConfig = CONFIG) -> tuple[FakeController, UnitClient]:
         """Return a controller that knows an empty unit, and a client."""
         controller = self.controller()
-        self.unit(config)
+        unit = self.unit(config)
         controller.hears(RegisterUnit)
+        until(unit._links.registered)
         return controller, self.client()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from asyncflow.job import Job
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 SERVICES = ("controller", "storage")
 
 

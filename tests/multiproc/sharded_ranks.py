@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from workers.engines.dtensor_shards import local_shards
 
-DEADLINE_S = 60
+DEADLINE_S = 200
 
 
 def numbered(*shape: int) -> Tensor:

@@ -207,10 +207,7 @@ def test_fence_during_a_registration_does_not_wait_for_it(bench: Bench) -> None:
     controller.parks()
     orders = bench.client("controller-0")
     controller.close()
-    again = bench.controller()
-    again.parking.add(RegisterUnit)
-    registration = again.parks() if not again.heard.empty() else None
-    registration = registration or again.parks()
+    registration = bench.controller(parking={RegisterUnit}).parks()
     assert isinstance(orders.ask(FenceRows("ref", 5, [0])), Done)
     assert not put.done()
     registration.reply(UnitAccepted(["ref"], []))

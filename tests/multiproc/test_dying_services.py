@@ -104,19 +104,33 @@ def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controll
         until(lambda: not any(stats.live_rows for stats in client.stats()))
 
 
+def leased_over_restarts(queue: tq.LocalQueue) -> tuple[tq.QueueClient, Granted]:
+    """Return a consumer with rows 1 and 2, whose unit started empty, while the next controller is still waiting."""
+    client, late = queue.client("me"), queue.client("late")
+    client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
+    granted = client.fetch("work", num_rows=2, timeout_s=WAIT_S)
+    assert isinstance(granted, Granted) and granted.rows == [1, 2]
+    late.fetch("work", num_rows=1, timeout_s=0.1)
+    until_back(queue, "storage-0", kill(queue, "storage-0"))
+    kill(queue, "controller-0")
+    late.close()  # the next controller waits for it
+    client.stats()  # it is joined
+    return client, granted
+
+
 def test_consumer_that_dropped_its_work_while_the_controller_recovers_keeps_no_lease(tmp_path: Path) -> None:
     """It told of its lease when it joined, then heard from the unit, which started empty, that the lease is void."""
-    with tq.start({"work": ["x"]}, num_units=1, config=CONFIG, log_dir=tmp_path) as queue:
-        client, other, late = (queue.client(name) for name in ("me", "other", "late"))
-        client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
-        granted = client.fetch("work", num_rows=2, timeout_s=WAIT_S)
-        assert isinstance(granted, Granted) and granted.rows == [1, 2]
-        late.fetch("work", num_rows=1, timeout_s=0.1)
-        until_back(queue, "storage-0", kill(queue, "storage-0"))
-        kill(queue, "controller-0")
-        late.close()  # the next controller waits for it
-        client.stats()  # it is joined
+    recovering = CONFIG.model_copy(update={"lease_timeout_s": 15})  # long enough for all that happens meanwhile
+    with tq.start({"work": ["x"]}, num_units=1, config=recovering, log_dir=tmp_path) as queue:
+        client, granted = leased_over_restarts(queue)
         with pytest.raises(Superseded):
-            client.ack("work", granted)
+            client.put("work", granted, granted.rows, {"y": tq.column([1.0, 2.0])})
         client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
-        assert finish(other, "work", 2) == [1, 2]
+        assert finish(queue.client("other"), "work", 2) == [1, 2]
+
+
+def test_ack_while_the_controller_recovers_counts_though_the_unit_started_empty(tmp_path: Path) -> None:
+    with tq.start({"work": ["x"]}, num_units=1, config=CONFIG, log_dir=tmp_path) as queue:
+        client, granted = leased_over_restarts(queue)
+        client.ack("work", granted)
+        assert client.stats()[0].live_rows == 0

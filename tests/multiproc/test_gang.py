@@ -82,9 +82,9 @@ class Launcher:
         """Return every "GANG/RANK"."""
         return [f"{gang.name}/{rank}" for gang in Job.load(self.run_dir).gangs for rank in range(gang.num_ranks)]
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
         """Wait for the end; returns the exit code and all that was printed."""
-        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        output, _ = self.process.communicate(timeout=deadline_s)
         return self.process.returncode, output
 
     def log(self, role: str, rank: int) -> str:
@@ -370,7 +370,7 @@ def test_second_interrupt_kills_at_once(launch: Launch) -> None:
 
 def test_workers_that_never_start_are_named(launch: Launch) -> None:
     launcher = launch("never_start", start_timeout_s=30.0)
-    code, output = launcher.finish()
+    code, output = launcher.finish(3 * DEADLINE_S)
     assert code == 1
     assert "): rollout-0 rank 0: not at work 30 s after the start" in output.splitlines()[-1], "nobody else is named"
 

@@ -314,7 +314,8 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(star
 
 def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
     train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
-    with tq.start({"train": train}, config=FAST) as queue:
+    recovering = FAST.model_copy(update={"lease_timeout_s": 15})  # long enough for both to come back
+    with tq.start({"train": train}, config=recovering) as queue:
         first, second = queue.client("actor/0"), queue.client("actor/1")
         first.open_partition(1, 4)
         first.put_rows(prompts("a", "b", "c", "d"), partition=1)

@@ -1,6 +1,7 @@
 """Engines that compute with what they are given: it stays as it is until they have loaded the next version."""
 
 import pytest
+from waiting import wait_until
 from weight_model import weights
 from weight_run import WeightRun, ask, ask_all
 
@@ -23,7 +24,7 @@ def test_weights_in_use_stay_whole_whatever_comes_meanwhile(adopting: WeightRun)
         if step % 4 in (0, 1):
             assert ask_all(receivers, "load", step) == [(version, True)] * 2
             assert ask_all(receivers, "still_whole") == [True] * 2
-    assert adopting.status().holders == {}, "they have copies: the slots are free"
+    wait_until(lambda: adopting.status().holders == {}, "they have copies: the slots are free", deadline_s=60)
     adopting.end(*adopting.trainers, *receivers, adopting.agent)
 
 

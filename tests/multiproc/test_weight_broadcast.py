@@ -1,5 +1,6 @@
 """The collective path: whole versions, deaths that cost a deadline at most, one group for as long as nobody changes."""
 
+import itertools
 import signal
 
 import pytest
@@ -46,16 +47,20 @@ def test_every_version_that_is_broadcast_is_whole_and_what_it_claims(
 
 def test_group_is_built_once_for_as_long_as_the_members_are_the_same(weight_run: WeightRun) -> None:
     receivers = weight_run.start_node("a", "b")
-    broadcast_to(weight_run, Version(0, 1), *receivers)  # perhaps before both were ready
-    broadcast_to(weight_run, Version(0, 2), *receivers)
+    versions = (Version(0, step) for step in itertools.count(1))
+    while min(ask_all(receivers, "groups_built")) == 0:  # each joins when it is ready
+        broadcast_to(weight_run, next(versions), *receivers)
     built = ask_all(weight_run.trainers, "groups_built")
-    for version in steps(3, 6):
-        broadcast_to(weight_run, version, *receivers)
+    for _ in range(4):
+        newest = next(versions)
+        broadcast_to(weight_run, newest, *receivers)
     assert ask_all(weight_run.trainers, "groups_built") == built
     late = weight_run.start_receivers("late")[0]
-    assert ask(late, "load", 6) == (Version(0, 6), True), "from the agent"
-    for version in steps(7, 9):
-        broadcast_to(weight_run, version, *receivers, late)
+    assert ask(late, "load", newest.step) == (newest, True), "from the agent"
+    while ask(late, "groups_built") == 0:
+        broadcast_to(weight_run, next(versions), *receivers, late)
+    for _ in range(2):
+        broadcast_to(weight_run, next(versions), *receivers, late)
     assert ask(late, "groups_built") == 1, "one per sender"
     assert ask_all(weight_run.trainers, "groups_built") == [number + 1 for number in built]
 

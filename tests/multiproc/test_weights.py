@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 from weight_model import SHAPES, needs, same, weights
 from weight_run import WeightRun, ask, ask_all, steps
 
@@ -101,7 +102,8 @@ def test_trainer_that_ends_leaves_its_last_version_behind(weight_run: WeightRun)
     assert ask(receiver, "load", 4) == (Version(0, 4), True)
     assert ask(receiver, "load_again") == (Version(0, 4), True)
     assert ask(weight_run.start_receivers("late")[0], "load", 4) == (Version(0, 4), True)
-    assert weight_run.status().serving == {"rollout-0": Version(0, 4), "late": Version(0, 4)}
+    serving = {"rollout-0": Version(0, 4), "late": Version(0, 4)}
+    wait_until(lambda: weight_run.status().serving == serving, "both have told", deadline_s=60)
 
 
 def test_wait_that_ends_names_its_reason(weight_run: WeightRun) -> None:

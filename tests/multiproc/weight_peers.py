@@ -363,4 +363,8 @@ def _after_first_bucket(called: Callable[[], None]) -> None:
 
 
 def _threads_left(*names: str) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name in names]
+    """Return which threads of these names do not end, though they were told to and had some more time."""
+    threads = [thread for thread in threading.enumerate() if thread.name in names]
+    for thread in threads:
+        thread.join(10)
+    return [thread.name for thread in threads if thread.is_alive()]

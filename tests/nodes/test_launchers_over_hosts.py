@@ -27,9 +27,10 @@ def start(hosts: list[Host], run_dir: Path, entrypoint: str, **settings: object)
 def at_work(host: Host, run_dir: Path) -> dict[str, int]:
     """Wait until all ranks are at work; returns the process id of each. The store is asked from its own host."""
     code = (
-        "import json, sys; from pathlib import Path; from asyncflow.job import Job; "
+        "import json, sys; from datetime import timedelta; from pathlib import Path; from asyncflow.job import Job; "
         "from launcher.job_store import JobStoreClient\n"
-        "job = Job.load(Path(sys.argv[1])); store = JobStoreClient(job.store_host, job.store_port).client()\n"
+        "job = Job.load(Path(sys.argv[1]))\n"
+        "store = JobStoreClient(job.store_host, job.store_port).client(timedelta(seconds=120))\n"
         "names = [f'{gang.name}/{rank}' for gang in job.gangs for rank in range(gang.num_ranks)]\n"
         "print(json.dumps({name: json.loads(store.get(f'status/{name}')).get('pid', 0) for name in names}))"
     )
@@ -42,8 +43,8 @@ def at_work(host: Host, run_dir: Path) -> dict[str, int]:
 
 
 def assert_nothing_runs(*hosts: Host) -> None:
-    """Within 10 s no process is left on these hosts."""
-    eventually(lambda: not any(host.pids() for host in hosts), "the end of all processes", 10)
+    """No process stays on these hosts."""
+    eventually(lambda: not any(host.pids() for host in hosts), "the end of all processes")
 
 
 def last_lines(results: list[tuple[int, str]]) -> list[str]:

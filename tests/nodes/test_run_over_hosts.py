@@ -57,6 +57,14 @@ def begun(run_dir: Path, processes: "list[subprocess.Popen[str]]", step: int) ->
     eventually(at_step, f"step {step}", 280)
 
 
+def services_seen_from(host: Host, run_dir: Path) -> tuple[int, int]:
+    """Return how many storage units and weight agents answer `asyncflow status`; one that is busy is left out."""
+    ((code, text),) = ends([host.start(COMMAND.with_name("asyncflow"), "status", run_dir, "--json")])
+    assert code == 0, text
+    status = json.loads(text[text.index("{") :])
+    return len(status["units"]), len(status["weights"])
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", ["staged", "broadcast"])
 def test_run_stops_on_all_hosts_and_goes_on(three_hosts: list[Host], tmp_path: Path, path: str) -> None:
@@ -66,10 +74,7 @@ def test_run_stops_on_all_hosts_and_goes_on(three_hosts: list[Host], tmp_path: P
     job = Job.load(run_dir)
     assert job.gang("actor").nodes == (0, 0, 1, 1)
     assert [job.gang(f"rollout-{k}").nodes for k in range(2)] == [(2,), (2,)]
-    ((code, text),) = ends([three_hosts[2].start(COMMAND.with_name("asyncflow"), "status", run_dir, "--json")])
-    assert code == 0, text
-    status = json.loads(text[text.index("{") :])
-    assert len(status["units"]) == len(status["weights"]) == 3
+    eventually(lambda: services_seen_from(three_hosts[2], run_dir) == (3, 3), "answers of all services")
     for host in three_hosts:
         assert host.listening() <= {host.address, "127.0.0.1"}
     launchers[1].send_signal(signal.SIGUSR1)
@@ -91,10 +96,10 @@ def test_run_whose_host_died_goes_on_with_fewer(three_hosts: list[Host], tmp_pat
     begun(run_dir, launchers, 3)
     eventually(lambda: any((run_dir / "checkpoints").glob("step_*")), "a checkpoint")
     launchers[1].kill()
-    results = ends([launchers[0], launchers[2]], 60)
+    results = ends([launchers[0], launchers[2]], 280)
     assert [code for code, _ in results] == [75, 75], results
     assert all("node 1 (host-1) is gone" in output.splitlines()[-1] for _, output in results)
-    eventually(lambda: not any(host.pids() for host in three_hosts), "the end of all processes", 10)
+    eventually(lambda: not any(host.pids() for host in three_hosts), "the end of all processes")
     saved = max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
     two = [three_hosts[0], three_hosts[2]]
     resumed = ends(launch(two, "--resume", run_dir, "--steps", saved + 2), 280)

@@ -42,6 +42,7 @@ def test_an_algorithm_learns_the_quickstart(tmp_path: Path, settings: tuple[str,
     command.check_verified(tmp_path / "run", last=12)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:2,actor:1,reward:1"])
 def test_groups_of_equal_rewards_are_replaced_once_also_over_a_resume(tmp_path: Path, roles: str) -> None:
     first = command.run(

@@ -13,6 +13,7 @@ DETERMINISTIC = (
 )  # fmt: skip
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("roles", ["rollout:1,actor:1,ref:1", "rollout:1,actor:1"])
 def test_refreshed_reference_survives_a_resume(tmp_path: Path, roles: str) -> None:
     every_3 = (

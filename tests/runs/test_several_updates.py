@@ -50,7 +50,7 @@ def test_a_stop_between_updates_finishes_the_step(tmp_path: Path) -> None:
         command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
         command.wait_until(lambda: _updates(run_dir, 3) >= 1, "the first update of step 3")
         process.terminate()
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=command.DEADLINE_S)
         assert process.returncode == 75, err
     last = command.last_step(run_dir)
     assert last >= 3, "from the first update on, a step is finished"

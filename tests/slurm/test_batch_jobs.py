@@ -99,7 +99,7 @@ def test_cancelled_job_leaves_nothing_and_does_not_come_back(slurm: LocalSlurm, 
     wait_for_step(run_dir, 2)
     assert len(slurm.processes(job)) > 8
     slurm.cancel(job)
-    wait_until(lambda: not slurm.processes(job), "the end of all processes", deadline_s=10)
+    wait_until(lambda: not slurm.processes(job), "the end of all processes")
     assert slurm.wait_for(job, "CANCELLED")["Restarts"] == "0"
     assert "queued again" not in said(run_dir, job)
     # The script can be submitted again, with further options for the launcher.
@@ -128,7 +128,7 @@ def test_two_jobs_on_one_node_do_not_meet(slurm: LocalSlurm, tmp_path: Path) -> 
         wait_for_step(tmp_path / name, 3)
     assert all(slurm.facts(job)["NodeList"] == "n1" for job in jobs)
     slurm.cancel(jobs[0])
-    wait_until(lambda: not slurm.processes(jobs[0]), "the end of the first job", deadline_s=10)
+    wait_until(lambda: not slurm.processes(jobs[0]), "the end of the first job")
     wait_for_step(tmp_path / "b", last_step(tmp_path / "b") + 3)
     slurm.cancel(jobs[1])
     slurm.wait_for(jobs[1], "CANCELLED")
@@ -213,4 +213,4 @@ def test_two_jobs_over_the_same_two_nodes_do_not_meet(slurm: LocalSlurm, tmp_pat
         wait_for_step(tmp_path / name, 3)
     for job in jobs:
         slurm.cancel(job)
-        wait_until(lambda job=job: not slurm.processes(job), "the end of the job", deadline_s=10)
+        wait_until(lambda job=job: not slurm.processes(job), "the end of the job")

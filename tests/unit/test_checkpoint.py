@@ -140,8 +140,10 @@ def test_save_that_is_due_waits_for_the_former_one(run_dir: Path) -> None:
     saver._waits = waits.set
     opener = threading.Thread(target=lambda: (waits.wait(DEADLINE_S), gate.opened.set()))
     opener.start()
-    begin(saver, engine, 2)
+    second = Gate()
+    begin(saver, engine, 2, make_durable=second)
     assert saver.saved_step == 1
+    second.opened.set()
     saver.wait()
     opener.join()
     assert names(run_dir) == ["step_000001", "step_000002"]

@@ -7,7 +7,7 @@ Arguments were checked already. What is raised is said there.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from asyncflow.errors import ConfigError, PeerRefused, TransportError
+from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
 from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
 from tq.client.deadline import Deadline
@@ -104,7 +104,9 @@ class UnitCalls:
         except TransportError as error:
             try:
                 self._ack_lost(AckLost(granted.task, granted.token, rows), deadline)
-            except PeerRefused:  # the rows are not lost: their unit will be back, or gave its reason
+            except PeerRefused as refusal:  # the rows are not lost: their unit will be back
+                if isinstance(error, Superseded):  # it is back, empty, and the controller is about to hear of that
+                    raise TransportError(f"{error}; {refusal}") from None
                 raise error from None
 
     def _ack_lost(self, lost: AckLost, deadline: Deadline) -> None:

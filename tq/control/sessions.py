@@ -23,7 +23,7 @@ class Sessions:
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
         self._units: dict[str, _Unit] = {}
-        self._units_looked_at = 0.0
+        self._owners_looked_at = self._units_looked_at = 0.0
 
     @property
     def owners(self) -> list[str]:
@@ -80,7 +80,11 @@ class Sessions:
         return owners, units
 
     def silent(self, now: float, timeout_s: float) -> list[str]:
-        """Return, and forget, the owners that were not heard of for `timeout_s`."""
+        """Return, and forget, the owners that were not heard of for `timeout_s`; when nobody looked: see above."""
+        late, self._owners_looked_at = now - self._owners_looked_at > timeout_s, now
+        if late:
+            for owner in self._owners.values():
+                owner.last_heard = now
         owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
         self._forget(owners, ())
         return owners

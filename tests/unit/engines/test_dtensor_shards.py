@@ -24,7 +24,7 @@ from workers.engines.dtensor_shards import Cut, local_runs, local_shards
 
 SCRIPT = Path(__file__).parents[2] / "multiproc" / "sharded_ranks.py"
 NUM_RANKS = 6
-DEADLINE_S = 90
+DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")

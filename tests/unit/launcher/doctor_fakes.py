@@ -62,7 +62,7 @@ def chatter(needs: Needs) -> list[Finding]:
     return [Finding.warning("chatter", "one", "do this"), Finding.error("chatter", "two", "do that")]
 
 
-_LONG_S, _SHORT_S = 60.0, 4.0
+_LONG_S, _SHORT_S = 60.0, 10.0
 FINE = Check("fine", fine, _LONG_S, "-")
 ALSO_FINE = Check("also fine", fine, _LONG_S, "-")
 HANG = Check("hang", hang, _SHORT_S, "unplug it")

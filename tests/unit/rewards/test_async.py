@@ -1,13 +1,17 @@
 """`async def` rewards: they overlap, share a loop, and one that raises, hangs or blocks costs its answer."""
 
 import asyncio
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.coroutines import CoroutineThread
 from workers.rewards.base import Score
 from workers.rewards.user import UserReward
 from workers.user_function import check_function
@@ -56,9 +60,30 @@ def test_a_coroutine_that_waits_for_ever_is_cancelled() -> None:
             raise
         return 0.0
 
-    with pytest.raises(UserCodeFailed, match="took longer than reward.timeout_s = 0.2 s"):
-        reward(score, timeout_s=0.2)("", "", "")
+    with pytest.raises(UserCodeFailed, match="took longer than reward.timeout_s = 2 s"):
+        reward(score, timeout_s=2)("", "", "")
     assert cancelled.wait(DEADLINE_S)
+
+
+def test_a_coroutine_that_begins_after_the_deadline_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, begun = threading.Event(), queue.SimpleQueue["Future[Any]"]()
+
+    class Recording(CoroutineThread):
+        def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+            future = super().start(coroutine)
+            begun.put(future)
+            return future
+
+    def score(prompt: str, response: str, answer: str) -> Coroutine[Any, Any, bool]:
+        assert over.wait(DEADLINE_S)
+        return asyncio.Event().wait()
+
+    monkeypatch.setattr("workers.user_function._COROUTINES", Recording())
+    with pytest.raises(UserCodeFailed, match="took longer"):
+        reward(score, timeout_s=0.05)("", "", "")
+    over.set()
+    with pytest.raises(CancelledError):
+        begun.get(timeout=DEADLINE_S).result(DEADLINE_S)
 
 
 def test_a_coroutine_that_blocks_its_loop_does_not_block_the_next_ones() -> None:
@@ -73,7 +98,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_the_next_ones() -> None
         return Score(0.5, True)
 
     with pytest.raises(UserCodeFailed, match="took longer"):
-        reward(blocks, timeout_s=0.2)("", "", "")
+        reward(blocks, timeout_s=2)("", "", "")
     assert reward(fine)("", "", "") == Score(0.5, True)
     release.set()
 

@@ -105,8 +105,10 @@ def test_cancelled_fetch_gives_back_what_it_is_granted_later() -> None:
 
 def test_fetch_that_times_out_in_asyncio_is_a_cancelled_one() -> None:
     async def body(queue: AsyncQueueClient, client: BlockingClient) -> None:
+        fetch = asyncio.create_task(queue.fetch("t", num_rows=1))
+        await parked(client)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(queue.fetch("t", num_rows=1), 0.01)
+            await asyncio.wait_for(fetch, 0.01)
         client.rows.set()
         assert await asyncio.to_thread(client.given_back.wait, 10)
 

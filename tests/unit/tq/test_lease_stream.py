@@ -80,6 +80,12 @@ def open_stream(client: MemoryClient, **options: Any) -> LeaseStream:
     return stream(client, "double", ["x"], **{"num_rows": 2, "prefetch": 0, **options})  # type: ignore[arg-type]
 
 
+def ended(leases: LeaseStream) -> None:
+    """Wait for the thread that fetches ahead: it may be giving back what it was just granted."""
+    assert leases._ahead is not None
+    assert leases._ahead.join(10)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_every_row_is_put_once(prefetch: int) -> None:
     client = MemoryClient(7)
@@ -120,13 +126,15 @@ def test_rows_can_be_settled_one_by_one() -> None:
 
 def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
     client = MemoryClient(6)
+    leases = open_stream(client, prefetch=1)
 
     def work() -> None:
-        for _ in open_stream(client, prefetch=1):
+        for _ in leases:
             raise ValueError("out of memory")
 
     with pytest.raises(ValueError, match="out of memory"):
         work()
+    ended(leases)
     assert client.leased == set()
     assert {0, 1} <= set(client.given_back)
     assert sorted(client.ready) == list(range(6))
@@ -134,9 +142,11 @@ def test_error_in_the_loop_gives_back_what_is_in_hand_and_ahead() -> None:
 
 def test_leaving_the_loop_gives_back_what_was_fetched_ahead() -> None:
     client = MemoryClient(6)
-    for lease in open_stream(client, prefetch=2):
+    leases = open_stream(client, prefetch=2)
+    for lease in leases:
         lease.put({"y": Y})
         break
+    ended(leases)
     assert (client.put_rows, client.leased) == ([0, 1], set())
 
 

@@ -120,7 +120,7 @@ class Answer:
         if services.refusals.get(type(message)):
             services.now += services.answer_s
             raise services.refusals[type(message)].pop(0)
-        if isinstance(message, AckLost):
+        if isinstance(message, AckLost) and AckLost not in services.refusals:
             raise PeerRefused("the row is not lost")
         if self.number < 0:
             self.number = len(services.waited_s)
@@ -248,10 +248,22 @@ def test_rows_whose_work_is_dropped_return_though_the_lease_is_void_for_one_of_t
     """Else a controller that goes on to count them as this client's would never give them to anybody."""
     client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
     services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
+    services.refusals[AckLost] = [Superseded("row 3: the lease was given to another")]
     with pytest.raises(Superseded):
         CALLS[call](client)
     assert services.told[-1] == ("controller-0", GiveBack("score", 7, [3, 4], superseded=True))
     assert client._held.of_tasks(["score"]) == []
+
+
+def test_ack_is_repeated_until_the_controller_hears_that_a_unit_started_empty(
+    client: QueueClient, services: Services
+) -> None:
+    """Else the trainer, which acks beside its next step, would end because a unit did."""
+    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")] * 3
+    services.refusals[AckLost] = [PeerRefused("row 3 is not lost: storage-0 has it")] * 2
+    client.ack("score", LEASE)
+    assert services.services_told(PutOutputs) == ["storage-0"] * 3 + ["storage-1"]
+    assert services.services_told(AckLost) == ["controller-0"] * 3
 
 
 def test_consumer_whose_controller_is_away_does_not_wait_to_return_rows(

@@ -28,6 +28,7 @@ def test_a_silent_owner_is_given_up_once() -> None:
     sessions.joined(1, "ref@a", 0.0)
     sessions.joined(2, "ref@b", 0.0)
     assert sessions.heard("ref@b", 8.0)
+    assert sessions.silent(8.0, 10.0) == []
     assert sessions.silent(11.0, 10.0) == ["ref@a"]
     assert sessions.silent(11.0, 10.0) == []
     assert not sessions.heard("ref@a", 12.0)
@@ -36,15 +37,27 @@ def test_a_silent_owner_is_given_up_once() -> None:
 def test_an_owner_that_was_given_up_must_join_though_what_it_fetches_meanwhile_is_watched_over() -> None:
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
+    assert sessions.silent(8.0, 10.0) == []
     assert sessions.silent(11.0, 10.0) == ["ref@a"]
     sessions.asked(1, "ref@a", 12.0)
     assert not sessions.heard("ref@a", 13.0)
     assert sessions.ended(1) == (["ref@a"], [])
     sessions.asked(2, "ref@a", 14.0)
+    assert sessions.silent(18.0, 10.0) == []
     assert sessions.silent(25.0, 10.0) == ["ref@a"]
     sessions.joined(2, "ref@a", 26.0)
     sessions.asked(2, "ref@a", 27.0)
     assert sessions.heard("ref@a", 28.0)
+
+
+def test_owners_are_not_silent_when_this_process_was_stopped_itself() -> None:
+    """Their signs of life lie in its sockets, and are read after the look."""
+    sessions = Sessions()
+    sessions.joined(1, "ref@a", 0.0)
+    assert sessions.silent(1.0, 10.0) == []
+    assert sessions.silent(60.0, 10.0) == []
+    assert sessions.silent(69.0, 10.0) == []
+    assert sessions.silent(71.0, 10.0) == ["ref@a"]
 
 
 def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:

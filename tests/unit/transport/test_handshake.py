@@ -42,12 +42,12 @@ def test_proof_does_not_contain_the_secret() -> None:
 
 @pytest.fixture(name="store")
 def _store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 def test_client_refuses_a_server_that_does_not_know_the_secret(store: TCPStore) -> None:
     refused: list[str] = []
-    serving = threading.Thread(target=_serve_once, args=(store, b"wrong", refused))
+    serving = threading.Thread(target=_serve_once, args=(store, b"wrong", refused), kwargs={"patience_s": 2})
     serving.start()
     with pytest.raises(TransportError, match="controller does not know the job's secret"):
         ask_for_channel(Credentials(store, SECRET).own_store(), SECRET, "controller", "ref-0/0")
@@ -67,7 +67,7 @@ def test_stop_ends_a_handshake_that_nobody_answers(store: TCPStore) -> None:
     asking.start()
     Credentials(store, SECRET).own_store().queue_pop(ask_key("controller"))
     stop.set()
-    asking.join(timeout=1)
+    asking.join(timeout=10)
     assert ended == ["ref-0/0: closed while controller was asked for a channel"]
 
 
@@ -84,7 +84,7 @@ def test_server_refuses_a_client_that_does_not_know_the_secret(store: TCPStore) 
     own.queue_push(ask_key("controller"), msgspec.msgpack.encode(ASK))
     own.get(f"channel/controller/{ASK.channel_id}/offer")
     own.set(f"channel/controller/{ASK.channel_id}/answer", "guess")
-    serving.join(timeout=10)
+    serving.join(timeout=30)
     assert "ref-0/0 does not know the job's secret" in refused[0]
 
 
@@ -112,9 +112,17 @@ def test_both_ends_meet_under_a_key_that_only_the_secret_gives(store: TCPStore) 
     assert all(len(key) == 64 for key in keys)
 
 
-def _serve_once(store: TCPStore, secret: bytes, refused: list[str], keys: list[str] | None = None) -> None:
-    own = Credentials(store, secret).own_store(2)
+def _serve_once(
+    store: TCPStore,
+    secret: bytes,
+    refused: list[str],
+    keys: list[str] | None = None,
+    *,
+    patience_s: float = 30,
+) -> None:
+    own = Credentials(store, secret).own_store()
     ask = msgspec.msgpack.decode(own.queue_pop(ask_key("controller")), type=Ask)
+    own.set_timeout(timedelta(seconds=patience_s))
     try:
         key = accept_channel(own, secret, "controller", ask)
         if keys is not None:

@@ -1,6 +1,7 @@
 """The shelf between a receiver's threads and its engine: the newest is loaded, nothing in use is written to again."""
 
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,13 +92,13 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
     written: list[Region] = []
     contents: dict[int, Version] = {}
     engine: Any = None
-    made: set[int] = set()
+    made = weakref.WeakSet[Region]()
     for step, action in enumerate(actions, 1):
         if action == "memory" and not written:
             region = shelf.memory(LAYOUT)
             assert not adopts or engine is None or region is not engine[0], "the engine computes with it"
             contents.pop(id(region), None)
-            made.add(id(region))
+            made.add(region)
             written.append(region)
         elif action == "put" and written:
             region, version = written.pop(), Version(0, step)
@@ -115,7 +116,7 @@ def test_memory_that_is_handed_out_is_used_by_nobody(adopts: bool, actions: list
             shelf.drop()
         if adopts and engine is not None:
             assert contents[id(engine[0])] == engine[1]
-    assert len(made) <= 3
+        assert len(made) <= 3
 
 
 def test_wait_says_why_nothing_comes() -> None:
