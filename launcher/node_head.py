@@ -213,7 +213,12 @@ class NodeHead:
 
     def _receive(self, store: TCPStore) -> None:
         while True:
-            data = store.queue_pop(EVENTS)
+            try:
+                data = store.queue_pop(EVENTS)
+            except DistError:
+                if self._closing.is_set():  # the store may end before its clients
+                    return
+                raise
             if self._closing.is_set():
                 return
             envelope = read_envelope(data)

@@ -15,6 +15,9 @@ from launcher.run_events import RankStuck
 
 Place = tuple[str, int]
 
+_LONGEST_LOOK_S = 5.0
+"""Time between two looks that counts. After more, what ranks said meanwhile may not have been read yet (s)."""
+
 
 @dataclass
 class _Seen:
@@ -51,6 +54,7 @@ class RankWatch:
         self._silence_timeout_s = silence_timeout_s
         self._deadlock_timeout_s = deadlock_timeout_s
         self._seen: dict[Place, _Seen] = {}
+        self._looked_at = 0.0
 
     def forget(self, gang: str) -> None:
         """A gang ended or starts again: its old words count no more."""
@@ -67,6 +71,7 @@ class RankWatch:
         """
         stuck: list[tuple[float, RankStuck]] = []
         waiting = []
+        self._excuse(now)
         for (gang, rank), status in sorted(statuses.items()):
             if gang not in workers:
                 continue
@@ -89,6 +94,14 @@ class RankWatch:
             why = f"everybody waits: it for {seconds:.0f} s, {state}; {others}"
             stuck.append((seconds, RankStuck(gang, rank, why)))
         return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
+
+    def _excuse(self, now: float) -> None:
+        """Take the time for which this process stood still (Ctrl-Z, a suspended job) off everybody's silence."""
+        still_s = now - self._looked_at - _LONGEST_LOOK_S
+        if still_s > 0:
+            for seen in self._seen.values():
+                seen.heard_at = min(now, seen.heard_at + still_s)
+        self._looked_at = now
 
     def _timeout_s(self, status: Status) -> float:
         return self._operation_timeout_s if status.at_work else self._start_timeout_s

@@ -10,6 +10,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from asyncflow.awake import awake_slices
+
 _RESPONSE_S = 1.0
 
 
@@ -37,7 +39,7 @@ class CoroutineThread:
             return
         alive = threading.Event()
         loop.call_soon_threadsafe(alive.set)
-        if alive.wait(_RESPONSE_S):
+        if any(alive.wait(slice_s) for slice_s in awake_slices(_RESPONSE_S)):
             return
         with self._lock:
             if self._loop is loop:

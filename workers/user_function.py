@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from asyncflow.awake import awake_slices
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from workers.coroutines import CoroutineThread
 
@@ -115,7 +116,7 @@ def call(function: Callable[..., Any], *arguments: object, what: str, limit: str
 
     # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
     _thread.start_new_thread(run, ())
-    if not ended.wait(timeout_s):
+    if not any(ended.wait(slice_s) for slice_s in awake_slices(timeout_s)):
         late.set()
         for future in begun:
             _COROUTINES.give_up(future)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncflow.errors import ConfigError, Superseded
+from asyncflow.errors import ConfigError, Superseded, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
 from tq.client.arguments import (
@@ -380,9 +380,15 @@ class QueueClient:
         return restore_snapshot(self, self._services, Path(directory))
 
     def checkpoint_wanted(self) -> bool:
-        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon."""
+        """Whether rows that only wait for a checkpoint take so much room that one should be saved soon.
+
+        Where a unit does not answer just now, it is not known: ask again later.
+        """
         limit = self._config.spill_after_bytes
-        return any(unit.retained_bytes > limit for unit in self.unit_stats().values())
+        try:
+            return any(unit.retained_bytes > limit for unit in self.unit_stats().values())
+        except TransportError:
+            return False
 
     def stats(self) -> list[QueueStats]:
         """Return what each controller counts, the lead first."""

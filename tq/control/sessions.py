@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_LOOKS_PER_TIMEOUT = 4
+"""At least so many are expected. After a longer pause this process stood still itself, and signs of life lie unread."""
+
 
 @dataclass
 class _Owner:
@@ -23,7 +26,8 @@ class Sessions:
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
         self._units: dict[str, _Unit] = {}
-        self._owners_looked_at = self._units_looked_at = 0.0
+        self._owners_looked_at = 0.0
+        self._units_looked_at = 0.0
 
     @property
     def owners(self) -> list[str]:
@@ -62,14 +66,9 @@ class Sessions:
                 unit.last_heard = now
 
     def silent_units(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
-        """Return (unit, session) of those that were not heard of for `timeout_s`.
-
-        When nobody looked for so long, this process was stopped itself: then all get another chance.
-        """
-        late, self._units_looked_at = now - self._units_looked_at > timeout_s, now
-        if late:
-            for unit in self._units.values():
-                unit.last_heard = now
+        """Return (unit, session) of those that were not heard of for `timeout_s`, while somebody looked."""
+        _excuse(self._units.values(), self._units_looked_at, now, timeout_s)
+        self._units_looked_at = now
         return [(name, unit.session) for name, unit in self._units.items() if now - unit.last_heard > timeout_s]
 
     def ended(self, session: int) -> tuple[list[str], list[str]]:
@@ -80,11 +79,9 @@ class Sessions:
         return owners, units
 
     def silent(self, now: float, timeout_s: float) -> list[str]:
-        """Return, and forget, the owners that were not heard of for `timeout_s`; when nobody looked: see above."""
-        late, self._owners_looked_at = now - self._owners_looked_at > timeout_s, now
-        if late:
-            for owner in self._owners.values():
-                owner.last_heard = now
+        """Return, and forget, the owners that were not heard of for `timeout_s`, while somebody looked."""
+        _excuse(self._owners.values(), self._owners_looked_at, now, timeout_s)
+        self._owners_looked_at = now
         owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
         self._forget(owners, ())
         return owners
@@ -98,3 +95,11 @@ class Sessions:
             del self._owners[name]
         for unit in units:
             del self._units[unit]
+
+
+def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeout_s: float) -> None:
+    """Take the time for which this process stood still off everybody's silence."""
+    still_s = now - looked_at - timeout_s / _LOOKS_PER_TIMEOUT
+    if still_s > 0:
+        for one in those:
+            one.last_heard = min(now, one.last_heard + still_s)

@@ -80,7 +80,9 @@ class AnswerTasks(Generic[T]):
         for future in running:
             future.cancel()
         if running:
-            self.run(self._settle(), what="answers to be cancelled", timeout_s=_CLOSE_S)
+            self.run(
+                self._settle(), what="answers to be cancelled", timeout_s=2 * _CLOSE_S
+            )  # longer than it waits itself
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return what a coroutine returns.
@@ -93,7 +95,7 @@ class AnswerTasks(Generic[T]):
             return future.result(timeout_s)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                raise  # the coroutine's own
+                return future.result()  # it came just now, or the error is the coroutine's own
             future.cancel()
             raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from error
 

@@ -16,9 +16,9 @@ import queue
 import select
 import subprocess
 import sys
-import time
 from typing import Any
 
+from asyncflow.awake import awake_slices
 from asyncflow.errors import UserCodeFailed
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
@@ -131,11 +131,13 @@ class _Child:
 
     def _line(self, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
-        deadline, source = time.monotonic() + timeout_s, self._process.stdout.fileno()
+        slices, source = awake_slices(timeout_s), self._process.stdout.fileno()
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            slice_s = next(slices, None)
+            if slice_s is None:
                 raise TimeoutError
+            if not select.select([source], [], [], slice_s)[0]:
+                continue
             data = os.read(source, _CHUNK)
             if not data:
                 raise EOFError

@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,27 @@ def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: AnswerT
     assert tasks.num_running == 3
     assert collect(tasks) == [1, 2, 3]
     assert tasks.num_running == 0 and tasks.step(threading.Event()) == []
+
+
+def test_answer_that_comes_just_after_the_deadline_counts(
+    tasks: AnswerTasks[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when this process stood still: the wait is over and the answer is there."""
+
+    class Late(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                self.set_result(7)
+                raise TimeoutError
+            return super().result()
+
+    def start(coroutine: Coroutine[Any, Any, int], _: asyncio.AbstractEventLoop) -> Future[int]:
+        coroutine.close()
+        return Late()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("workers.engines.answer_tasks.asyncio.run_coroutine_threadsafe", start)
+        assert tasks.run(give(0), what="an answer", timeout_s=1.0) == 7
 
 
 def test_progress_ends_a_step_without_results(tasks: AnswerTasks[int]) -> None:

@@ -23,6 +23,13 @@ def look(watch: RankWatch, now: float, **statuses: Status) -> list[RankStuck]:
     )
 
 
+def look_until(watch: RankWatch, first: int, last: int, **statuses: Status) -> list[RankStuck]:
+    """Look every second, at the same; nobody is stuck before the last look."""
+    for now in range(first, last):
+        assert look(watch, now, **statuses) == []
+    return look(watch, last, **statuses)
+
+
 def test_rank_that_gets_on_or_waits_is_not_stuck() -> None:
     watch = new_watch()
     for now in range(0, 5000, 50):
@@ -44,17 +51,25 @@ def test_rank_that_starts_has_a_deadline_of_its_own() -> None:
 def test_rank_that_says_nothing_more_is_stuck_whatever_it_said() -> None:
     watch = new_watch()
     last = says("waiting for rows", at=7.0)
-    assert look(watch, 50.0, actor=last) == []
-    assert look(watch, 149.0, actor=last) == []
-    (stuck,) = look(watch, 151.0, actor=last)
+    (stuck,) = look_until(watch, 50, 151, actor=last)
+    assert "no sign of life for 101 s" in stuck.why
+
+
+def test_silence_while_the_launcher_stood_still_is_nobodys() -> None:
+    """What they said meanwhile is read after this look."""
+    watch = new_watch()
+    last = says("generating", at=7.0)
+    assert look_until(watch, 0, 60, rollout_0=last) == []
+    assert look(watch, 1000.0, rollout_0=last) == []
+    (stuck,) = look_until(watch, 1001, 1036, rollout_0=last)
     assert "no sign of life for 101 s" in stuck.why
 
 
 def test_silence_counts_in_the_time_of_whoever_listens() -> None:
     """The rank's own clock may jump."""
     watch = new_watch()
-    for now, at in ((0.0, 5000.0), (90.0, 10.0), (180.0, 9.0)):
-        assert look(watch, now, actor=says("training", at=at)) == []
+    for first, at in ((0, 5000.0), (90, 10.0), (180, 9.0)):
+        assert look_until(watch, first, first + 89, actor=says("training", at=at)) == []
 
 
 def test_everybody_who_waits_for_too_long_waits_for_nobody() -> None:
@@ -78,9 +93,9 @@ def test_gang_that_is_away_is_not_looked_at() -> None:
 def test_gang_that_starts_again_begins_anew() -> None:
     watch = new_watch()
     last = says("training", at=7.0)
-    look(watch, 0.0, actor=last)
+    assert look_until(watch, 0, 60, actor=last) == []
     watch.forget("actor")
-    assert look(watch, 150.0, actor=last) == []
+    assert look_until(watch, 61, 150, actor=last) == []
 
 
 def test_whoever_is_stuck_for_longest_comes_first() -> None:

@@ -33,6 +33,7 @@ from tq.messages import (
     Done,
     FetchRows,
     GetColumns,
+    GetUnitStats,
     GiveBack,
     Granted,
     Heartbeat,
@@ -336,6 +337,15 @@ def test_partition_that_cannot_be_is_refused(
 
 def alive(*units: str, away: tuple[str, ...] = ()) -> Alive:
     return Alive(True, dict.fromkeys(units, 0), list(away), 0)
+
+
+def test_unit_that_dies_while_it_is_asked_leaves_open_whether_a_checkpoint_is_wanted(
+    client: QueueClient, services: Services
+) -> None:
+    services.alive = [alive("storage-0")]
+    services.refusals[GetUnitStats] = [TransportError("storage-0 is gone")]
+    assert not client.checkpoint_wanted()
+    assert services.services_told(GetUnitStats) == ["storage-0"]
 
 
 def test_clearing_waits_for_a_unit_that_is_away(client: QueueClient, services: Services) -> None:

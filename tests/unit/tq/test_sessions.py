@@ -1,6 +1,13 @@
 """Who is connected to a controller."""
 
+import pytest
+
 from tq.control.sessions import Sessions
+
+
+def looks(sessions: Sessions, first: int, last: int, timeout_s: float = 10.0) -> list[str]:
+    """Look every second, as controllers do several times in a timeout; returns who was given up."""
+    return [owner for now in range(first, last + 1) for owner in sessions.silent(float(now), timeout_s)]
 
 
 def test_a_closed_channel_names_its_owners_and_units() -> None:
@@ -27,37 +34,37 @@ def test_a_silent_owner_is_given_up_once() -> None:
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
     sessions.joined(2, "ref@b", 0.0)
+    assert looks(sessions, 1, 8) == []
     assert sessions.heard("ref@b", 8.0)
-    assert sessions.silent(8.0, 10.0) == []
-    assert sessions.silent(11.0, 10.0) == ["ref@a"]
-    assert sessions.silent(11.0, 10.0) == []
-    assert not sessions.heard("ref@a", 12.0)
+    assert looks(sessions, 9, 11) == ["ref@a"]
+    assert looks(sessions, 11, 18) == []
+    assert not sessions.heard("ref@a", 18.0)
+    assert looks(sessions, 19, 19) == ["ref@b"]
 
 
 def test_an_owner_that_was_given_up_must_join_though_what_it_fetches_meanwhile_is_watched_over() -> None:
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
-    assert sessions.silent(8.0, 10.0) == []
-    assert sessions.silent(11.0, 10.0) == ["ref@a"]
+    assert looks(sessions, 1, 11) == ["ref@a"]
     sessions.asked(1, "ref@a", 12.0)
     assert not sessions.heard("ref@a", 13.0)
     assert sessions.ended(1) == (["ref@a"], [])
     sessions.asked(2, "ref@a", 14.0)
-    assert sessions.silent(18.0, 10.0) == []
-    assert sessions.silent(25.0, 10.0) == ["ref@a"]
+    assert looks(sessions, 12, 25) == ["ref@a"]
     sessions.joined(2, "ref@a", 26.0)
     sessions.asked(2, "ref@a", 27.0)
     assert sessions.heard("ref@a", 28.0)
 
 
-def test_owners_are_not_silent_when_this_process_was_stopped_itself() -> None:
-    """Their signs of life lie in its sockets, and are read after the look."""
+@pytest.mark.parametrize("still_s", [3, 8, 9, 60])
+def test_time_in_which_this_process_stood_still_is_nobodys_silence(still_s: int) -> None:
+    """Signs of life lie in its sockets, and are read after the look."""
     sessions = Sessions()
     sessions.joined(1, "ref@a", 0.0)
-    assert sessions.silent(1.0, 10.0) == []
-    assert sessions.silent(60.0, 10.0) == []
-    assert sessions.silent(69.0, 10.0) == []
-    assert sessions.silent(71.0, 10.0) == ["ref@a"]
+    assert looks(sessions, 1, 3) == []
+    awake = 3 + still_s
+    assert looks(sessions, awake, awake + 4) == []
+    assert looks(sessions, awake + 5, awake + 6) == ["ref@a"], "it was silent for 10 s besides"
 
 
 def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
@@ -68,22 +75,25 @@ def test_an_owner_on_a_new_channel_is_known_to_have_an_older_one() -> None:
     assert sessions.elsewhere(2, "ref@a")
 
 
+def unit_looks(sessions: Sessions, first: int, last: int) -> list[tuple[str, int]]:
+    """See `looks`; with a timeout of 5 s."""
+    return [unit for now in range(first, last + 1) for unit in sessions.silent_units(float(now), 5.0)]
+
+
 def test_units_that_were_not_heard_of_are_silent_until_they_speak() -> None:
     sessions = Sessions()
     sessions.registered(3, "storage-0", 0.0)
     sessions.registered(4, "storage-1", 0.0)
-    assert sessions.silent_units(1.0, 5.0) == []
+    assert unit_looks(sessions, 1, 4) == []
     sessions.unit_heard(4, 4.0)
-    assert sessions.silent_units(5.5, 5.0) == [("storage-0", 3)]
-    sessions.unit_heard(3, 5.6)
-    assert sessions.silent_units(6.0, 5.0) == []
+    assert unit_looks(sessions, 5, 6) == [("storage-0", 3)]
+    sessions.unit_heard(3, 6.0)
+    assert unit_looks(sessions, 7, 8) == []
 
 
 def test_units_are_not_silent_when_this_process_was_stopped_itself() -> None:
     sessions = Sessions()
     sessions.registered(3, "storage-0", 0.0)
-    assert sessions.silent_units(1.0, 5.0) == []
-    assert sessions.silent_units(60.0, 5.0) == []
-    assert sessions.silent_units(66.0, 5.0) == [], "nobody looked for too long"
-    assert sessions.silent_units(70.0, 5.0) == []
-    assert sessions.silent_units(72.0, 5.0) == [("storage-0", 3)]
+    assert unit_looks(sessions, 1, 1) == []
+    assert unit_looks(sessions, 60, 62) == []
+    assert unit_looks(sessions, 63, 63) == [("storage-0", 3)]

@@ -1,0 +1,24 @@
+"""Waits that do not count the time in which this process stood still itself, on a host that is overloaded or suspended.
+
+What is waited for stood still as well, and would be blamed for it.
+"""
+
+import time
+from collections.abc import Iterator
+
+_LONGEST_S = 1.0
+_FEWEST = 4
+
+
+def awake_slices(timeout_s: float) -> Iterator[float]:
+    """Yield how long to wait next (s), until `timeout_s` is over: `any(event.wait(s) for s in awake_slices(10.0))`.
+
+    A slice has at most a second and a quarter of the whole, and counts no more, whenever the caller comes back.
+    """
+    longest_s = min(_LONGEST_S, timeout_s / _FEWEST)
+    left_s = timeout_s
+    while left_s > 0:
+        slice_s = min(longest_s, left_s)
+        began = time.monotonic()
+        yield slice_s
+        left_s -= min(time.monotonic() - began, slice_s)

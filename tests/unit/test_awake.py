@@ -1,0 +1,40 @@
+"""Waits of which a standstill of this process takes little."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from asyncflow.awake import awake_slices
+
+
+@pytest.fixture(name="now")
+def _now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("asyncflow.awake.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def waited(now: list[float], timeout_s: float, *, still_s: float = 0.0) -> list[float]:
+    """Wait in slices that nothing ends; this process stands still in the second one."""
+    slices = []
+    for slice_s in awake_slices(timeout_s):
+        slices.append(slice_s)
+        now[0] += slice_s + (still_s if len(slices) == 2 else 0.0)
+    return slices
+
+
+@pytest.mark.parametrize(("timeout_s", "expected"), [(2.5, [0.625] * 4), (4.5, [1.0, 1.0, 1.0, 1.0, 0.5]), (0.0, [])])
+def test_slices_are_as_long_as_the_wait(now: list[float], timeout_s: float, expected: list[float]) -> None:
+    assert waited(now, timeout_s) == expected
+    assert now[0] == 100.0 + timeout_s
+
+
+def test_standstill_counts_as_one_slice(now: list[float]) -> None:
+    assert waited(now, 10.0, still_s=3600.0) == [1.0] * 10
+
+
+def test_what_ends_a_slice_early_leaves_the_rest(now: list[float]) -> None:
+    slices = awake_slices(8.0)
+    assert next(slices) == 1.0
+    now[0] += 0.25
+    assert len(list(zip(slices, range(9), strict=False))) == 9, "time stands still here"
