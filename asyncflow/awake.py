@@ -5,6 +5,10 @@ What is waited for stood still as well, and would be blamed for it.
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+R = TypeVar("R")
 
 _LONGEST_S = 1.0
 _FEWEST = 4
@@ -22,3 +26,19 @@ def awake_slices(timeout_s: float) -> Iterator[float]:
         began = time.monotonic()
         yield slice_s
         left_s -= min(time.monotonic() - began, slice_s)
+
+
+def awake_result(future: "Future[R]", timeout_s: float) -> R:
+    """Return a future's result.
+
+    Raises:
+        TimeoutError: there is none within `timeout_s`.
+        BaseException: the future's own.
+    """
+    for slice_s in awake_slices(timeout_s):
+        try:
+            return future.result(slice_s)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+    return future.result(0.0)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from asyncflow.awake import awake_result
 from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
@@ -120,6 +121,6 @@ def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: flo
         PeerRefused, Superseded: the service answered no.
     """
     try:
-        return future.result(timeout_s)
+        return awake_result(future, timeout_s)
     except FutureTimeout as error:
         raise DeadlineExceeded(f"{service} did not answer {what} within {timeout_s:g} s") from error

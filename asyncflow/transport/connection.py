@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from asyncflow.awake import awake_result
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.channel import Channel
@@ -120,7 +121,7 @@ class Connection:
         deadline = time.monotonic() + timeout_s
         future = self.submit(message, payload, timeout_s=timeout_s)
         try:
-            return future.result(max(0.0, deadline - time.monotonic()))
+            return awake_result(future, deadline - time.monotonic())
         except FutureTimeout as error:
             self._fail(f"no reply to {type(message).__name__} within {timeout_s:g} s")
             raise DeadlineExceeded(

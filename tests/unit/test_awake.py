@@ -1,10 +1,11 @@
 """Waits of which a standstill of this process takes little."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.awake import awake_slices
+from asyncflow.awake import awake_result, awake_slices
 
 
 @pytest.fixture(name="now")
@@ -38,3 +39,37 @@ def test_what_ends_a_slice_early_leaves_the_rest(now: list[float]) -> None:
     assert next(slices) == 1.0
     now[0] += 0.25
     assert len(list(zip(slices, range(9), strict=False))) == 9, "time stands still here"
+
+
+class Woken(Future[int]):
+    """Its waiter stands still in the first slice; the reply is read in the next one."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self.now = now
+        self.waits: list[float | None] = []
+
+    def result(self, timeout: float | None = None) -> int:
+        self.waits.append(timeout)
+        if len(self.waits) == 1:
+            self.now[0] += 3600.0
+            raise TimeoutError
+        self.set_result(7)
+        return super().result(0.0)
+
+
+def test_reply_that_lay_unread_while_this_process_stood_still_is_taken(now: list[float]) -> None:
+    future = Woken(now)
+    assert awake_result(future, 60.0) == 7
+    assert future.waits == [1.0, 1.0]
+
+
+def test_result_that_does_not_come_and_error_of_its_own() -> None:
+    waiting, failed = Future[int](), Future[int]()
+    with pytest.raises(TimeoutError):
+        awake_result(waiting, 0.02)
+    with pytest.raises(TimeoutError):
+        awake_result(waiting, -1.0)
+    failed.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
+        awake_result(failed, 10.0)
