@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,9 @@ class Answer:
         self.left_s = services.answer_s
         self.number = -1
 
+    def done(self) -> bool:
+        return self.left_s <= 0
+
     def result(self, timeout_s: float) -> Any:
         services, message = self.services, self.message
         if isinstance(message, Heartbeat):
@@ -145,7 +149,9 @@ class Answer:
 @pytest.fixture(name="services")
 def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
     monkeypatch.setattr("tq.client.services._RETRY_S", 0.0)
-    return Services()
+    services = Services()
+    monkeypatch.setattr("asyncflow.awake.time", SimpleNamespace(monotonic=lambda: services.now))
+    return services
 
 
 @pytest.fixture(name="client")
