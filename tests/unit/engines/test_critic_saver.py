@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, TransportError
 from workers.critic_saver import CriticSaver
 from workers.engines.base import ValueEngine
 from workers.trainer_words import TrainerWords
@@ -52,6 +52,24 @@ def test_a_save_that_does_not_end_is_an_error_and_no_other_begins_beside_it() ->
     saver.begin(4)
     wait_long(saver)  # its thread needs the process group, which goes with the test
     saver.close()
+
+
+def test_actor_that_is_gone_when_a_save_ends_costs_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: object) -> None:
+        raise TransportError("the job store is gone")
+
+    words = Words()
+    words.says_where.set()
+    monkeypatch.setattr(words, "give_files", gone)
+    saver = CriticSaver(
+        cast(ValueEngine, Engine()), lambda: cast(TrainerWords, words), device=torch.device("cpu"), timeout_s=60.0
+    )
+    saver.begin(3)
+    saver.wait()
+    saver.close()
+    assert "the critic's part of step 3 is not saved" in caplog.text and "the job store is gone" in caplog.text
 
 
 def wait_long(saver: CriticSaver) -> None:
