@@ -1,6 +1,6 @@
 """Waits that do not count the time in which this process stood still itself, on a host that is overloaded or suspended.
 
-What is waited for stood still as well, and would be blamed for it.
+What is waited for stood still as well, or spoke and was not heard yet, and would be blamed for it.
 """
 
 import time
@@ -42,3 +42,15 @@ def awake_result(future: "Future[R]", timeout_s: float) -> R:
             if future.done():
                 return future.result()
     return future.result(0.0)
+
+
+def excused(heard_at: float, *, looked_at: float, now: float, longest_s: float) -> float:
+    """Return from when on somebody's silence counts, for one who looks at it again and again. Pure.
+
+    Args:
+        heard_at: from when on it counted at the last look.
+        looked_at: of that look.
+        now: of this one; all of one clock (monotonic s).
+        longest_s: time between two looks that counts; the rest of a longer one does not.
+    """
+    return min(now, heard_at + max(0.0, now - looked_at - longest_s))

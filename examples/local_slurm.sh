@@ -85,10 +85,12 @@ with open("/proc/sys/net/ipv4/ip_local_port_range") as limits:
     lowest = int(limits.read().split()[0])
 ports = []
 for port in random.sample(range(lowest // 2, lowest), 1000):
+    if len(ports) == int(sys.argv[1]):
+        break
     with contextlib.suppress(OSError), socket.socket() as one:
         one.bind(("127.0.0.1", port))
         ports.append(port)
-print(*ports[: int(sys.argv[1])])
+print(*ports)
 EOT
 }
 

@@ -10,6 +10,7 @@ Dead and stopped processes are found by whoever started them (`launcher.gang`). 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from asyncflow.awake import excused
 from launcher.progress import Status, Statuses
 from launcher.run_events import RankStuck
 
@@ -97,10 +98,8 @@ class RankWatch:
 
     def _excuse(self, now: float) -> None:
         """Take the time for which this process stood still (Ctrl-Z, a suspended job) off everybody's silence."""
-        still_s = now - self._looked_at - _LONGEST_LOOK_S
-        if still_s > 0:
-            for seen in self._seen.values():
-                seen.heard_at = min(now, seen.heard_at + still_s)
+        for seen in self._seen.values():
+            seen.heard_at = excused(seen.heard_at, looked_at=self._looked_at, now=now, longest_s=_LONGEST_LOOK_S)
         self._looked_at = now
 
     def _timeout_s(self, status: Status) -> float:

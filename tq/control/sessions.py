@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from asyncflow.awake import excused
+
 _LOOKS_PER_TIMEOUT = 4
 """At least so many are expected. After a longer pause this process stood still itself, and signs of life lie unread."""
 
@@ -99,7 +101,5 @@ class Sessions:
 
 def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeout_s: float) -> None:
     """Take the time for which this process stood still off everybody's silence."""
-    still_s = now - looked_at - timeout_s / _LOOKS_PER_TIMEOUT
-    if still_s > 0:
-        for one in those:
-            one.last_heard = min(now, one.last_heard + still_s)
+    for one in those:
+        one.last_heard = excused(one.last_heard, looked_at=looked_at, now=now, longest_s=timeout_s / _LOOKS_PER_TIMEOUT)

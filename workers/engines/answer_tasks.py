@@ -80,9 +80,8 @@ class AnswerTasks(Generic[T]):
         for future in running:
             future.cancel()
         if running:
-            self.run(
-                self._settle(), what="answers to be cancelled", timeout_s=2 * _CLOSE_S
-            )  # longer than it waits itself
+            longer_than_itself_s = 2 * _CLOSE_S
+            self.run(self._settle(), what="answers to be cancelled", timeout_s=longer_than_itself_s)
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return what a coroutine returns.
