@@ -39,10 +39,10 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
     with errors_as_exits():
         import time
 
-        from launcher.resume import newest_run
-        from launcher.status import ask_status
+        from launcher.rundir import newest_run
+        from launcher.status import RunStatus
 
-        status = ask_status(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        status = RunStatus.read(run_dir or newest_run("RUN_DIR", "name a run directory"))
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
 
 
@@ -90,7 +90,7 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
     Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
     """
     with errors_as_exits():
-        from launcher.resume import newest_run
+        from launcher.rundir import newest_run
         from launcher.verify import verify_run
 
         report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
@@ -110,8 +110,8 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
     with errors_as_exits():
         from asyncflow.timeline import measure_span_cost
         from launcher.gantt_chart import GanttChart
-        from launcher.resume import newest_run
         from launcher.run_timeline import RunTimeline
+        from launcher.rundir import newest_run
         from launcher.trace_files import account_text, chrome_trace, gantt_html, recording_text
 
         run_dir = run_dir or newest_run("RUN_DIR", "name a run directory")

@@ -57,6 +57,7 @@ from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
 if TYPE_CHECKING:
     from launcher.job_store import JobStore
     from launcher.run_nodes import RunNodes
+    from launcher.status_writer import StatusWriter
 
 POLL_S = 0.5
 JOIN_TIMEOUT_S = 5.0
@@ -99,6 +100,7 @@ def run_job(
             stack.enter_context(logging_to(log_file))
             stack.enter_context(preload.serving(log_file, threads=config.launcher.threads_per_worker))
             from launcher.run_nodes import RunNodes, open_store  # imports torch
+            from launcher.status_writer import StatusWriter
 
             keep_torch_off_the_terminal()
             store = open_store(place)
@@ -122,7 +124,11 @@ def run_job(
             nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
             finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
             if finish is None:
-                run = _Run(config, nodes, run_dir, store=store, events=events, progress=progress, entrypoint=entrypoint)
+                status = stack.enter_context(StatusWriter(nodes.job, run_dir, config.tq))
+                run = _Run(
+                    config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
+                    entrypoint=entrypoint,
+                )  # fmt: skip
                 finish = run.until_finished()
             lines = _final_lines(finish, run_dir, progress=progress, job=job)
             nodes.finish(finish.code, lines[-1])
@@ -156,6 +162,7 @@ class _Run:
         store: "JobStore",
         events: "SimpleQueue[Event]",
         progress: Progress,
+        status: "StatusWriter",
         entrypoint: str,
     ) -> None:
         from launcher.local_gangs import LocalGangs  # imports torch
@@ -179,6 +186,7 @@ class _Run:
         self._store = store
         self._events = events
         self._progress = progress
+        self._status = status
         self._tail = MetricsTail(run_dir / METRICS_FILE, lineage=job.lineage)
         self._evaluations = EvaluationTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
@@ -286,12 +294,10 @@ class _Run:
         self._progress.event(note.text)
         if note.failure:
             self._restarts.failed(note.text)
-            self._store.set_restarts(self._restarts.summary())
 
     def _start_again(self, name: str, attempt: int) -> None:
         self._gone.discard(name)
         self._restarts.started_again(name)
-        self._store.set_restarts(self._restarts.summary())
         self._store.forget(self._specs[name])
         self._host.start(self._specs[name], attempt)
 
@@ -323,6 +329,7 @@ class _Run:
         for warning in self._new_warnings():
             self._progress.event(f"warning: {warning}")
         self._progress.update(self._statuses)
+        self._status.tell(self._statuses, self._restarts)
 
     def _new_warnings(self) -> list[str]:
         """Return what trainers and controllers complain about since the last look."""

@@ -6,7 +6,6 @@
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
-    restarts           JSON of `launcher.restart_log.RestartLog`                 launcher -> `asyncflow status`
     gang/NAME/nodeK/attemptN/...   the elastic agent's own keys
     launcher/...       between launchers of several nodes, see `launcher.node_head`
 
@@ -16,9 +15,8 @@ on the same client.
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -81,10 +79,6 @@ class JobStore(JobStoreClient):
             status = {"state": STARTING, "time": time.time()}
             # The key stays, because `multi_get` waits for absent ones.
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
-
-    def set_restarts(self, summary: Mapping[str, Any]) -> None:
-        """Publish what failed so far, for `asyncflow status`."""
-        self._store.set("restarts", json.dumps(summary))
 
     def warning(self, gang: str, rank: int) -> str:
         """Return the trouble that a rank told of last and that is not over; "" when there is none."""

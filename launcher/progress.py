@@ -119,32 +119,39 @@ def _versions(role: str, ranks: Sequence[Status | None]) -> str:
     return f"v{low}" if low == high else f"v{low}-{high}"
 
 
-def headline(metrics: Metrics | None, last_step: int, elapsed_s: float, evaluation: Metrics | None = None) -> str:
-    """Return the newest step's figures, and the newest evaluation's, in one line; what is missing is left out."""
+def headline(
+    metrics: Metrics | None, last_step: int, elapsed_s: float, evaluation: Metrics | None = None
+) -> tuple[str, ...]:
+    """Return two lines, at most: the newest step with what it learned, and its pace. What is missing is left out."""
     step = 0 if metrics is None else metrics["step"]
-    figures = [] if metrics is None else _figures(metrics)
+    learned = [] if metrics is None else _learned(metrics)
+    pace = [] if metrics is None else _pace(metrics)
     if evaluation is not None:
-        figures.append(f"held out {evaluation['accuracy']:.3f} (step {evaluation['step']})")
-    return " · ".join([f"step {step}/{last_step}", *figures, _clock(elapsed_s)])
+        pace.append(f"held out {evaluation['accuracy']:.3f} (step {evaluation['step']})")
+    lines = ([f"step {step}/{last_step}", _clock(elapsed_s), *learned], pace)
+    return tuple(" · ".join(line) for line in lines if line)
 
 
 def step_line(metrics: Metrics, last_step: int) -> str:
     """Return the plain line of one finished step."""
     duration = metrics.get("step_time_s")
-    figures = _figures(metrics) + ([] if duration is None else [f"{duration:.2f} s"])
+    figures = [*_learned(metrics), *_pace(metrics), *([] if duration is None else [f"{duration:.2f} s"])]
     return f"step {metrics['step']}/{last_step}  " + "  ".join(figures)
 
 
-def _figures(metrics: Metrics) -> list[str]:
-    def shown(key: str, label: str, pattern: str) -> list[str]:
-        value = metrics.get(key)
-        return [] if value is None else [f"{label} {value:{pattern}}"]
+def _learned(metrics: Metrics) -> list[str]:
+    figures = (
+        ("reward_mean", "reward", ".3f"), ("accuracy", "accuracy", ".3f"), ("loss", "loss", ".3f"),
+        ("kl", "kl", ".4f"), ("response_tokens_mean", "length", ".1f"),
+    )  # fmt: skip
+    return [f"{label} {metrics[key]:{form}}" for key, label, form in figures if metrics.get(key) is not None]
 
+
+def _pace(metrics: Metrics) -> list[str]:
     mean, highest = metrics.get("staleness_mean"), metrics.get("staleness_max")
     staleness = [] if mean is None else [f"staleness {mean:.2f}" + ("" if highest is None else f" (max {highest:g})")]
     rate = metrics.get("train_tokens_per_s")
-    tokens = [] if rate is None else [f"{rate:,.0f} tokens/s"]
-    return [*shown("reward_mean", "reward", ".3f"), *shown("accuracy", "accuracy", ".3f"), *staleness, *tokens]
+    return staleness + ([] if rate is None else [f"{rate:,.0f} tokens/s"])
 
 
 def evaluation_line(evaluation: Metrics, last_step: int) -> str:
@@ -302,12 +309,16 @@ class Progress:
         now = time.time()  # statuses have the wall's
         table = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
-            table.add_row(Text(role, style="bold"), Text(count), Text(activity), Text(version, style="cyan"))
-        lines: list[Text | Table] = [
-            Text(headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)),
-            table,
-        ]
-        return Group(*lines, *([Text(self._note, style="yellow")] if self._note else []))
+            table.add_row(
+                Text(role, style="bold"),
+                Text(count),
+                Text(activity, no_wrap=True, overflow="ellipsis"),
+                Text(version, style="cyan"),
+            )
+        figures = headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)
+        # One row each, whatever the width: the block jumps when a line wraps.
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in figures]
+        return Group(*lines, table, *([Text(self._note, style="yellow")] if self._note else []))
 
 
 def print_line(text: str, *, err: bool = False) -> None:

@@ -28,10 +28,10 @@ from launcher.rundir import (
     CONFIG_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
-    RUNS,
     UPDATES_FILE,
     began_run,
     has_checkpoint,
+    newest_run,
 )
 from launcher.running_launcher import check_not_running
 from launcher.yaml_file import read_yaml
@@ -294,14 +294,6 @@ def _set_newer_aside(root: Path, step: int, *, suffix: str) -> None:
             count += 1
             target = target.with_name(f"{path.name}-{suffix}-{count}")
         path.rename(target)
-
-
-def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
-    """Return the newest run directory in `runs/`; raises ConfigError when there is none."""
-    runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
-    if not runs:
-        raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
-    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
 
 
 def newest_checkpoint(run_dir: Path, *, tell: Callable[[str], None] = logger.warning) -> Checkpoint | None:

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import ConfigError
-from workers.config import RunConfig
 from workers.ledger_file import LEDGER_FILE
+
+if TYPE_CHECKING:
+    from workers.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +29,12 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 UPDATES_FILE = "updates.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
+STATUS_FILE = "status.json"
+"""What `asyncflow status` shows, while the run lasts."""
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
-OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id"})
+OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id", STATUS_FILE})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
@@ -66,6 +71,14 @@ def check_new_run_dir(path: Path) -> None:
     check_writable(path)
 
 
+def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
+    """Return the newest run directory in `runs/`; raises ConfigError when there is none."""
+    runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
+    if not runs:
+        raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
+    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
+
+
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved anything."""
     return any((path / CHECKPOINTS).glob("step_*"))
@@ -96,7 +109,7 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"run directory: {nearest} cannot be written; choose another --run-dir or its permissions")
 
 
-def create_run_dir(path: Path, config: RunConfig, *, or_beside: bool = False) -> Path:
+def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) -> Path:
     """Make a new run's directory and write the resolved configuration; return where.
 
     The directory is taken by making its `config.yaml`, which only one process can do. Of two commands that chose the
@@ -121,7 +134,7 @@ def create_run_dir(path: Path, config: RunConfig, *, or_beside: bool = False) ->
     raise AssertionError("the numbers have no end")
 
 
-def rewrite_run_dir(path: Path, config: RunConfig) -> Path:
+def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
     """Make what is missing of the layout and write the resolved configuration over the old one; return `path`.
 
     Raises:

@@ -73,10 +73,27 @@ def test_services_show_no_version() -> None:
     assert role_rows([gang], {("storage-0", 0): status("serving")}, NOW) == [("storage", "1", "serving", "")]
 
 
-def test_headline() -> None:
-    expected = "step 7/60 · reward 0.712 · accuracy 0.500 · staleness 0.88 (max 1) · 12,346 tokens/s · 1:01:05"
-    assert headline(STEP, 60, 3665.9) == expected
-    assert headline(None, 60, 5.0) == "step 0/60 · 0:05"
+def test_headline_says_what_was_learned_and_how_fast() -> None:
+    full = {**STEP, "loss": -0.0123, "kl": 0.00456, "response_tokens_mean": 5.25}
+    assert headline(full, 60, 3665.9, EVALUATION) == (
+        "step 7/60 · 1:01:05 · reward 0.712 · accuracy 0.500 · loss -0.012 · kl 0.0046 · length 5.2",
+        "staleness 0.88 (max 1) · 12,346 tokens/s · held out 0.950 (step 10)",
+    )
+    assert headline(None, 60, 5.0) == ("step 0/60 · 0:05",)
+
+
+def test_block_keeps_its_height_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that wraps would make the block jump: the terminal is told to clear fewer rows than there are."""
+    console = Console(force_terminal=True, width=60, color_system=None)
+    full = {**STEP, "loss": -0.0123, "kl": 0.00456, "response_tokens_mean": 5.25}
+    busy = {("actor", 0): status("training", at=time.time()), ("actor", 1): status("w" * 80, at=time.time())}
+    with Progress([ACTOR], last_step=60, started_at=0.0, console=console) as progress:
+        progress.step(full)
+        capsys.readouterr()
+        progress.update(busy)
+        block = capsys.readouterr().out.split("\x1b[2K")[-1].splitlines()
+    assert len(block) == 3, "two lines of figures and one of the only role"
+    assert all(len(line) <= 60 for line in block)
 
 
 def test_step_line() -> None:
@@ -97,7 +114,7 @@ def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFix
     first = "held out, step 10/60  reward 0.963  accuracy 0.950 (0.764 to 0.991)  20 prompts  0.04 s"
     assert capsys.readouterr().out.splitlines()[0] == first
     assert progress.last_evaluation == EVALUATION
-    assert "held out 0.950 (step 10) · 0:05" in headline(None, 60, 5.0, EVALUATION)
+    assert headline(None, 60, 5.0, EVALUATION)[1] == "held out 0.950 (step 10)"
     lines = final_lines(
         0, "done", step=60, last_step=60, elapsed_s=1.0, run_dir=Path("x"), resumable=True, evaluation=EVALUATION
     )
@@ -206,7 +223,7 @@ def test_terminal_shows_headline_and_roles(capsys: pytest.CaptureFixture[str]) -
         progress.update({("actor", rank): status("training", at=time.time()) for rank in (0, 1)})
     shown = capsys.readouterr().out
     assert step_line(STEP, 60) in shown, "finished steps stay above the table"
-    assert "step 7/60 · reward 0.712" in shown
+    assert "reward 0.712 · accuracy 0.500\n" in shown
     assert "actor  2  training  v12" in shown
     assert "stopping: ..." in shown
 
