@@ -46,6 +46,18 @@ def status_command(run_dir: Path | None, *, as_json: bool) -> None:
         click.echo(status.as_json() if as_json else status.as_text(time.time()))
 
 
+@main.command("config", cls=OneLineCommand)
+@click.argument("section", required=False)
+@click.option("--markdown", is_flag=True, help="As docs/configuration.md.")
+def config_command(section: str | None, *, markdown: bool) -> None:
+    """Print every configuration key with its type, default and meaning. SECTION: e.g. actor, tq, or one key."""
+    with errors_as_exits():
+        from launcher.config_reference import all_keys, as_markdown, as_text, keys_of
+
+        keys = all_keys() if section is None else keys_of(section)
+        click.echo(as_markdown(keys) if markdown else as_text(keys), nl=not markdown)
+
+
 @main.command("doctor", cls=OneLineCommand)
 @click.argument("config", required=False)
 @click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2. Needs CONFIG.")

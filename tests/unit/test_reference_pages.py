@@ -1,0 +1,82 @@
+"""The pages that name every key: they must stay whole."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asyncflow.errors import ConfigError
+from launcher.commands import main
+from launcher.config_reference import all_keys, as_markdown, keys_of
+from weightsync.version import Version
+from workers.engines.base import Generation, StepStats
+from workers.evaluation_record import evaluation_line
+from workers.learner import Model
+from workers.ledger_file import FilteredLine, QuarantinedLine, TrainedLine
+from workers.rewards.scorer import ScoredAnswer
+from workers.step_totals import UpdateTotals
+
+from .test_records import finished_step, recorder
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def named_in(section: str) -> set[str]:
+    """Return the keys that a section of docs/metrics.md has in its first column."""
+    page = (DOCS / "metrics.md").read_text()
+    (text,) = [part for part in page.split("\n## ") if part.startswith(f"`{section}`")]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+
+
+def test_page_of_the_configuration_is_what_the_models_say() -> None:
+    assert (DOCS / "configuration.md").read_text() == as_markdown(all_keys()), (
+        "make it anew: asyncflow config --markdown > docs/configuration.md"
+    )
+
+
+def test_every_key_says_what_it_means() -> None:
+    assert [key.path for key in all_keys() if not key.text] == []
+
+
+def test_keys_of_lists_and_algorithms_are_there() -> None:
+    keys = {(key.path, key.variant): key for key in all_keys()}
+    assert keys["tasks[].name", ""].default == "required"
+    assert keys["algorithm.eps_clip", "gspo"].default == "0.0003"
+    assert keys["actor.lr", ""].type == "float (> 0)"
+    assert keys["actor.lr", ""].default == "1e-06"
+
+
+def test_section_is_found_and_a_wrong_one_gets_a_hint() -> None:
+    assert {key.path for key in keys_of("actor.megatron")} < {key.path for key in keys_of("actor")}
+    assert [key.path for key in keys_of("actor.lr")] == ["actor.lr"]
+    with pytest.raises(ConfigError, match="no section or key 'actr'; did you mean 'actor'"):
+        keys_of("actr")
+
+
+def test_command_prints_them() -> None:
+    done = CliRunner().invoke(main, ["config", "checkpoint"])
+    assert done.exit_code == 0
+    assert "checkpoint.interval: int (>= 0) = 20\n    Save every so many steps" in done.output
+    assert CliRunner().invoke(main, ["config", "actr"]).exit_code == 2
+
+
+def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    step = finished_step(1)
+    step.log(Model.CRITIC).add(UpdateTotals(), scale=1.0, stats=StepStats(1.0, 1e-3))
+    records.update_made(1, 1, 1)
+    records.write(step)
+    records.close()
+    for name in ("metrics.jsonl", "updates.jsonl"):
+        assert set(json.loads((tmp_path / name).read_text())) == named_in(name), name
+    lines = (TrainedLine, FilteredLine, QuarantinedLine)
+    written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "quarantined"}
+    assert written == named_in("ledger.jsonl")
+    answer = Generation(0, torch.zeros(3), torch.zeros(3), torch.zeros(3), truncated=False)
+    score = ScoredAnswer("p", "r", "a", 1.0, correct=True)
+    line = evaluation_line([answer], [score], version=Version(0, 1), num_prompts=1, time_s=1.0, seconds=1.0)
+    assert set(line) == named_in("evaluation.jsonl")
