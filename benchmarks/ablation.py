@@ -1,6 +1,6 @@
 """The schedules against each other and against what is possible, with `sim` engines: everything but computing is real.
 
-    python benchmarks/ablation.py [--json] [--parts ...] [--steps 25] [--skip 5] [--workloads ...] [--schedules ...]
+    python benchmarks/ablation.py [--json [FILE]] [--parts ...] [--steps 25] [--skip 5] [--workloads ...] ...
 
     schedules   SCHEDULE_vs_ideal_wN     ideal step time / measured: sync, streaming (periodic), async and substep with
                                          staleness 1, substep2
@@ -23,7 +23,6 @@ are real; 256 samples a step. Step times are means over the steps after the firs
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from json_option import add_json_option, report
 from package_path import find_packages
 
 _FIRES = (
@@ -173,7 +173,7 @@ def main() -> int:
     from ablation_parts.workloads import SCHEDULES, WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json_option(parser)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=["w0", "w1", "w2", "w3"])
     compared = [name for name in SCHEDULES if name != "async2"]
@@ -191,10 +191,7 @@ def main() -> int:
             for name, value in PARTS[part](given).items():
                 both = name in figures and name.startswith("staleness_")
                 figures[name] = figures[name] + value if both else value
-    if asked.json:
-        print(json.dumps(figures, indent=1))
-    else:
-        print("\n".join(f"{name:36} {value:10.4g}" for name, value in figures.items()))
+    report(asked.json, figures, "\n".join(f"{name:36} {value:10.4g}" for name, value in figures.items()))
     return 1 if figures.get("staleness_violations", 0) or any(map(math.isnan, figures.values())) else 0
 
 

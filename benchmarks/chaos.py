@@ -1,6 +1,6 @@
 """AsyncFlow under fire: what is killed, stopped, filled up or preempted, and what is left of the run afterwards.
 
-    python benchmarks/chaos.py [--json] [--short] [--only PART ...] [--kills N] [--seed N] [--keep DIR]
+    python benchmarks/chaos.py [--json [FILE]] [--short] [--only PART ...] [--kills N] [--seed N] [--keep DIR]
 
     kills         kills skipped twice accuracy    kill -9 of every process of a run, in turn, at random moments
     rollout       detect_s_max recover_s_max      one of four rollouts is killed, another one stopped
@@ -16,7 +16,6 @@ is printed. `--short` is what the tests run: a few kills and steps, to see that 
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -27,7 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from package_path import find_packages
+from json_option import add_json_option, report
+from package_path import find_packages, need
 
 PARTS = ("kills", "rollout", "actor", "determinism", "elastic", "faults", "slurm")
 KEYS = (
@@ -80,13 +80,14 @@ def table(figures: dict[str, Any]) -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print figures and details as JSON")
+    add_json_option(parser)
     parser.add_argument("--short", action="store_true", help="few kills, faults and steps")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="default: all")
     parser.add_argument("--kills", type=int, help="processes to kill in the part `kills`; default 50, short 8")
     parser.add_argument("--seed", type=int, default=0, help="of who is killed and when, and of the faults")
     parser.add_argument("--keep", type=Path, help="leave the runs in this directory")
     given = parser.parse_args()
+    need("psutil")
     find_packages()
     from chaos_parts.options import Options
 
@@ -103,12 +104,8 @@ def main() -> int:
         options = Options(given.short, given.seed, kills, Path(directory).resolve(), say)
         figures, details, problems = measure([part for part in PARTS if part in given.only], options)
     details["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
-    if given.json:
-        print(
-            json.dumps({**{key: figures.get(key) for key in KEYS}, "problems": problems, "details": details}, indent=1)
-        )
-    else:
-        print("\n".join([table(figures), *problems]))
+    values = {**{key: figures.get(key) for key in KEYS}, "problems": problems, "details": details}
+    report(given.json, values, "\n".join([table(figures), *problems]))
     harmed = any(figures.get(key) for key in ("skipped", "twice", "hangs")) or figures.get("sha_equal") is False
     return 1 if problems or harmed else 0
 

@@ -1,6 +1,6 @@
 """For how long saving holds training up: ours against a synchronous save, and against one copy of the state.
 
-    python benchmarks/checkpoint.py [--json] [--state-bytes N] [--ranks N] [--rounds N] [--directory DIR]
+    python benchmarks/checkpoint.py [--json [FILE]] [--state-bytes N] [--ranks N] [--rounds N] [--directory DIR]
 
     stall_s               beginning to save, and waiting for the rest of the copy before the update
     stall_vs_sync         that / the time of `torch.distributed.checkpoint.save` with fsync
@@ -15,7 +15,6 @@ rank. Steps compute for about a second on every rank. Progress goes to stderr.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -24,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from json_option import add_json_option, report
 from package_path import find_packages
 
 _TIMEOUT_S = 1800.0
@@ -64,7 +64,7 @@ def figures_of(measured: dict[str, list[float]], *, state_bytes: int, num_ranks:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    add_json_option(parser)
     parser.add_argument("--state-bytes", type=int, default=10**9, help="parameters and moments, all ranks together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
@@ -77,10 +77,8 @@ def main() -> None:
         print(f"{given.rounds} rounds of {given.state_bytes / 1e9:.2f} GB on {given.ranks} ranks", file=sys.stderr)
         measured = measure(rank, options)
     figures = figures_of(measured, state_bytes=given.state_bytes, num_ranks=given.ranks)
-    if given.json:
-        print(json.dumps({"figures": figures, "rounds": measured}))
-    else:
-        print("\n".join(f"{name:22} {value:.4g}" for name, value in figures.items()))
+    table = "\n".join(f"{name:22} {value:.4g}" for name, value in figures.items())
+    report(given.json, {**figures, "rounds": measured}, table)
 
 
 if __name__ == "__main__":

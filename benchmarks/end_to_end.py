@@ -15,7 +15,6 @@ python -m venv PEER; PEER/bin/pip install torch==2.13.0 'trl==1.16.*' datasets. 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from importlib import import_module
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from json_option import add_json_option, report
 from package_path import find_packages
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ def parts() -> list[str]:
 def parse() -> Any:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="figures as one JSON object")
+    add_json_option(parser)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--peer-python", type=Path, help="of an environment with TRL")
     parser.add_argument(
@@ -65,9 +65,7 @@ def main() -> None:
         for name in given.only:
             print(f"part {name}", file=sys.stderr, flush=True)
             figures |= import_module(f"end_to_end_parts.part_{name}").run(lab)
-    if given.json and given.json != "-":
-        Path(given.json).write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures) if given.json == "-" else "\n".join(f"{n:22} {v:.3g}" for n, v in figures.items()))
+    report(given.json, figures, "\n".join(f"{name:22} {value:.3g}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

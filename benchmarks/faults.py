@@ -1,6 +1,6 @@
 """Seeded faults: full disks, damaged files, stopped and vanished processes, users' code at its worst.
 
-    python benchmarks/faults.py [--seed N] [--only NAME ...] [--json FILE] [--keep DIR] [--list]
+    python benchmarks/faults.py [--seed N] [--only NAME ...] [--json [FILE]] [--keep DIR] [--list]
 
 Each fault has a run of its own, and ends in recovery or, within 30 s, in an exit code that is not 0 and a last line
 that names who and why. Keys: `faults faults_recovered faults_named hangs`, and `each` with a line per fault. It mounts
@@ -8,12 +8,13 @@ small file systems that nobody else sees, so it needs user namespaces or root. E
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from package_path import find_packages
+from json_option import add_json_option, report
+from package_path import find_packages, need
 
+need("psutil")
 find_packages()
 
 from chaos_parts.faults import FAULTS, inject_faults  # noqa: E402
@@ -24,18 +25,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], choices=[fault.name for fault in FAULTS])
-    parser.add_argument("--json", type=Path, help="write the report to this file")
+    add_json_option(parser)
     parser.add_argument("--keep", type=Path, help="copy runs that did not end as they should into this directory")
     parser.add_argument("--list", action="store_true", help="say what there is")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{fault.name:42} {fault.expected:10} {fault.what}" for fault in FAULTS))
         return 0
-    report = inject_faults(options.seed, only=options.only, keep=options.keep, say=lambda text: print(text, flush=True))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print({name: value for name, value in report.items() if name != "each"})
-    return 0 if report["faults_recovered"] + report["faults_named"] == report["faults"] else 1
+    found = inject_faults(options.seed, only=options.only, keep=options.keep, say=_say)
+    report(options.json, found, str({name: value for name, value in found.items() if name != "each"}))
+    return 0 if found["faults_recovered"] + found["faults_named"] == found["faults"] else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

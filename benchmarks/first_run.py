@@ -1,6 +1,6 @@
 """What a new user waits for: start-up, the whole quickstart, the 14-process form, memory, --help and --dry-run.
 
-    python benchmarks/first_run.py [--json FILE] [--repeat 3]
+    python benchmarks/first_run.py [--json [FILE]] [--repeat 3]
 
 Runs the installed commands in a temporary directory, one after another, and prints medians:
 
@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 ROLES_14 = ("--roles", "rollout:8,actor:4,ref:2")
@@ -114,7 +116,7 @@ def median(repeat: int, measure: Callable[[], float]) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     figures: dict[str, float] = {}
@@ -131,10 +133,7 @@ def main() -> None:
         figures["peak_memory_gb_14"] = watched.peak_memory_gb
         figures["help_s"] = median(options.repeat, lambda: timed("--help"))
         figures["dry_run_s"] = median(options.repeat, lambda: timed("--dry-run"))
-    for name, value in figures.items():
-        print(f"{name:20} {value:.3f}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    report(options.json, figures, "\n".join(f"{name:20} {value:.3f}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does older data cost accuracy? The quickstart under every schedule, several seeds each, and a picture of it.
 
-    python benchmarks/learning.py [--json] [--seeds 5] [--steps 60] [--plot docs/learning.png]
+    python benchmarks/learning.py [--json [FILE]] [--seeds 5] [--steps 60] [--plot docs/learning.png]
 
     accuracy_SCHEDULE         mean over seeds of the accuracy of the last 5 steps; async2: max_staleness 2
     points_vs_sync_SCHEDULE   the difference to sync, in points of a hundred
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from json_option import add_json_option, report
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 SCHEDULES = {"sync": ("sync", 0), "async1": ("async", 1), "async2": ("async", 2), "async4": ("async", 4),
@@ -125,7 +126,7 @@ def plot(runs: Mapping[str, Sequence[Metrics]], target: Path) -> None:
 def main() -> int:
     """Run, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json_option(parser)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
@@ -145,10 +146,7 @@ def main() -> int:
     figures = figures_of(runs)
     if given.plot is not None:
         plot(runs, given.plot)
-    if given.json:
-        print(json.dumps(figures, indent=1))
-    else:
-        print("\n".join(f"{name:28} {value:10.4f}" for name, value in figures.items()))
+    report(given.json, figures, "\n".join(f"{name:28} {value:10.4f}" for name, value in figures.items()))
     return 0
 
 

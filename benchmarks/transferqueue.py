@@ -1,6 +1,6 @@
 """TransferQueue against its peer, raw Gloo, memcpy, many clients and kill -9.
 
-    python benchmarks/transferqueue.py [--json FILE] [--peer-python PATH] [--only PART ...] [--faults N] [--quick]
+    python benchmarks/transferqueue.py [--json [FILE]] [--peer-python PATH] [--only PART ...] [--faults N] [--quick]
 
 Parts and the figures that they give (`x`: times the peer's; all are ratios of medians over alternating rounds):
 
@@ -19,7 +19,6 @@ Exit status 1 only when rows were lost, acked twice or damaged; a missed target 
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from json_option import add_json_option, report, write_json
 from transferqueue_parts.part import Result, Settings
 
 PARTS = {
@@ -91,10 +91,16 @@ def table(figures: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def values(result: Result) -> dict[str, Any]:
+    """Return figures and details as one JSON object."""
+    machine = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
+    return {**result.figures, "details": {**result.details, "machine": machine}}
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write figures and details to this file, after every part")
+    add_json_option(parser)
     parser.add_argument("--peer-python", type=Path, help="interpreter with the peer; without it its part is skipped")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="default: all")
     parser.add_argument("--faults", type=int, default=200, help="processes to kill")
@@ -103,19 +109,16 @@ def main() -> int:
     began = time.monotonic()
 
     def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def save(result: Result) -> None:
-        if options.json:
-            machine = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
-            found: dict[str, Any] = {**result.figures, "details": {**result.details, "machine": machine}}
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, values(result))  # parts take long: what is measured stays
 
     with tempfile.TemporaryDirectory(prefix="transferqueue-") as temporary:
         faults = min(options.faults, 20) if options.quick else options.faults
         settings = Settings(options.quick, options.peer_python, faults, Path(temporary), say)
         result = measure([name for name in PARTS if name in options.only], settings, save)
-    print(table(result.figures))
+    report(options.json, values(result), table(result.figures))
     return 1 if any(result.figures.get(name) for name in FATAL) else 0
 
 

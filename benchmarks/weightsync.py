@@ -1,6 +1,6 @@
 """The weight path against raw Gloo, memcpy and kill -9: one agent, two trainer ranks, one to four generators, all real.
 
-    python benchmarks/weightsync.py [--json] [--only KEY ...] [--model-bytes N] [--kills N] [--long] [--trace FILE]
+    python benchmarks/weightsync.py [--json [FILE]] [--only KEY ...] [--model-bytes N] [--kills N] [--long] ...
 
     sync_vs_gloo_broadcast            bandwidth of an update by broadcast, publish to loaded / of raw Gloo
     async_vs_sync_exposed             longest time that any role is blocked by an update, staged / broadcast
@@ -17,7 +17,6 @@ stderr. Exit status 1 only when weights were mixed or a kill was not survived; a
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from json_option import add_json_option, report
 from package_path import find_packages
 
 PARTS = {
@@ -93,7 +93,7 @@ def table(figures: dict[str, Any]) -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print figures and details as JSON")
+    add_json_option(parser)
     parser.add_argument("--only", nargs="*", choices=KEYS, metavar="KEY", default=list(KEYS), help="default: all")
     parser.add_argument(
         "--model-bytes",
@@ -120,10 +120,7 @@ def main() -> int:
         )
         figures, details = measure(given.only, options)
     details["machine"] = {"cores": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
-    if given.json:
-        print(json.dumps({**{key: figures.get(key) for key in KEYS}, "details": details}, indent=1))
-    else:
-        print(table(figures))
+    report(given.json, {**{key: figures.get(key) for key in KEYS}, "details": details}, table(figures))
     return 1 if figures.get("mixed_reads") or figures.get("kills") != figures.get("kills_survived") else 0
 
 
