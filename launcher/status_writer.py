@@ -30,9 +30,10 @@ from tq.config import QueueConfig
 from weightsync.agent_status import agent_status, connect_agent
 from workers.dataflow import WEIGHTS
 
-_PERIOD_S = 1.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
+"""Between two looks. It grows with what a look takes, that is, with the number of services (s)."""
 _SHARE = 0.05
-"""Of the time at most goes into asking, however many services there are."""
+"""Of the time goes into asking, within these bounds."""
 _TIMEOUT_S = 5.0
 _NAME = "status"
 
@@ -78,7 +79,7 @@ class StatusWriter:
                 began = time.monotonic()
                 self._write({**services.queue(), "weights": services.weights()})
                 took_s = time.monotonic() - began
-                self._stop.wait(max(_PERIOD_S, took_s / _SHARE - took_s))
+                self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
         finally:
             services.close()
 
