@@ -1,11 +1,29 @@
-"""Settings of all tests: nothing is judged by the time that it takes, since machines are busy.
+"""Settings of all tests: which are slow, what runs first, and the examples of property tests.
 
-Property tests try the same examples every time, so that a change is judged by what it changes. Others:
-`pytest tests/unit --hypothesis-profile=random`.
+Nothing is judged by the time that it takes, since machines are busy. Property tests try the same examples every time, so
+that a change is judged by what it changes. Others: `pytest tests/unit --hypothesis-profile=random`.
 """
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("random", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+ROOT = Path(__file__).parent
+SUITES = ("slurm", "faults", "vllm_engine", "megatron_engine", "nodes", "runs", "engines", "multiproc")
+"""Tests that start processes, the longest first: what a worker begins last should be short."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what starts processes, but for the cases of each suite that are marked for the gate."""
+    order = {suite: place for place, suite in enumerate(SUITES)}
+    suites = {item: item.path.relative_to(ROOT).parts[0] for item in items}
+    for item, suite in suites.items():
+        if suite in order and item.get_closest_marker("gate") is None:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: order.get(suites[item], len(SUITES)))
