@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import obstacle
 from tq.backends.config import BackendConfig, BackendKind
+
+NEEDS = {
+    BackendKind.REDIS: "apt-get install redis-server",
+    BackendKind.MOONCAKE: "pip install -e '.[mooncake]' && apt-get install libibverbs1 libnuma1 librdmacm1 libcurl4",
+}
 
 
 def free_port() -> int:
@@ -25,7 +31,7 @@ def free_port() -> int:
 def backend_server(
     kind: BackendKind, directory: Path
 ) -> Iterator[tuple[BackendConfig, "subprocess.Popen[bytes] | None"]]:
-    """Start what a backend needs; yields settings and the server, if any. Skips where it is not installed."""
+    """Start what a backend needs; yields settings and the server, if any. Skips where it cannot run."""
     if kind is BackendKind.MEMORY:
         yield BackendConfig(), None
         return
@@ -44,11 +50,11 @@ def backend_server(
 
 
 def _command(kind: BackendKind, port: int, directory: Path) -> list[str]:
-    name, package = ("redis-server", "redis") if kind is BackendKind.REDIS else ("mooncake_master", "mooncake")
-    binary = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    if binary is None:
-        pytest.skip(f"{name} is not installed")
-    pytest.importorskip(package, exc_type=ImportError)
+    name, package = ("redis-server", "redis") if kind is BackendKind.REDIS else ("mooncake_master", "mooncake.store")
+    binary = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)) or name
+    if reason := obstacle(binary, "--version", remedy=NEEDS[kind]):
+        pytest.skip(reason)
+    pytest.importorskip(package, exc_type=ImportError, reason=f"{package} cannot be imported: {NEEDS[kind]}")
     if kind is BackendKind.REDIS:
         return [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     return [

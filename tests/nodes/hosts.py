@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 
 from asyncflow.job import Job
+from tests.support import machine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 def obstacle() -> str:
     """Return why no hosts can be made here, or ""."""
-    if shutil.which("ip") is None:
-        return "the command ip (package iproute2) is missing"
+    if reason := machine.obstacle("ip", "-V", remedy="apt-get install iproute2"):
+        return reason
     name = f"af-{os.getpid()}-try"
     made = _ip("netns", "add", name, check=False)
     if made.returncode:
