@@ -1,7 +1,7 @@
 """Settings of all tests: which are slow, what runs first, and the examples of property tests.
 
-Nothing is judged by the time that it takes, since machines are busy. Property tests try the same examples every time, so
-that a change is judged by what it changes. Others: `pytest tests/unit --hypothesis-profile=random`.
+Nothing is judged by the time that it takes, since machines are busy. Property tests try the same examples every time,
+so that a change is judged by what it changes. Others: `pytest tests/unit --hypothesis-profile=random`.
 """
 
 from pathlib import Path
