@@ -6,25 +6,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.machine import obstacle
+from tests.support.ports import free_port
 from tq.backends.config import BackendConfig, BackendKind
 
 NEEDS = {
     BackendKind.REDIS: "apt-get install redis-server",
     BackendKind.MOONCAKE: "pip install -e '.[mooncake]' && apt-get install libibverbs1 libnuma1 librdmacm1 libcurl4",
 }
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

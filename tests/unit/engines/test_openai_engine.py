@@ -1,11 +1,10 @@
 """The `openai` engine against a server of a few lines that fails as real ones do."""
 
 import itertools
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,125 +14,24 @@ import torch
 from safetensors.torch import load_file
 
 from asyncflow.errors import ConfigError, EngineFailed, PlanError, UserCodeFailed
+from tests.support.completions_server import Answer, CompletionsServer, error, events, in_turn, reply, stream
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.openai import OpenAIEngine
 from workers.engines.openai_config import OpenAIConfig
 
 EOS = 1
-Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
-
-
-class FakeServer:
-    """Answers completions as `answer` says, and notes what was asked."""
-
-    def __init__(self) -> None:
-        self.answer: Answer = stream([[5, 6], [EOS]])
-        self.bodies: list[dict[str, Any]] = []
-        self.paths: list[str] = []
-        self.keys: list[str | None] = []
-        self.closed = threading.Event()
-        self.away = threading.Event()
-        self.mark = "default"
-        self.slow_s = 0.0
-        self.paused = threading.Event()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                fake.paths.append(self.path)
-                fake.keys.append(self.headers["Authorization"])
-                body = {"weight_version": fake.mark} if self.path == "/weight_info" else {"data": [{"id": "served"}]}
-                reply(self, 200, body)
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.paths.append(self.path)
-                if fake.away.is_set():
-                    fake.away.clear()
-                    self.connection.close()
-                    return
-                if self.path != "/v1/completions":
-                    if self.path.startswith("/pause"):
-                        fake.paused.set()
-                    fake.closed.wait(fake.slow_s)
-                    fake.mark = body.get("new_version", fake.mark)
-                    reply(self, 404 if fake.closed.is_set() else 200, {"path": self.path})
-                    return
-                fake.bodies.append(body)
-                fake.answer(self, body)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-
-def reply(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
-    data = json.dumps(body).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
-
-
-def stream(parts: list[list[int]], *, reason: str | None = "stop", ids: bool = True) -> Answer:
-    """Return what streams tokens in parts, with log-probability -0.5 each."""
-
-    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            choice = {
-                "logprobs": {"token_logprobs": [-0.5] * len(part)},
-                "finish_reason": reason if last else None,
-                "token_ids": part if ids else None,
-            }
-            handler.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-        handler.wfile.write(b"data: [DONE]\n\n")
-
-    return answer
-
-
-def events(*lines: str) -> Answer:
-    """Return what streams lines as they are."""
-
-    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write("".join(f"data: {line}\n\n" for line in lines).encode())
-
-    return answer
-
-
-def in_turn(*answers: Answer) -> Answer:
-    """Return what does one after the other, and the last for ever."""
-    left = list(answers)
-
-    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        (left.pop(0) if len(left) > 1 else left[0])(handler, body)
-
-    return answer
-
-
-def error(status: int, text: str = "no") -> Answer:
-    return lambda handler, body: reply(handler, status, {"error": {"message": text}})
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
+def server() -> Iterator[CompletionsServer]:
+    fake = CompletionsServer(stream([[5, 6], [EOS]]))
     yield fake
-    fake.http.shutdown()
-    fake.http.server_close()
+    fake.close()
 
 
 @pytest.fixture
-def make_engine(model_dir: Path, server: FakeServer, tmp_path: Path) -> Iterator[Callable[..., OpenAIEngine]]:
+def make_engine(model_dir: Path, server: CompletionsServer, tmp_path: Path) -> Iterator[Callable[..., OpenAIEngine]]:
     made: list[OpenAIEngine] = []
 
     def make(sampling: dict[str, Any] | None = None, **settings: Any) -> OpenAIEngine:
@@ -158,7 +56,9 @@ def answers(engine: OpenAIEngine, number: int = 1) -> list[Generation]:
     return sorted(generate(engine, requests), key=lambda each: each.ticket)
 
 
-def test_answer_has_tokens_log_probs_and_version(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+def test_answer_has_tokens_log_probs_and_version(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
     engine = make_engine()
     engine.version = 3
     found = answers(engine, 6)
@@ -175,14 +75,14 @@ def test_answer_has_tokens_log_probs_and_version(make_engine: Callable[..., Open
     assert [body[name] for name in names] == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:
     server.answer = stream([[5] * 8], reason="length")
     (found,) = answers(make_engine())
     assert found.truncated and len(found.response_R) == 8
 
 
 def test_weights_are_written_and_the_server_told(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, model_dir: Path, tmp_path: Path
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, model_dir: Path, tmp_path: Path
 ) -> None:
     engine = make_engine()
     weights = load_file(model_dir / "model.safetensors")
@@ -204,7 +104,7 @@ def test_weights_are_written_and_the_server_told(
 
 
 def test_server_that_cannot_take_weights_is_named_with_what_to_do(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     server.closed.set()
     with pytest.raises(EngineFailed, match=r"/pause.* answered 404.*VLLM_SERVER_DEV_MODE=1.*openai.update"):
@@ -225,7 +125,7 @@ def test_server_that_cannot_take_weights_is_named_with_what_to_do(
     ids=["unavailable", "too many", "breaks off", "is aborted", "hangs up", "cut JSON", "error in the stream"],
 )
 def test_answer_is_asked_for_again_when_it_may_help(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, trouble: Answer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, trouble: Answer
 ) -> None:
     server.answer = in_turn(trouble, trouble, stream([[7, EOS]]))
     (found,) = answers(make_engine())
@@ -233,7 +133,7 @@ def test_answer_is_asked_for_again_when_it_may_help(
 
 
 def test_server_that_was_started_again_gets_its_weights_back_and_the_answer_does_not_count(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, tmp_path: Path
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, tmp_path: Path
 ) -> None:
     def start_again(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         server.mark = "default"
@@ -250,7 +150,7 @@ def test_server_that_was_started_again_gets_its_weights_back_and_the_answer_does
 
 
 def test_answers_wait_for_a_server_that_takes_its_weights_again(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     asked = itertools.count()
 
@@ -271,7 +171,7 @@ def test_answers_wait_for_a_server_that_takes_its_weights_again(
 
 
 def test_server_that_notes_no_version_of_weights_is_believed(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Path] = []
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(update=taken.append))
@@ -283,7 +183,7 @@ def test_server_that_notes_no_version_of_weights_is_believed(
 
 
 def test_server_that_is_away_gets_its_weights_when_it_is_back(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     server.away.set()
     engine = make_engine()
@@ -306,7 +206,7 @@ def test_users_function_that_raises_fails_the_swap(
 
 
 def test_key_is_sent_without_white_space_and_never_shown(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     make_engine()
@@ -318,7 +218,7 @@ def test_key_is_sent_without_white_space_and_never_shown(
 
 
 def test_server_that_stays_away_fails_after_the_last_attempt(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     server.answer = error(500, "out of memory")
     engine = make_engine(retries=1)
@@ -327,7 +227,9 @@ def test_server_that_stays_away_fails_after_the_last_attempt(
     assert len(server.bodies) == 2
 
 
-def test_silent_server_fails_by_its_deadline(make_engine: Callable[..., OpenAIEngine], server: FakeServer) -> None:
+def test_silent_server_fails_by_its_deadline(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
     release = threading.Event()
 
     def hang(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -360,7 +262,7 @@ def test_silent_server_fails_by_its_deadline(make_engine: Callable[..., OpenAIEn
     ],
 )
 def test_what_would_go_wrong_again_is_not_repeated(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer, answer: Answer, reason: str
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, answer: Answer, reason: str
 ) -> None:
     server.answer = answer
     engine = make_engine()
@@ -370,7 +272,7 @@ def test_what_would_go_wrong_again_is_not_repeated(
 
 
 def test_abort_forgets_answers_and_leaves_the_engine_usable(
-    make_engine: Callable[..., OpenAIEngine], server: FakeServer
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
 ) -> None:
     asked, release = threading.Event(), threading.Event()
 

@@ -1,0 +1,11 @@
+"""Ports of loopback."""
+
+import socket
+from contextlib import closing
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
