@@ -1,7 +1,8 @@
 """Settings of all tests: which are slow, what runs first, and the examples of property tests.
 
 Nothing is judged by the time that it takes, since machines are busy. Property tests try the same examples every time,
-so that a change is judged by what it changes. Others: `pytest tests/unit --hypothesis-profile=random`.
+so that a change is judged by what it changes: few of them, or many with `--hypothesis-profile=full`, or others every
+time with `--hypothesis-profile=random`.
 """
 
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("random", deadline=None)
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+settings.register_profile("full", deadline=None, derandomize=True)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=20)
+settings.load_profile("few")
 
 ROOT = Path(__file__).parent
 SUITES = ("slurm", "faults", "vllm_engine", "megatron_engine", "nodes", "runs", "engines", "multiproc")

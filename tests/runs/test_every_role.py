@@ -6,7 +6,7 @@ import pytest
 
 from . import command
 
-ROLES = "rollout:1,actor:1,critic:1,ref:1,actor_fwd:1,reward:1,advantages:1,evaluate:1"
+ROLES = "rollout:1,actor:1,critic:1,ref:1,actor_fwd:1,reward:1,evaluate:1"
 SMALL = (
     "--set", "schedule.rollout_batch_size=8", "--set", "rollout.batch_size=32", "--set", "actor.micro_batch_size=8",
     "--set", "critic.micro_batch_size=8", "--set", "evaluate.interval=2", "--set", "checkpoint.interval=2",

@@ -15,7 +15,8 @@ from . import command
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 SMALL = (
-    "--set", "schedule.rollout_batch_size=4", "--set", "schedule.n_samples_per_prompt=4", "--set", "rollout.batch_size=8",
+    "--set", "schedule.rollout_batch_size=4", "--set", "schedule.n_samples_per_prompt=4",
+    "--set", "rollout.batch_size=8",
     "--set", "actor.micro_batch_size=8",
 )  # fmt: skip
 

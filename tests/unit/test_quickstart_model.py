@@ -36,6 +36,7 @@ def make(target: Path, *arguments: str, name: str = "make_model.py") -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_script_still_makes_the_committed_files(tmp_path: Path) -> None:
     make(tmp_path)
     for name in ("train.jsonl", "held_out.jsonl", "model/tokenizer.json"):
@@ -50,6 +51,7 @@ def test_script_still_makes_the_committed_files(tmp_path: Path) -> None:
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 def test_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         make(tmp_path / name, "--steps", "2", "--seed", seed)
@@ -58,6 +60,7 @@ def test_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     assert a != c
 
 
+@pytest.mark.slow
 def test_script_of_the_reward_model_makes_one_like_the_committed_one(tmp_path: Path) -> None:
     """What the committed one has learnt is looked at in `tests/unit/columns/test_rewards.py`."""
     make(tmp_path, "--steps", "1", name="make_reward_model.py")

@@ -94,6 +94,7 @@ def test_one_rank_computes_in_bfloat16_what_fsdp2_does(
 
 
 # Dynamo looks at the gradients of whatever it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -222,7 +222,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(run=runs, seed=st.integers(0, 10**6))
 def test_damage_is_found(run: MadeRun, seed: int, damage: Callable[[MadeRun, random.Random], set[str]]) -> None:
     expected = damage(run, random.Random(seed))

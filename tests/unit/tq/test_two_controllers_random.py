@@ -179,6 +179,10 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
 
 
 TwoControllersMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate]
+    max_examples=3 * settings.default.max_examples,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
 )
 test_random_events = TwoControllersMachine.TestCase

@@ -284,6 +284,10 @@ class AgentMachine(AgentModel, RuleBasedStateMachine):
 
 
 AgentMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, phases=[Phase.generate]
+    max_examples=settings.default.max_examples,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
 )
 test_random_events = AgentMachine.TestCase
