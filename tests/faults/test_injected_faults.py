@@ -4,7 +4,7 @@ import pytest
 from chaos_parts.faults import inject_faults
 
 SHORT = (
-    "poison_prompt_kills_the_rollout",
+    pytest.param("poison_prompt_kills_the_rollout", marks=pytest.mark.gate),
     "loss_is_not_finite",
     "users_task_raises",
     "storage_unit_is_stopped",

@@ -60,6 +60,7 @@ def test_blocks_are_kept_apart_and_deleted_one_by_one(backend: Backend) -> None:
     backend.delete(keys)
 
 
+@pytest.mark.gate
 def test_block_that_was_read_can_be_deleted_at_once(backend: Backend) -> None:
     for _ in range(3):
         backend.store("asyncflow:run-1:storage-0:i:0", block(2**20))
@@ -86,6 +87,7 @@ def test_closed_backend_leaves_nothing_and_may_be_closed_again(server: Server) -
     other.close()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("kind", [BackendKind.REDIS, BackendKind.MOONCAKE], ids=str)
 def test_next_incarnation_deletes_what_a_dead_one_left(kind: BackendKind, tmp_path: Path) -> None:
     with backend_server(kind, tmp_path) as (config, _):
@@ -150,6 +152,7 @@ def test_files_of_a_former_process_are_deleted(tmp_path: Path) -> None:
     assert not (tmp_path / "u").exists()
 
 
+@pytest.mark.gate
 def test_unit_puts_gets_and_frees_with_any_backend(server: Server, credentials: Credentials) -> None:
     controller = FakeController(credentials)
     config = QueueConfig(request_timeout_s=20, backend=server[0])

@@ -26,6 +26,7 @@ Start = Callable[..., Any]
 Connect = Callable[..., Connection]
 
 
+@pytest.mark.gate
 def test_large_message_and_payload_come_back_as_they_were(server: Any, connect: Connect) -> None:
     payload = torch.randint(0, 256, (2**25 + 3,), dtype=torch.uint8)
     reply, echoed = connect().call(Ping("x" * 100_000), Payload.of(payload), timeout_s=30)
@@ -65,6 +66,7 @@ def test_callback_may_look_at_the_reply(server: Any, connect: Connect) -> None:
     assert seen == ["back"]
 
 
+@pytest.mark.gate
 def test_wrong_secret_is_refused_while_others_are_served(
     server: Any, connect: Connect, credentials: Credentials
 ) -> None:
@@ -138,6 +140,7 @@ def test_oversized_reply_is_refused_by_the_client(server: Any, connect: Connect)
     assert server.hear() == ("left", "small")
 
 
+@pytest.mark.gate
 def test_killed_server_fails_the_requests_in_flight_within_seconds(server: Any, connect: Connect) -> None:
     connection = connect()
     futures = [connection.submit(Ping("never", answer=False)) for _ in range(3)]
@@ -151,6 +154,7 @@ def test_killed_server_fails_the_requests_in_flight_within_seconds(server: Any, 
         connection.submit(Ping("more"))
 
 
+@pytest.mark.gate
 def test_passed_deadline_gives_the_channel_up_on_both_ends(server: Any, connect: Connect) -> None:
     connection = connect("impatient")
     with pytest.raises(TransportError, match="no reply to Ping within"):

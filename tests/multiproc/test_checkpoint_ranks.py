@@ -23,6 +23,7 @@ def _saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return root, run_ranks(root, "save", 2)
 
 
+@pytest.mark.gate
 def test_rank_that_cannot_write_fails_the_save_for_all_and_the_next_one_succeeds(
     saved: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -33,7 +34,7 @@ def test_rank_that_cannot_write_fails_the_save_for_all_and_the_next_one_succeeds
     assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["step_000001", "step_000003"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.gate)])
 def test_any_number_of_ranks_restores_the_state_of_the_step(
     saved: tuple[Path, list[dict[str, Any]]], num_ranks: int
 ) -> None:

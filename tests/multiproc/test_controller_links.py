@@ -53,6 +53,7 @@ def test_rows_that_one_controller_refuses_are_taken_back_from_the_others(bench: 
         assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 1, [7, 8], RemovalReason.REFUSED)
 
 
+@pytest.mark.gate
 def test_fence_is_confirmed_only_when_its_controller_knows_what_was_written_before(bench: Bench) -> None:
     """Else the controller would hand out a row that is done."""
     controller, client = bench.started()
@@ -89,6 +90,7 @@ def test_fence_of_one_controller_does_not_wait_for_another(bench: Bench) -> None
     done(put)
 
 
+@pytest.mark.gate
 def test_put_waits_for_the_first_controller_and_is_in_its_inventory(bench: Bench) -> None:
     bench.unit(controllers=2)
     put = bench.client().create([3], {"x": numbers(0)}, groups=[9], group_size=4)
@@ -214,6 +216,7 @@ def test_fence_during_a_registration_does_not_wait_for_it(bench: Bench) -> None:
     assert isinstance(done(put), Stored)
 
 
+@pytest.mark.gate
 def test_restarted_controllers_hear_of_every_row_exactly_once(bench: Bench) -> None:
     """In the inventory or after it, never both, never neither, whenever the channel breaks."""
     controller, _ = bench.started()

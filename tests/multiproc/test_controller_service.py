@@ -122,6 +122,7 @@ def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
     until(lambda: not bench.service._state._losses.watchers)
 
 
+@pytest.mark.gate
 def test_restarted_controller_does_not_wait_for_a_consumer_whose_next_start_is_there(bench: Bench) -> None:
     for owner in ("rollout@0.dead", "reader@dead"):
         ask(bench.connection(owner), Join(owner, []))
@@ -150,6 +151,7 @@ def test_restarted_controller_that_is_stopped_does_not_wait_for_those_who_left(
     assert fetch.result(WAIT_S)[0].reason is NoRowsReason.STOP
 
 
+@pytest.mark.gate
 def test_leases_of_an_earlier_start_return_when_the_next_one_joins(bench: Bench) -> None:
     ask(bench.unit(), RowsCreated("storage-0", 1, [0], [0], ["x"], [1], 4))
     stopped = bench.connection("rollout")

@@ -20,7 +20,7 @@ def read_all(start: Start, size: int, fetch: str = "broadcast", **behaviour: int
     return heard
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.gate), 3])
 def test_ranks_of_a_replica_get_identical_rounds_from_one_fetch(start: Start, size: int) -> None:
     heard = read_all(start, size, late=2)
     rounds, stopped, error, acked, requests, left = heard[0]
@@ -48,12 +48,14 @@ def test_ranks_may_each_fetch_for_themselves_columns_of_their_own(start: Start) 
     assert first[4] == second[4] == 9 + 4
 
 
+@pytest.mark.gate
 def test_stop_reaches_every_rank_at_the_same_place(start: Start) -> None:
     heard = read_all(start, 3, stop_at=3)
     assert [len(rounds) for rounds, *_ in heard] == [3, 3, 3]
     assert [(stopped, error, left) for _, stopped, error, _, _, left in heard] == [(True, "", [])] * 3
 
 
+@pytest.mark.gate
 def test_failure_of_rank_0_is_raised_on_every_rank(start: Start) -> None:
     heard = read_all(start, 3, fail_at=2)
     assert [len(rounds) for rounds, *_ in heard] == [1, 1, 1]

@@ -171,6 +171,7 @@ def test_example_follows_a_run_and_ends_with_it(run: Run, start_script: Any) -> 
     assert engine.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.gate
 def test_feed_gives_versions_as_they_come_and_takes_nobodys_turn(run: Run) -> None:
     with connect_weights(run.dir, "engine") as feed:
         with pytest.raises(WeightSyncError, match=r"engine: weights did not come within 0.1 s; weights-0 has none"):
@@ -235,6 +236,7 @@ def test_agent_that_is_not_there_is_named(run: Run) -> None:
     connect_weights(run.dir, "engine").close()
 
 
+@pytest.mark.gate
 def test_wrong_secret_is_refused(run: Run) -> None:
     replace(run.job, secret=b"another".hex()).save(run.dir)
     with pytest.raises(WeightSyncError, match="secret|did not answer"):
@@ -251,6 +253,7 @@ def exported(run: Run) -> Sequence[str]:
     return sorted(path.name for path in (run.dir / "weights").iterdir())
 
 
+@pytest.mark.gate
 def test_export_is_what_was_trained_and_transformers_loads_it(run: Run) -> None:
     run.publish(3)
     exporter, feed = start_exporter(run)

@@ -150,6 +150,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             launcher.process.stdout.close()
 
 
+@pytest.mark.gate
 def test_gangs_run_to_the_end(launch: Launch) -> None:
     launcher = launch("train_to_the_end")
     code, output = launcher.finish()
@@ -193,6 +194,7 @@ def test_error_that_could_not_be_recorded_is_named(launch: Launch) -> None:
     assert output.splitlines()[-1].endswith("rollout rank 0 failed: OSError: no space left")
 
 
+@pytest.mark.gate
 def test_all_start_again_after_the_death_of_the_fork_server(launch: Launch) -> None:
     launcher = launch("obey_phase")
     pids = launcher.wait_for_workers(5)
@@ -239,6 +241,7 @@ def test_process_that_exits_without_returning_is_a_failure(launch: Launch) -> No
     assert output.splitlines()[-1].endswith("rollout rank 0 failed: exited with code 0 without finishing")
 
 
+@pytest.mark.gate
 def test_killed_worker_is_named_with_its_signal(launch: Launch) -> None:
     launcher = launch("obey_phase", **NO_RESTARTS)
     pids = launcher.wait_for_workers(5)
@@ -249,7 +252,7 @@ def test_killed_worker_is_named_with_its_signal(launch: Launch) -> None:
     assert_all_gone(launcher)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.gate), signal.SIGSTOP])
 def test_worker_that_is_killed_or_stopped_starts_again_and_nobody_else(launch: Launch, number: signal.Signals) -> None:
     launcher = launch("obey_phase")
     pids = launcher.wait_for_workers(5)
@@ -264,6 +267,7 @@ def test_worker_that_is_killed_or_stopped_starts_again_and_nobody_else(launch: L
     assert launcher.finish()[0] == 75
 
 
+@pytest.mark.gate
 def test_dead_actor_takes_the_queue_with_it_and_rollouts_stay(launch: Launch) -> None:
     launcher = launch("obey_phase", actor_ranks=2)
     (launcher.run_dir / "metrics.jsonl").write_text('{"step": 1, "lineage": 0}\n')
@@ -290,6 +294,7 @@ def test_worker_that_keeps_dying_ends_the_run(launch: Launch) -> None:
     assert lines[-1].endswith("rollout rank 0 failed: ended by SIGKILL")
 
 
+@pytest.mark.gate
 def test_worker_that_does_not_get_on_writes_its_stacks_and_starts_again(launch: Launch) -> None:
     launcher = launch("hang_once", operation_timeout_s=3.0)
     pids = launcher.wait_for_workers(5)
@@ -310,7 +315,9 @@ def test_all_are_announced_when_they_are_at_work(launch: Launch) -> None:
     assert launcher.process.stdout.readline().startswith("started 7 workers in ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.gate), signal.SIGUSR1, signal.SIGHUP]
+)
 def test_stop_is_resumable_and_leaves_nothing(launch: Launch, number: signal.Signals) -> None:
     launcher = launch("obey_phase")
     launcher.wait_for_workers(5)
@@ -396,6 +403,7 @@ def test_failure_of_an_external_gang_is_named(launch: Launch) -> None:
     assert output.splitlines()[-1].endswith("rollout rank 1 failed: OSError: no space")
 
 
+@pytest.mark.gate
 def test_nothing_survives_a_killed_launcher(launch: Launch) -> None:
     launcher = launch("never_leave", rollouts=3, actor_ranks=2)
     launcher.wait_for_workers(7)
@@ -415,6 +423,7 @@ def test_nothing_survives_a_launcher_killed_during_the_imports(launch: Launch) -
     assert_all_gone(launcher)
 
 
+@pytest.mark.gate
 def test_every_socket_listens_on_loopback(launch: Launch) -> None:
     launcher = launch("never_leave")
     launcher.wait_for_workers(5)

@@ -11,6 +11,7 @@ from gang_ranks import gang_rank
 Start = Callable[..., Any]
 
 
+@pytest.mark.gate
 def test_ranks_that_all_come_hear_from_each_other(start: Start) -> None:
     ranks = [start(gang_rank, rank, 2, 60.0) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == ["ready"] * 2
@@ -19,7 +20,7 @@ def test_ranks_that_all_come_hear_from_each_other(start: Start) -> None:
     assert [rank.hear() for rank in ranks] == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGKILL, marks=pytest.mark.gate), signal.SIGSTOP])
 def test_collective_that_a_rank_does_not_come_to_names_all_that_were_waited_for(
     start: Start, end: signal.Signals
 ) -> None:
@@ -33,6 +34,7 @@ def test_collective_that_a_rank_does_not_come_to_names_all_that_were_waited_for(
     assert re.match(r"rank 0 waited \d+ s in an exchange of all ranks' figures for ranks 1 2, in vain: .", text)
 
 
+@pytest.mark.gate
 def test_rank_that_never_comes_to_the_meeting_is_named(start: Start) -> None:
     alone = start(gang_rank, 1, 2, 2.0)
     kind, text = alone.hear()

@@ -67,6 +67,7 @@ def _release(offset: int) -> Callable[[Channel], None]:
     return send
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "attack",
     [
@@ -151,6 +152,7 @@ def test_arena_that_cannot_be_mapped_leaves_the_wire(
     connection.close()
 
 
+@pytest.mark.gate
 def test_handle_of_a_peer_that_shares_no_memory_is_refused(bystander: Connection, credentials: Credentials) -> None:
     for frame in (
         Frame(FrameKind.REQUEST, 9, Route.SHARED, payload_bytes=8),

@@ -72,6 +72,7 @@ def kill_and_wait(queue: tq.LocalQueue, service: str) -> None:
     queue.wait_until_up(DEADLINE_S)
 
 
+@pytest.mark.gate
 def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
     client = queue.client("me")
     rows = client.put_rows(prompts("1 + 1 =", "2 + 2 =", "3 + 3 ="))
@@ -87,6 +88,7 @@ def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
     wait_for(lambda: client.stats()[0].live_rows == 0, "empty queue")
 
 
+@pytest.mark.gate
 def test_the_address_is_for_this_user_only_and_another_process_may_connect(queue: tq.LocalQueue) -> None:
     assert stat.S_IMODE(queue.address.stat().st_mode) == 0o600
     other = tq.connect(queue.address, "other")
@@ -171,6 +173,7 @@ def test_an_unknown_task_is_refused_by_name(queue: tq.LocalQueue) -> None:
         queue.client("me").fetch("judge", num_rows=1)
 
 
+@pytest.mark.gate
 def test_a_full_queue_says_what_it_waits_for() -> None:
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST.model_copy(update={"max_live_rows": 2})) as queue:
         client = queue.client("producer")
@@ -185,6 +188,7 @@ def test_a_full_queue_says_what_it_waits_for() -> None:
         assert client.get(take(client, "train", 2), ["prompt"])["prompt"].texts() == ["d"]
 
 
+@pytest.mark.gate
 def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
     with tq.start(TASKS, num_controllers=2, config=FAST) as queue:
         client = queue.client("me")
@@ -208,6 +212,7 @@ def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
         assert served == [["score"], ["train"]]
 
 
+@pytest.mark.gate
 def test_rows_lost_with_a_unit_come_back_only_to_tasks_that_had_not_acked_them() -> None:
     with tq.start({"look": ["prompt"], "train": ["prompt"]}, config=FAST) as queue:
         client = queue.client("me")
@@ -312,6 +317,7 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(star
         assert client.get(take(client, "train", 1), ["score"])["score"].values.tolist() == [2.0]
 
 
+@pytest.mark.gate
 def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
     train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
     recovering = FAST.model_copy(update={"lease_timeout_s": 15})  # long enough for both to come back
@@ -332,6 +338,7 @@ def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
         assert over.reason is NoRowsReason.PARTITION_DONE
 
 
+@pytest.mark.gate
 def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tmp_path: Path) -> None:
     whole = tmp_path / "snapshot"
     with tq.start(TASKS, num_units=3, config=FAST) as queue:

@@ -97,6 +97,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     return wait_until(condition, what, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.gate
 def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
     link, inbox = joined(run)
     node = run.head.hosts()[1]
@@ -126,6 +127,7 @@ def test_clock_is_aligned_to_node_0(run: Run) -> None:
     assert "ahead of node 0's" in run.head.warnings()[0]
 
 
+@pytest.mark.gate
 def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     link, inbox = joined(run)
     token = run.head._roll.token(1)
@@ -145,6 +147,7 @@ def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     assert run.told.empty()
 
 
+@pytest.mark.gate
 def test_order_that_somebody_took_away_is_missed(run: Run) -> None:
     link, inbox = joined(run)
     token, node = run.head._roll.token(1), run.head.hosts()[1]
@@ -168,6 +171,7 @@ def test_launcher_that_leaves_before_the_end_is_lost(run: Run) -> None:
     assert run.next() == NodeLost("node 1 (host-1)")
 
 
+@pytest.mark.gate
 def test_launcher_without_signs_of_life_is_lost(run: Run) -> None:
     link, _ = joined(run)
     link._closing.set()  # its thread gives no more

@@ -85,6 +85,7 @@ def round_of(index: int, rank: int, num_ranks: int = 2) -> FetchRound:
     return FetchRound("train", "", 1, index, 2, rank, num_ranks, 10)
 
 
+@pytest.mark.gate
 def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     queue: Any, connect: Any, credentials: Credentials
 ) -> None:
@@ -135,6 +136,7 @@ def test_deadline_answers_a_fetch_that_finds_nothing(queue: Any, connect: Any) -
     assert (answer.reason, time.monotonic() - began < 5) == (NoRowsReason.DEADLINE, True)
 
 
+@pytest.mark.gate
 def test_rows_of_a_killed_client_go_to_another_one(queue: Any, start: Start, connect: Any) -> None:
     queue(DOUBLE)
     client = connect()
@@ -149,6 +151,7 @@ def test_rows_of_a_killed_client_go_to_another_one(queue: Any, start: Start, con
     assert [answer.rows for answer in waiting] == [list(range(8))]
 
 
+@pytest.mark.gate
 def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> None:
     queue(DOUBLE, TRAIN)
     former, heir = connect("former"), connect("heir")
@@ -207,6 +210,7 @@ def test_dead_unit_is_an_error_within_the_deadline_of_whoever_needs_it(queue: An
     client.close()
 
 
+@pytest.mark.gate
 def test_admission_trainers_and_a_map_task_run_a_few_steps(
     queue: Any, start: Start, connect: Any, credentials: Credentials
 ) -> None:

@@ -52,6 +52,7 @@ def judge(client: QueueClient, *, groups: set[int], refused: int | None = None) 
         left.discard(group)
 
 
+@pytest.mark.gate
 def test_step_is_full_and_the_trainer_hears_of_the_refill(credentials: Credentials, start_controller: Start) -> None:
     lead = start_controller("controller-0")
     start_controller("controller-1")

@@ -32,6 +32,7 @@ def _here(credentials: Credentials) -> Iterator[tuple[ChannelServer, Echo]]:
     server.close()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("text_bytes", [1, 100_000])
 def test_pieces_arrive_as_if_they_were_packed(server: Any, connect: Connect, shared: bool, text_bytes: int) -> None:
@@ -102,6 +103,7 @@ def test_answer_stays_as_it_is_while_messages_pass_and_after_its_sender_was_kill
     assert torch.equal(held.view(torch.uint8)[4:5], torch.tensor([2], dtype=torch.uint8))
 
 
+@pytest.mark.gate
 def test_killed_client_takes_nothing_with_it_that_the_server_holds(server: Any, start: Start, connect: Connect) -> None:
     connection = connect()
     client = start(holding_client)

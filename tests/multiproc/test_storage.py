@@ -37,6 +37,7 @@ def _bench(credentials: Credentials) -> Iterator[Bench]:
     bench.close()
 
 
+@pytest.mark.gate
 def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
     controller, client = bench.started()
     prompts = Column.of_rows([torch.arange(3), torch.arange(5)])
@@ -85,6 +86,7 @@ def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench
     assert controller.parked.empty()
 
 
+@pytest.mark.gate
 def test_nobody_hears_of_a_row_that_it_is_in_before_all_controllers_confirmed_it(bench: Bench) -> None:
     """Its put may fail, and if the unit dies first nobody knows that the row was lost."""
     controller = bench.controller()
@@ -187,6 +189,7 @@ def test_survivors_of_a_large_put_do_not_hold_all_of_it(bench: Bench) -> None:
     assert stats(client).num_bytes == 0
 
 
+@pytest.mark.gate
 def test_retained_rows_spill_and_go_with_the_checkpoint(bench: Bench, tmp_path: Path) -> None:
     config = CONFIG.model_copy(
         update={"retain_until_checkpoint": True, "spill_directory": str(tmp_path), "spill_after_bytes": 0}
@@ -206,6 +209,7 @@ def test_retained_rows_spill_and_go_with_the_checkpoint(bench: Bench, tmp_path: 
     assert stats(client).num_rows == 0
 
 
+@pytest.mark.gate
 def test_puts_wait_for_the_cut_and_snapshot_holds_what_was_before_it(bench: Bench, tmp_path: Path) -> None:
     _, client = bench.started()
     done(client.create([0, 1], {"x": numbers(0, 1)}, partition=3))

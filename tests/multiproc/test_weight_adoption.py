@@ -14,6 +14,7 @@ def adopting(weight_run: WeightRun, request: pytest.FixtureRequest) -> WeightRun
     return weight_run
 
 
+@pytest.mark.gate
 def test_weights_in_use_stay_whole_whatever_comes_meanwhile(adopting: WeightRun) -> None:
     receivers = adopting.start_node("a", "b")
     for step in range(1, 13):

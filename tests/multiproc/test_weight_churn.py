@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from weight_run import WeightRun, ask, ask_all, steps
 
 from asyncflow.errors import WeightSyncError
@@ -21,6 +22,7 @@ def test_receivers_that_die_with_slots_in_their_hands_hold_nobody_up(weight_run:
         assert ask(survivor, "load", step + 2) == (Version(0, step + 2), True)
 
 
+@pytest.mark.gate
 def test_rank_that_dies_while_it_writes_leaves_the_older_version(weight_run: WeightRun) -> None:
     receiver = weight_run.start_node("rollout-0")[0]
     weight_run.publish(Version(0, 1))
@@ -39,6 +41,7 @@ def test_rank_that_dies_while_it_writes_leaves_the_older_version(weight_run: Wei
     assert ask(receiver, "load_from", Version(1, 6)) == (Version(1, 6), True)
 
 
+@pytest.mark.gate
 def test_agent_that_dies_in_the_middle_gets_everything_again(weight_run: WeightRun) -> None:
     receiver = weight_run.start_node("rollout-0")[0]
     weight_run.publish(Version(0, 1))

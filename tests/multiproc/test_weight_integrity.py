@@ -17,6 +17,7 @@ def head_bytes(version: Version) -> bytes:
     return weights(version)[HEAD].numpy().tobytes()
 
 
+@pytest.mark.gate
 def test_damaged_slot_is_written_again_by_the_trainer_rank(weight_run: WeightRun) -> None:
     weight_run.start_node()
     version = Version(0, 1)

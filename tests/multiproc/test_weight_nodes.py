@@ -15,7 +15,7 @@ def start_two_nodes(run: WeightRun, **settings: Any) -> Any:
     return run.start_agent(1, nodes=2, **settings)
 
 
-@pytest.mark.parametrize("on_wire", [False, True])
+@pytest.mark.parametrize("on_wire", [False, pytest.param(True, marks=pytest.mark.gate)])
 def test_every_bucket_travels_once_whatever_the_number_of_receivers(weight_run: WeightRun, on_wire: bool) -> None:
     other = start_two_nodes(weight_run, on_wire=on_wire)
     far = weight_run.start_receivers("far-0", "far-1", "far-2", node=1)
@@ -57,6 +57,7 @@ def test_deltas_take_less_and_lose_nothing(weight_run: WeightRun, on_wire: bool)
     assert weight_run.status(other).fetched_bytes - before < 6 * num_bytes / 5
 
 
+@pytest.mark.gate
 def test_second_node_that_restarts_is_filled_by_the_first(weight_run: WeightRun) -> None:
     other = start_two_nodes(weight_run)
     far = weight_run.start_receivers("far", node=1)[0]

@@ -18,7 +18,9 @@ from weightsync.version import Version
 LAST = 40
 
 
-@pytest.mark.parametrize(("cut", "dtype"), [("rows", "float32"), ("columns", "bfloat16")])
+@pytest.mark.parametrize(
+    ("cut", "dtype"), [pytest.param("rows", "float32", marks=pytest.mark.gate), ("columns", "bfloat16")]
+)
 def test_every_version_that_a_receiver_loads_is_whole_and_what_it_claims(
     weight_run: WeightRun, cut: str, dtype: str
 ) -> None:
@@ -40,6 +42,7 @@ def test_every_version_that_a_receiver_loads_is_whole_and_what_it_claims(
     weight_run.end(*weight_run.trainers, *quick, slow, weight_run.agent)
 
 
+@pytest.mark.gate
 def test_receivers_that_share_the_model_get_their_own_slices(weight_run: WeightRun) -> None:
     weight_run.configure(dtype="bfloat16")
     weight_run.start_node(dtype="bfloat16")
@@ -55,6 +58,7 @@ def test_receivers_that_share_the_model_get_their_own_slices(weight_run: WeightR
         assert torch.equal(loaded[name], expected[name][box.slices].to(torch.bfloat16))
 
 
+@pytest.mark.gate
 def test_newest_lineage_wins_over_newest_step(weight_run: WeightRun) -> None:
     receiver = weight_run.start_node("rollout-0")[0]
     weight_run.publish(*steps(5, 9))
@@ -68,6 +72,7 @@ def test_newest_lineage_wins_over_newest_step(weight_run: WeightRun) -> None:
     assert ask(weight_run.start_receivers("late")[0], "load", 0) == (Version(1, 8), True)
 
 
+@pytest.mark.gate
 def test_weights_do_not_change_under_a_receiver_that_loads_them(weight_run: WeightRun) -> None:
     weight_run.configure(timeout_s=4.0)  # then a version that is loaded for so long no longer has its slot
     held, other = weight_run.start_node("rollout-0", "rollout-1")

@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from . import command
 
 VERIFY = command.COMMAND.with_name("asyncflow")
@@ -18,6 +20,7 @@ def verify(run_dir: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.gate
 def test_run_that_was_killed_and_resumed_is_proved_at_every_moment(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, cwd=tmp_path) as process:

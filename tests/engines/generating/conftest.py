@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from workers.config import SamplingConfig
 
@@ -27,17 +28,26 @@ ADAPTERS: list[Adapter] = [
     VllmServeAdapter(),
 ]
 
+GATE = {"hf", "sim"}
+"""Adapters of the gate; the first family of models is enough for it."""
+
 MAX_TOKENS, SLOTS = 24, 16
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test every adapter (`lab`), or every family of those that compute (`model_lab`)."""
     if "lab" in metafunc.fixturenames:
-        cases = [(each, (each.families or ("llama",))[0]) for each in ADAPTERS]
-        metafunc.parametrize("lab", cases, ids=[each.name for each in ADAPTERS], indirect=True)
+        metafunc.parametrize(
+            "lab", [_case(each, (each.families or ("llama",))[0], each.name) for each in ADAPTERS], indirect=True
+        )
     if "model_lab" in metafunc.fixturenames:
-        cases = [(each, family) for each in ADAPTERS for family in each.families]
-        metafunc.parametrize("model_lab", cases, ids=[f"{each.name}-{family}" for each, family in cases], indirect=True)
+        cases = [_case(each, family, f"{each.name}-{family}") for each in ADAPTERS for family in each.families]
+        metafunc.parametrize("model_lab", cases, indirect=True)
+
+
+def _case(adapter: Adapter, family: str, name: str) -> ParameterSet:
+    of_the_gate = adapter.name in GATE and family == (adapter.families or (family,))[0]
+    return pytest.param((adapter, family), id=name, marks=[pytest.mark.gate] if of_the_gate else [])
 
 
 @pytest.fixture(autouse=True)

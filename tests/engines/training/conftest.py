@@ -18,6 +18,8 @@ from .adapters import ADAPTERS
 from .plain import Plain
 
 DEADLINE_S = 800
+GATE = ("fsdp", "2")
+"""Adapter and layout of the gate."""
 """All families of a layout, on a busy machine."""
 TESTS = Path(__file__).parents[2]
 
@@ -45,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test every adapter, layout and family."""
     if "trained" in metafunc.fixturenames:
         cases = [(a.name, layout, family) for a in ADAPTERS.values() for layout in a.layouts for family in a.families]
-        metafunc.parametrize("trained", cases, ids=["-".join(case) for case in cases], indirect=True)
+        parameters = [pytest.param(case, marks=[pytest.mark.gate] if case[:2] == GATE else []) for case in cases]
+        metafunc.parametrize("trained", parameters, ids=["-".join(case) for case in cases], indirect=True)
 
 
 @pytest.fixture(scope="session")
