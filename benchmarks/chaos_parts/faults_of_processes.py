@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from chaos_parts.fault import Fault, Lab, Outcome, Seen, gave_up, is_named, judge_named, recovers, went_on
@@ -19,6 +21,8 @@ def score(prompt, response, answer):
 """
 _BROADCAST = {"weightsync.path": "broadcast", "weightsync.timeout_s": 10, "sim.parameters": 8_000_000}
 """Too much for the buffers of sockets."""
+_BROADCAST_STEPS = 120
+"""Some more than others have: a rollout may have to be stopped several times."""
 
 
 def worker_is_told_to_terminate(lab: Lab) -> Seen:
@@ -133,7 +137,7 @@ def rollout_dies_in_a_broadcast(lab: Lab) -> Seen:
     """A rollout vanishes in the middle of a broadcast of weights: the others take them from their agent."""
     with _in_a_broadcast(lab) as run:
         run.hurt(run.pid("rollout-0"))
-        return went_on(run)
+        return went_on(run, steps=_BROADCAST_STEPS)
 
 
 def actor_rank_dies_in_a_broadcast(lab: Lab) -> Seen:
@@ -141,46 +145,47 @@ def actor_rank_dies_in_a_broadcast(lab: Lab) -> Seen:
     with _in_a_broadcast(lab) as run:
         run.hurt(run.pid("actor", 1))
         run.hurt(run.pid("rollout-0"), signal.SIGCONT)
-        return went_on(run)
+        return went_on(run, steps=_BROADCAST_STEPS)
 
 
 def rollout_is_stopped_in_a_broadcast(lab: Lab) -> Seen:
     """A rollout is stopped in the middle of a broadcast, for good: killed after 3 s, the others go on."""
     with _in_a_broadcast(lab) as run:
         run.hurt()
-        return went_on(run, says="stopped by a signal")
+        return went_on(run, steps=_BROADCAST_STEPS, says="stopped by a signal")
 
 
-def _in_a_broadcast(lab: Lab) -> "_Broadcasting":
-    return _Broadcasting(lab)
+@contextmanager
+def _in_a_broadcast(lab: Lab) -> Iterator[FaultyRun]:
+    """Yield a run whose trainer waits in a broadcast for rollout 0, which is stopped.
+
+    If the trainer needs that rollout's answers first, it is killed and started again before the next broadcast; then
+    its successor is stopped.
+    """
+    with lab.run(roles="rollout:2,actor:2", settings=_BROADCAST, steps=_BROADCAST_STEPS) as run:
+        run.wait_for_step(_SOON)
+        stopped = 0
+        while not (stopped and _publishing(run)):
+            run.wait(partial(run.is_back, "rollout-0", stopped), "rollout 0")
+            stopped = run.pid("rollout-0")
+            run.hurt(stopped, signal.SIGSTOP)
+            run.wait(partial(_publishing_or_over, run, stopped), "a broadcast")
+        yield run
+
+
+def _publishing_or_over(run: FaultyRun, stopped: int) -> bool:
+    return _publishing(run) or run.is_back("rollout-0", stopped)
+
+
+def _publishing(run: FaultyRun) -> bool:
+    status = run.status("actor")
+    return bool(status["state"] == "publishing weights" and status["idle_s"] > 0.5)
 
 
 def _parent(pid: int) -> int:
     from pathlib import Path
 
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-class _Broadcasting:
-    """A run whose trainer waits in a broadcast for rollout 0, which is stopped."""
-
-    def __init__(self, lab: Lab) -> None:
-        self._run = lab.run(roles="rollout:2,actor:2", settings=_BROADCAST)
-
-    def __enter__(self) -> FaultyRun:
-        run = self._run.__enter__()
-        run.wait_for_step(_SOON)
-        run.hurt(run.pid("rollout-0"), signal.SIGSTOP)
-        run.wait(partial(self._publishing, run), "a broadcast", within_s=20.0)
-        return run
-
-    def __exit__(self, *error: object) -> None:
-        self._run.__exit__(*error)
-
-    @staticmethod
-    def _publishing(run: FaultyRun) -> bool:
-        status = run.status("actor")
-        return bool(status["state"] == "publishing weights" and status["idle_s"] > 0.5)
 
 
 FAULTS: tuple[Fault, ...] = (
