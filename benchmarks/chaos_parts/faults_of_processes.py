@@ -21,7 +21,7 @@ def score(prompt, response, answer):
 """
 _BROADCAST = {"weightsync.path": "broadcast", "weightsync.timeout_s": 10, "sim.parameters": 8_000_000}
 """Too much for the buffers of sockets."""
-_BROADCAST_STEPS = 120
+_BROADCAST_STEPS = 80
 """Some more than others have: a rollout may have to be stopped several times."""
 
 

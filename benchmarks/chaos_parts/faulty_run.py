@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from chaos_parts.run_files import lines
+from tests.support.run_files import lines
 
 _COMMAND = "from launcher.cli import launch; launch()"
 _MARK = "ASYNCFLOW_FAULT_RUN"

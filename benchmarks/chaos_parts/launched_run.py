@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from chaos_parts.run_files import lines
+from tests.support.processes import kill
+from tests.support.run_files import lines
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 _OTHER_COMMANDS = Path(sys.executable).parent / "asyncflow"
@@ -247,14 +248,6 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL if it still lives."""
-    try:
-        process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
 
 
 def overrides(**values: object) -> list[str]:

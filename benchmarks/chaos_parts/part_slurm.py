@@ -2,18 +2,18 @@
 
 from transferqueue_parts.part import Result
 
-from chaos_parts.local_slurm import missing_programs
 from chaos_parts.options import Options
 from chaos_parts.slurm_cycles import preempt_cycles
+from tests.support.local_slurm import slurm_obstacle
 
 _CYCLES, _SHORT_CYCLES = 20, 2
 
 
 def run(options: Options) -> Result:
     """Preempt; without Slurm on this machine there are no figures."""
-    if missing := missing_programs():
-        options.say(f"slurm: left out, this machine has no {' '.join(missing)}")
-        return Result({}, {"slurm": {"missing": missing}})
+    if reason := slurm_obstacle():
+        options.say(f"slurm: left out: {reason}")
+        return Result({}, {"slurm": {"missing": reason}})
     report = preempt_cycles(_SHORT_CYCLES if options.short else _CYCLES, seed=options.seed)
     figures = {key: report[key] for key in ("requeues", "skipped", "twice")}
     problems = [] if report["finished"] else ["the job did not finish after its last start"]

@@ -19,8 +19,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
 
-from chaos_parts.local_slurm import COMMAND, LocalSlurm, local_slurm, wait_until
-from chaos_parts.run_files import last_step, ledger_faults
+from tests.support.local_slurm import COMMAND, LocalSlurm, local_slurm
+from tests.support.processes import wait_until
+from tests.support.run_files import last_step, ledger_faults
 
 GROUPS_PER_STEP = 8
 OPTIONS = (

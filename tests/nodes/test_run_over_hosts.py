@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncflow.job import Job
+from tests.support.run_files import last_step, lines
 
 from .hosts import Host, ends, eventually
 
@@ -26,18 +27,6 @@ def launch(hosts: list[Host], *arguments: Any) -> "list[subprocess.Popen[str]]":
     """Start the same command on every host."""
     head = ("--nnodes", len(hosts), "--head", f"{hosts[0].address}:29400")
     return [host.start(COMMAND, *arguments, *head, "--node-rank", rank) for rank, host in enumerate(hosts)]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete JSON lines of a file."""
-    text = path.read_text() if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def last_step(run_dir: Path) -> int:
-    """Return the last finished step."""
-    metrics = lines(run_dir / "metrics.jsonl")
-    return metrics[-1]["step"] if metrics else 0
 
 
 def check_ledger(run_dir: Path, last: int) -> None:

@@ -1,19 +1,18 @@
 """Starts the installed command as a user does, and looks at what it leaves."""
 
-import json
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from launcher.verify import verify_run
+from tests.support.processes import kill as kill
+from tests.support.processes import wait_until as wait_until
+from tests.support.run_files import last_step as last_step
+from tests.support.run_files import lines as lines
 from workers.ledger_file import read_ledger
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
@@ -58,38 +57,6 @@ def descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def kill(process: psutil.Process) -> None:
-    """Send SIGKILL if it still lives."""
-    try:
-        process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> float:
-    """Wait for a condition that another process makes true; returns the seconds it took."""
-    began = time.monotonic()
-    never = threading.Event()  # unrelated processes share no event to wait on
-    while not condition():
-        waited = time.monotonic() - began
-        assert waited < deadline_s, f"{what}: not within {deadline_s} s"
-        never.wait(0.02)
-    return time.monotonic() - began
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete JSON lines of a file; none when it does not exist."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def last_step(run_dir: Path) -> int:
-    """Return the last finished step of a run."""
-    metrics = lines(run_dir / "metrics.jsonl")
-    return metrics[-1]["step"] if metrics else 0
 
 
 def check_ledger(run_dir: Path, *, groups_per_step: int, last: int) -> None:

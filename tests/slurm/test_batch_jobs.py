@@ -5,8 +5,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_parts.local_slurm import COMMAND, LocalSlurm, kill, wait_until
-from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults, lines
+
+from tests.support.local_slurm import COMMAND, LocalSlurm
+from tests.support.processes import kill, wait_until
+from tests.support.run_files import LedgerFaults, last_step, ledger_faults, lines
 
 GROUPS = 8
 SMALL = (

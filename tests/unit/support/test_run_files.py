@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from chaos_parts.run_files import LedgerFaults, last_step, ledger_faults
+from tests.support.run_files import LedgerFaults, last_step, ledger_faults
 
 Line = tuple[int, int]
 

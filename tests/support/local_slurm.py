@@ -8,26 +8,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from chaos_parts.launched_run import kill
+from tests.support.machine import obstacle
+from tests.support.processes import DEADLINE_S, kill, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "local_slurm.sh"
 COMMAND = Path(sys.executable).parent / "asyncflow"
-DEADLINE_S = 180.0
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
+_REMEDY = "apt-get install slurmctld slurmd slurm-client munge"
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"})
 
 
-def missing_programs() -> list[str]:
-    """Return what is not installed of `apt-get install slurmctld slurmd slurm-client munge`."""
-    return [name for name in NEEDED if shutil.which(name) is None]
+def slurm_obstacle() -> str:
+    """Return why Slurm cannot run here, or ""."""
+    tried = (obstacle(name, "-V", remedy=_REMEDY) for name in NEEDED)
+    return next(filter(None, tried), "")
 
 
 @contextmanager
@@ -159,16 +159,3 @@ def _job_of(process: psutil.Process) -> tuple[str, str] | None:
     except (psutil.Error, OSError):
         return None
     return variables["SLURM_JOB_ID"], variables.get("SLURM_CONF", "")
-
-
-def wait_until(
-    condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S, every_s: float = 0.05
-) -> float:
-    """Wait for what other processes bring about; return the seconds that it took."""
-    began = time.monotonic()
-    never = threading.Event()  # unrelated processes share no event to wait on
-    while not condition():
-        waited = time.monotonic() - began
-        assert waited < deadline_s, f"{what}: not within {deadline_s:g} s"
-        never.wait(every_s)
-    return time.monotonic() - began
