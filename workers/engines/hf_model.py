@@ -4,6 +4,7 @@ Every engine calls `empty_causal_lm` and fills the parameters itself: the traine
 the trainer. Knows config.json and generation_config.json; never opens a weight file.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,23 +151,29 @@ def _few(names: Set[str]) -> str:
     return " ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "") or "none"
 
 
+_BUILDING = threading.RLock()
+"""Threads build one after the other: what one puts in place of `register_parameter` another would put back too late."""
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it; buffers stay real.
+    """Move each parameter that this thread's modules register to the meta device; buffers stay real.
 
     Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
-    offers no public way to compute them again.
+    offers no public way to compute them again. The method is the whole process's, so it asks which thread calls.
     """
-    register = nn.Module.register_parameter
     patched: Any = nn.Module
+    builder = threading.get_ident()
+    with _BUILDING:
+        register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta and threading.get_ident() == builder:
+                param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            register(module, name, param)
 
-    patched.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        patched.register_parameter = register
+        patched.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            patched.register_parameter = register
