@@ -6,8 +6,8 @@ every shape "P+RxK" (prompt, answer, answers) there are also
     shared_prompt_x P+RxK          the same ratio
     shared_prompt_packed_x P+RxK   against all answers in one micro-batch, each with its own copy of the prompt
     shared_prompt_tokens_x P+RxK   by counting the tokens that linear layers compute: K (P + R) / (P + K R)
-    shared_prompt_pairs_x P+RxK    by counting query-key pairs of attention: K (P + R)^2 / (P^2 + K R (P + R)); compare
-                                   formula (15) of arXiv 2511.18871
+    shared_prompt_pairs_x P+RxK    by counting query-key pairs of attention: K (P + R)^2 / (P^2 + K R (P + R)), the
+                                   reciprocal of (15) in arXiv 2511.18871
 
 The model has SmolLM2-135M's widths and random weights, see `training_case.py`; `--model` is not used.
 """
