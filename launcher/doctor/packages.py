@@ -54,8 +54,6 @@ def gather(needs: Needs) -> PackageFacts:
     if texts is not None:
         parsed = [Requirement(text) for text in texts]
         wanted = [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
-        if needs.device == "npu":
-            wanted += [each for each in parsed if each.name == "torch-npu"]
         requirements = tuple(f"{each.name} {each.specifier}" for each in wanted)
     names = {text.split(" ", 1)[0] for text in requirements or ()} | {"torch", "torch-npu"}
     cann = any(os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"))
