@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
-from workers.algorithms.config import AlgorithmConfig, GRPOConfig, OffPolicyConfig
+from workers.algorithms.config import AlgorithmConfig, GRPOConfig
 from workers.columns.config import UserTaskConfig
 from workers.engines.megatron_config import MegatronConfig
 from workers.engines.openai_config import OpenAIConfig
@@ -340,19 +340,21 @@ class RunConfig(Settings):
     launcher: LauncherConfig = LauncherConfig()
 
     @property
-    def correction(self) -> OffPolicyConfig:
-        """`algorithm.off_policy`, as the schedule settles it."""
-        return self.algorithm.correction(self.schedule.staleness_bound)
+    def needs_old_log_probs(self) -> bool:
+        """Whether log-probabilities under the weights that a step found take a forward pass of their own.
 
-    @property
-    def needs_proximal_policy(self) -> bool:
-        """Whether the loss asks for log-probabilities under the weights that a step found, after its first update."""
-        return self.actor.num_updates > 1 and self.correction.has_proximal_policy
+        Before the step's first update they are those of the policy in training, so the loss has them; a reward that is
+        charged for the KL divergence is computed before the loss.
+        """
+        updated = self.actor.num_updates > 1 and self.algorithm.off_policy.has_proximal_policy
+        return updated or self.algorithm.has_reward_penalty
 
     @property
     def num_old_policies(self) -> int:
-        """Earlier versions of the policy that `actor.tri_model` keeps; one more where a step makes several updates."""
-        return self.schedule.staleness_bound + (self.actor.num_updates > 1)
+        """Earlier versions of the policy that `actor.tri_model` keeps: the one that a step of several updates found,
+        and those that drew tokens, where they are PPO's old policy."""
+        drew = 0 if self.algorithm.off_policy.has_proximal_policy else self.schedule.staleness_bound
+        return drew + (self.actor.num_updates > 1)
 
     @property
     def critic_only_steps(self) -> int:

@@ -31,7 +31,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     Raises:
         ConfigError: a task of the user's own cannot be in this graph.
     """
-    graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_proximal_policy)
+    graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
@@ -53,7 +53,7 @@ def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]
     scored = {name for task in graph if task.name in _OF_MODELS for name in task.outputs}
     *others, train = (task for task in graph if task.name not in _OF_MODELS)
     for task in others:
-        for name in scored.intersection(task.inputs):
+        for name in sorted(scored.intersection(task.inputs)):
             raise ConfigError(
                 f"actor.tri_model: task {task.name} needs column {name} before training; set tri_model to false"
             )

@@ -6,9 +6,9 @@ from workers.config import RunConfig
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:
-    """Return the algorithm that `config.algorithm` names, with the correction that the schedule needs."""
+    """Return the algorithm that `config.algorithm` names."""
     return load_algorithm(
-        config.algorithm.model_copy(update={"off_policy": config.correction}),
+        config.algorithm,
         max_response_tokens=config.rollout.max_response_tokens,
         mask_truncated=config.rollout.truncated == "mask",
     )

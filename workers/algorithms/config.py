@@ -8,7 +8,7 @@ PolicyConfig            what every clipped policy loss has
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -16,14 +16,16 @@ from asyncflow.settings import Settings
 
 
 class OffPolicyConfig(Settings):
-    """What is done about tokens that an older policy drew; see `workers.algorithms.off_policy`."""
+    """What is done about tokens that another policy drew: the generating engine's, whose rounding is another one than
+    the trainer's, and whose weights may be older; see `workers.algorithms.off_policy`."""
 
-    method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = None
-    """`none`: the older policy is PPO's old one, whose ratio is clipped. `decoupled`: tokens are weighted by the ratio
-    of the two policies, clipping is relative to the newest one. `truncated_is`: the same with weights of at most `cap`.
-    `sequence_mask`: also without answers that the newest policy would hardly have given. null: `truncated_is` where
-    the schedule lets weights be older, else `none`. With one update a step only `none` ever clips (`eps_clip`); with
-    several, the newest policy is the one that the step found (task `actor_log_probs`)."""
+    method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
+    """`truncated_is` (also null): tokens are weighted by the ratio of the policy that the step found to the one that
+    drew them, at most `cap`; ratio and clip are relative to the policy that the step found. `decoupled`: the same, but
+    tokens whose weight would be larger than `cap` are left out. `sequence_mask`: as `truncated_is`, without answers
+    that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
+    With one update a step only `none` ever clips (`eps_clip`), and the others need no forward pass of their own; with
+    several, task `actor_log_probs` makes one."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
@@ -32,13 +34,7 @@ class OffPolicyConfig(Settings):
     @property
     def has_proximal_policy(self) -> bool:
         """Whether PPO's old policy is another one than that which drew the tokens."""
-        return self.method not in (None, "none")
-
-    def settled(self, staleness_bound: int) -> Self:
-        """Return this with the method that `None` stands for under a schedule with such a bound."""
-        if self.method is not None:
-            return self
-        return self.model_copy(update={"method": "truncated_is" if staleness_bound else "none"})
+        return self.method != "none"
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -51,6 +47,8 @@ class PolicyConfig(Settings):
     """Lower clip: the ratio counts down to 1 - eps_clip."""
     eps_clip_high: float | None = Field(None, gt=0)
     """Upper clip: the ratio counts up to 1 + eps_clip_high; null: `eps_clip`."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """Where the advantage is negative the ratio counts up to this (arXiv 1912.09729, eq. 5); null: without bound."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
@@ -70,6 +68,11 @@ class PolicyConfig(Settings):
     def kl_in_reward(self) -> bool:
         """Whether the KL penalty is part of the reward; else it is a term of the loss."""
         return True
+
+    @property
+    def has_reward_penalty(self) -> bool:
+        """Whether rewards are charged for the KL divergence, so that it must be known before the loss."""
+        return self.kl_in_reward and self.kl_coef > 0
 
     @property
     def kl_loss(self) -> tuple[float, KlEstimator]:
@@ -98,11 +101,7 @@ class PolicyConfig(Settings):
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
         """Columns that advantages are computed from."""
-        return ("rewards", "rollout_log_probs", "ref_log_probs") if self.kl_in_reward and self.kl_coef else ("rewards",)
-
-    def correction(self, staleness_bound: int) -> OffPolicyConfig:
-        """Return the correction under a schedule with such a bound."""
-        return self.off_policy.settled(staleness_bound)
+        return ("rewards", "log_probs", "ref_log_probs") if self.has_reward_penalty else ("rewards",)
 
 
 class KlLossConfig(PolicyConfig):
@@ -184,10 +183,6 @@ class GSPOConfig(KlLossConfig):
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
 
-    def correction(self, staleness_bound: int) -> OffPolicyConfig:
-        """Return the correction: unless given none, since the answer's ratio is one (eq. 7)."""
-        return super().correction(0)
-
 
 class RLOOConfig(PolicyConfig):
     """Reward minus the mean of the other answers', the KL penalty inside the reward: arXiv 2402.14740."""
@@ -241,7 +236,7 @@ class PPOConfig(KlLossConfig):
     """Added to the variance that advantages are whitened by."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is: a term of the loss (`kl_estimator`), or part of each token's reward (k1, of the policy
-    that drew the token), as in InstructGPT."""
+    that the step found), as in InstructGPT; that costs a forward pass (task `actor_log_probs`)."""
     value_clip: float | None = Field(0.2, gt=0)
     """How far a value may move in a step and still be trained; null: any distance."""
     value_loss_coef: float = Field(1.0, gt=0)

@@ -14,7 +14,7 @@ def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> 
 
     Args:
         config: of the algorithm.
-        old_log_probs: the loss needs log-probabilities under the weights that the step found.
+        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
     """
     return GRAPHS.get(config.name, critic_free_tasks)(config, old_log_probs)
 

@@ -71,23 +71,27 @@ def token_weights(normalization: Normalization, length_N: Tensor, weight_N: Tens
 
 
 def clipped_policy_loss(
-    log_ratio_A: Tensor, advantage_A: Tensor, *, eps_clip: float, eps_clip_high: float
+    log_ratio_A: Tensor, advantage_A: Tensor, *, eps_clip: float, eps_clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate of each token, negated, and where the clip was the smaller term.
+    """Return the clipped surrogate of each token, negated, and where a clip replaced the ratio.
 
     Args:
-        log_ratio_A: floating [A], log-probability under the policy minus that under the behaviour policy.
+        log_ratio_A: floating [A], log-probability under the policy minus that under the old policy.
         advantage_A: floating [A].
         eps_clip: the ratio counts down to 1 - eps_clip.
         eps_clip_high: the ratio counts up to 1 + eps_clip_high.
+        dual_clip: with a negative advantage, where those two do not bound it, up to this; None: without bound.
     Returns:
         floating [A] and bool [A].
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds Yu et al. 2025 (arXiv 2503.14476), eq. 10.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds Yu et al. 2025 (arXiv 2503.14476), eq. 10;
+        dual clip Ye et al. 2020 (arXiv 1912.09729), eq. 5.
     """
     ratio_A = bounded_ratio(log_ratio_A)
     plain_A = ratio_A * advantage_A
-    clipped_A = ratio_A.clamp(1 - eps_clip, 1 + eps_clip_high) * advantage_A
-    return -torch.minimum(plain_A, clipped_A), (clipped_A < plain_A).detach()
+    least_A = torch.minimum(plain_A, ratio_A.clamp(1 - eps_clip, 1 + eps_clip_high) * advantage_A)
+    if dual_clip is not None:
+        least_A = torch.where(advantage_A < 0, torch.maximum(least_A, dual_clip * advantage_A), least_A)
+    return -least_A, (least_A != plain_A).detach()
 
 
 def bounded_ratio(log_ratio_A: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class PolicyGradient(ABC, Generic[Config]):
         Args:
             batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`, and with
                 a KL penalty `ref_log_probs`; where somebody writes them `log_probs`, of the policy that the step found,
-                and `loss_masks`, one weight per row.
+                without which that is the policy in training, and `loss_masks`, one weight per row.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()
@@ -117,7 +117,7 @@ class PolicyLoss:
         length_N: tokens of each answer.
         weight_A: of each token inside the sum; 0 where masked.
         advantage_A: of each token.
-        old_log_probs_A: under the policy that generated the tokens.
+        old_log_probs_A: under the policy that generated the tokens, as the engine that did recorded them.
         ref_log_probs_A: under the reference; None without a KL penalty.
         proximal_log_probs_A: under the policy that the step found; None: the one that is trained has not changed since.
         sequence_ratio: the ratio is one of whole answers: e to the mean of their tokens' log ratios.
@@ -148,7 +148,11 @@ class PolicyLoss:
         if self.sequence_ratio:
             log_ratio_A = answer_means(log_ratio_A, self.length_N).repeat_interleave(self.length_N)
         loss_A, clipped_A = clipped_policy_loss(
-            log_ratio_A, self.advantage_A, eps_clip=config.eps_clip, eps_clip_high=config.upper_clip
+            log_ratio_A,
+            self.advantage_A,
+            eps_clip=config.eps_clip,
+            eps_clip_high=config.upper_clip,
+            dual_clip=config.dual_clip,
         )
         loss_A = loss_A * correction.weight_A
         kl_A = torch.zeros_like(loss_A)

@@ -29,9 +29,9 @@ class PPO(PolicyGradient[PPOConfig]):
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, not whitened yet, and `returns`, per token; reads `rewards`, `values` and, with the KL
-        penalty in the reward, `rollout_log_probs` and `ref_log_probs`."""
+        penalty in the reward, `log_probs` and `ref_log_probs`."""
         config, values = self._config, batch["values"]
-        penalty_A = config.kl_coef * token_penalties(batch) if config.kl_in_reward and config.kl_coef else None
+        penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
         reward_A = token_rewards(batch["rewards"].values, values.lengths, penalty_A)
         advantage_A, return_A = generalized_advantages(
             reward_A, values.values, values.lengths, gamma=config.gamma, lam=config.lam

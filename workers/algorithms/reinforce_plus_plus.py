@@ -30,7 +30,7 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
             }
         if not config.kl_coef:
             return {"advantages": Column.of_scalars(reward_N.float())}
-        length_N = batch["rollout_log_probs"].lengths
+        length_N = batch["log_probs"].lengths
         advantage_A = reward_N.repeat_interleave(length_N.long()) - config.kl_coef * penalties_to_come(batch)
         return {"advantages": Column(advantage_A.float(), length_N)}
 

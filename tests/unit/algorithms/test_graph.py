@@ -75,11 +75,18 @@ def test_a_role_for_the_old_policys_log_probs_holds_the_newest_weights() -> None
         (("actor.num_updates_per_step=2",), True),
         ((), False),
         (("actor.ppo_epochs=2", "algorithm.off_policy.method=none"), False),
-        (("actor.ppo_epochs=2", "schedule.mode=sync"), False),
+        (("actor.ppo_epochs=2", "schedule.mode=sync"), True),
+        (("algorithm.name=gspo", "actor.ppo_epochs=2"), True),
+        (("algorithm.name=gspo",), False),
+        (("algorithm.name=rloo", "algorithm.kl_coef=0.1"), True),
+        (("algorithm.name=rloo", "algorithm.kl_coef=0.1", "algorithm.off_policy.method=none"), True),
+        (("algorithm.name=rloo", "algorithm.kl_coef=0"), False),
+        (("algorithm.name=reinforce_plus_plus", "algorithm.kl_coef=0.1"), True),
+        (("algorithm.name=reinforce_plus_plus", "algorithm.kl_coef=0.1", "algorithm.baseline=group"), False),
         (("actor.ppo_epochs=2", "schedule.mode=sync", "algorithm.off_policy.method=decoupled"), True),
     ],
 )
-def test_old_log_probs_are_computed_exactly_where_the_loss_needs_them(
+def test_old_log_probs_are_computed_exactly_where_loss_or_reward_need_them(
     settings: tuple[str, ...], expected: bool
 ) -> None:
     graph = graph_of(load_config(find_recipe("quickstart"), overrides=settings))
@@ -91,28 +98,31 @@ def test_graph_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-PPO = algorithm_tasks(PPOConfig(kl_coef=0.1, kl_placement="reward"))
+PPO = algorithm_tasks(PPOConfig(kl_coef=0.1, kl_placement="reward"), old_log_probs=True)
 
 
 def test_critic_passes_advantages_on_and_keeps_values_and_returns() -> None:
-    placed = {task.name: task for task in place_tasks(PPO, ("rollout", "actor", "critic", "ref"))}
+    placed = {task.name: task for task in place_tasks(PPO, ("rollout", "actor", "critic", "ref", "actor_fwd"))}
     critic, train = placed["critic_train"], placed["actor_train"]
     assert critic.fused == ("values", "compute_advantages_and_returns") and critic.outputs == ("advantages",)
     assert set(critic.inputs) == {
-        *("prompts", "responses", "rewards", "rollout_log_probs", "ref_log_probs", "truncated"),
+        *("prompts", "responses", "rewards", "log_probs", "ref_log_probs", "truncated"),
     }
     assert critic.whole_groups and train.fused == () and "advantages" in train.inputs
 
 
 def test_actor_trains_the_critic_that_has_no_role() -> None:
     train = {task.name: task for task in place_tasks(PPO, ("rollout", "actor"))}["actor_train"]
-    assert train.fused == ("ref_log_probs", "values", "compute_advantages_and_returns", "critic_train")
+    assert train.fused == (
+        *("ref_log_probs", "actor_log_probs", "values", "compute_advantages_and_returns", "critic_train"),
+    )
     assert train.outputs == () and not {"values", "advantages", "returns"} & set(train.inputs)
 
 
-def test_critic_in_a_role_of_its_own_needs_the_reference_in_one_too() -> None:
-    with pytest.raises(ConfigError, match=r"'critic' reads column ref_log_probs, which no other launched role writes"):
-        place_tasks(PPO, ("rollout", "actor", "critic"))
+@pytest.mark.parametrize(("roles", "column"), [(("ref",), "log_probs"), (("actor_fwd",), "ref_log_probs")])
+def test_critic_in_a_role_of_its_own_needs_the_penaltys_two_models_in_theirs(roles: tuple[str], column: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'critic' reads column {column}, which no other launched role writes"):
+        place_tasks(PPO, ("rollout", "actor", "critic", *roles))
     in_loss = algorithm_tasks(PPOConfig(kl_coef=0.1))
     assert place_tasks(in_loss, ("rollout", "actor", "critic"))
 
@@ -124,8 +134,7 @@ def test_masks_of_users_tasks_reach_the_critic_too() -> None:
 
 
 def test_controllers_treat_the_critic_as_a_trainer() -> None:
-    roles = "rollout:1,actor:1,critic:1,ref:1"
-    config = load_config(find_recipe("quickstart-ppo-cpu"), roles=roles)
+    config = load_config(find_recipe("quickstart-ppo-cpu"))
     placed = place_tasks(graph_of(config), tuple(config.roles))
     specs = {spec.name: spec for spec in task_specs(placed, config)}
     for name in ("actor_train", "critic_train"):

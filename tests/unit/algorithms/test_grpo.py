@@ -29,6 +29,7 @@ def make_batch(grpo: GRPO) -> PackedBatch:
     columns = {
         "responses": Column.of_rows([torch.full((length,), 7) for length in LENGTHS]),
         "rollout_log_probs": Column.of_rows(OLD),
+        "log_probs": Column.of_rows(OLD),
         "ref_log_probs": Column.of_rows(REF),
         "truncated": Column.of_scalars(torch.tensor(TRUNCATED)),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
@@ -64,7 +65,8 @@ def expected_loss(normalization: str, *, kl_coef: float, masked: bool) -> float:
 def test_loss_equals_the_paper_in_any_order(
     normalization: str, kl_coef: float, masked: bool, micro_batches: list[list[int]]
 ) -> None:
-    config = GRPOConfig.model_validate({"loss_normalization": normalization, "kl_coef": kl_coef})
+    own = {"dual_clip": None}  # the paper has none
+    config = GRPOConfig.model_validate({"loss_normalization": normalization, "kl_coef": kl_coef, **own})
     grpo = GRPO(config, max_response_tokens=5, mask_truncated=masked)
     batch = make_batch(grpo)
     total, counts = 0.0, LossCounts(0, 0, 0)

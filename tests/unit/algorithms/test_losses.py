@@ -24,29 +24,46 @@ def test_clipped_loss_is_ppo_equation_7(new: float, old: float, advantage: float
     ratio = math.exp(new - old)
     surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
     log_ratio = torch.tensor([new - old], dtype=torch.float64)
-    loss, clipped = clipped_policy_loss(
-        log_ratio, torch.tensor([advantage], dtype=torch.float64), eps_clip=low, eps_clip_high=high
-    )
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    loss, clipped = clipped_policy_loss(log_ratio, advantages, eps_clip=low, eps_clip_high=high, dual_clip=None)
     assert float(loss) == pytest.approx(-surrogate, rel=1e-9, abs=1e-12)
     assert bool(clipped) == (surrogate < ratio * advantage)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "gradient"),
-    [(1.0, 2.0, -2.0), (1.5, 1.0, 0.0), (1.5, -1.0, 1.5), (0.5, 1.0, -0.5), (0.5, -1.0, 0.0)],
+    [
+        *((1.0, 2.0, -2.0), (1.5, 1.0, 0.0), (1.5, -1.0, 1.5), (0.5, 1.0, -0.5), (0.5, -1.0, 0.0)),
+        *((2.9, -1.0, 2.9), (3.1, -1.0, 0.0), (math.exp(10), -1.0, 0.0)),
+    ],
 )
 def test_gradient_vanishes_only_where_the_clip_binds(ratio: float, advantage: float, gradient: float) -> None:
     log_ratio = torch.tensor([ratio]).log().requires_grad_()
-    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([advantage]), eps_clip=0.2, eps_clip_high=0.2)
+    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([advantage]), eps_clip=0.2, eps_clip_high=0.2, dual_clip=3.0)
     loss.sum().backward()
     assert log_ratio.grad is not None and float(log_ratio.grad) == pytest.approx(gradient)
 
 
 def test_upper_clip_may_be_wider() -> None:
     log_ratio, advantage = torch.tensor([1.25]).log(), torch.tensor([1.0])
-    symmetric, _ = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.2)
-    wide, clipped = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.28)
+    symmetric, _ = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.2, dual_clip=3.0)
+    wide, clipped = clipped_policy_loss(log_ratio, advantage, eps_clip=0.2, eps_clip_high=0.28, dual_clip=3.0)
     assert float(symmetric) == pytest.approx(-1.2) and float(wide) == pytest.approx(-1.25) and not clipped
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-12, 12), st.floats(-3, 3))
+def test_dual_clip_is_equation_5_of_1912_09729(log_ratio: float, advantage: float) -> None:
+    ratio = math.exp(log_ratio)
+    surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+    expected = max(surrogate, 3 * advantage) if advantage < 0 else surrogate
+    loss, clipped = clipped_policy_loss(
+        torch.tensor([log_ratio], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        eps_clip=0.2, eps_clip_high=0.2, dual_clip=3.0,
+    )  # fmt: skip
+    assert float(loss) == pytest.approx(-expected, rel=1e-9, abs=1e-12)
+    assert bool(clipped) == (expected != ratio * advantage)
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +102,7 @@ def test_gradient_of_each_estimator_averages_to_what_its_docstring_says(estimato
 
 def test_extreme_differences_stay_finite() -> None:
     log_ratio = torch.tensor([500.0, -500.0])
-    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([0.0, -1.0]), eps_clip=0.2, eps_clip_high=0.2)
+    loss, _ = clipped_policy_loss(log_ratio, torch.tensor([0.0, -1.0]), eps_clip=0.2, eps_clip_high=0.2, dual_clip=3.0)
     assert bool(loss.isfinite().all())
     assert bool(kl_divergence(torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0]), "k3").isfinite().all())
 

@@ -8,6 +8,7 @@ import torch
 
 from launcher.config import load_config
 from launcher.recipes import find_recipe
+from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig, OffPolicyConfig
 from workers.algorithms.off_policy import answer_means, correct
 from workers.algorithms.policy_gradient import PolicyLoss
@@ -29,7 +30,7 @@ def policy_loss(method: str | None, new: torch.Tensor = NEW, old: torch.Tensor =
 @pytest.mark.parametrize(
     ("method", "weights"),
     [
-        ("decoupled", RATIOS),
+        ("decoupled", [ratio if ratio <= 2 else 0.0 for ratio in RATIOS]),
         ("truncated_is", [min(ratio, 2.0) for ratio in RATIOS]),
         ("sequence_mask", [*(min(ratio, 2.0) for ratio in RATIOS[:2]), 0.0, 0.0, 0.0]),
     ],
@@ -80,7 +81,7 @@ def test_after_the_first_update_ratio_and_clip_are_relative_to_the_policy_that_t
         NEW.tolist(), FOUND.tolist(), OLD.tolist(), loss.advantage_A.tolist(), strict=True
     ):
         ratio, weight = math.exp(now - found), math.exp(found - drew)
-        weight = min(weight, 2.0) if method == "truncated_is" else weight
+        weight = min(weight, 2.0) if method == "truncated_is" else weight * (weight <= 2.0)
         plain, bounded = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
         expected -= weight * min(plain, bounded)
         clipped += bounded < plain
@@ -113,13 +114,35 @@ def test_weights_carry_no_gradient() -> None:
     assert not correction.weight_A.requires_grad and not correction.old_log_probs_A.requires_grad
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("sync", "none"), ("periodic", "none"), ("async", "truncated_is")])
-def test_schedules_that_are_off_policy_correct_by_default(mode: str, expected: str) -> None:
-    config = load_config(find_recipe("quickstart"), overrides=[f"schedule.mode={mode}"])
-    algorithm: Any = algorithm_of(config)
-    assert algorithm._config.off_policy.method == expected
-    config = load_config(
-        find_recipe("quickstart"), overrides=[f"schedule.mode={mode}", "algorithm.off_policy.method=decoupled"]
-    )
-    algorithm = algorithm_of(config)
-    assert algorithm._config.off_policy.method == "decoupled"
+def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
+    """Return each token's gradient, and how many ratios were clipped, for gaps between the engines of GAPS nats."""
+    algorithm = algorithm_of(load_config(find_recipe("quickstart"), overrides=["algorithm.kl_coef=0", *settings]))
+    lengths = torch.ones(len(GAPS), dtype=torch.int32)
+    new = torch.full_like(GAPS, -2.0).requires_grad_()
+    columns = {
+        "responses": Column(torch.zeros(len(GAPS), dtype=torch.int64), lengths),
+        "rollout_log_probs": Column(new.detach() - GAPS, lengths),
+        "advantages": Column.of_scalars(torch.tensor([-1.0] * 6 + [1.0] * 2)),
+        "truncated": Column.of_scalars(torch.zeros(len(GAPS), dtype=torch.bool)),
+    }
+    loss = algorithm.loss(PackedBatch(tuple(range(len(GAPS))), columns), device=torch.device("cpu"))
+    loss(new, torch.zeros_like(GAPS)).backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    return new.grad, float(loss.stats["clipped"])
+
+
+GAPS = torch.tensor([-10.0, -1.0, -0.01, 0.01, 1.0, 10.0, 10.0, 100.0])
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_by_default_the_ratio_is_the_trainers_and_the_generating_engine_gives_weights(mode: str, name: str) -> None:
+    gradient, clipped = gradient_of(f"schedule.mode={mode}", f"algorithm.name={name}")
+    assert gradient.tolist() == pytest.approx([*GAPS[:4].exp().tolist(), 2.0, 2.0, -2.0, -2.0])
+    assert clipped == 0
+
+
+@pytest.mark.parametrize("method", ["none", "decoupled", "truncated_is", "sequence_mask"])
+def test_no_token_moves_the_policy_by_more_than_a_small_multiple_of_its_advantage(method: str) -> None:
+    gradient, _ = gradient_of("schedule.mode=sync", f"algorithm.off_policy.method={method}")
+    assert float(gradient.abs().max()) <= 3.0

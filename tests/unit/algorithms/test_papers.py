@@ -139,14 +139,26 @@ def column(tokens: Tokens) -> Column:
 
 
 def streamed_loss(
-    settings: Mapping[str, Any], new: Tokens, old: Tokens, ref: Tokens, micro_batches: list[list[int]]
+    settings: Mapping[str, Any],
+    new: Tokens,
+    old: Tokens,
+    ref: Tokens,
+    micro_batches: list[list[int]],
+    *,
+    gap: float = 0.0,
 ) -> tuple[float, torch.Tensor]:
-    """What a trainer of one update computes: the loss, and its gradient for every token's log-probability."""
+    """What a trainer computes: the loss, and its gradient for every token's log-probability.
+
+    Args:
+        old: under the policy that the step found, as the trainer computes it.
+        gap: what the generating engine recorded is this much lower.
+    """
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
     algorithm = load_algorithm(config, max_response_tokens=MOST, mask_truncated=False)
     columns = {
         "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
-        "rollout_log_probs": column(old),
+        "rollout_log_probs": column([[value - gap for value in answer] for answer in old]),
+        "log_probs": column(old),
         "ref_log_probs": column(ref),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
         "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),
@@ -179,6 +191,16 @@ def test_loss_and_gradient_are_the_papers_in_any_order(
     loss, gradient = streamed_loss(settings, new, old, ref, micro_batches)
     assert loss == pytest.approx(paper(new, old, ref), rel=1e-6, abs=1e-7)
     assert gradient.tolist() == pytest.approx(numeric_gradient(paper, new, old, ref), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("paper", "settings"), CASES[2:6], ids=[case[0].__name__ for case in CASES[2:6]])
+def test_a_gap_between_the_engines_weighs_tokens_and_changes_nothing_else(
+    paper: Callable[[Tokens, Tokens, Tokens], float], settings: Mapping[str, Any]
+) -> None:
+    """Neither the ratio, its clip, nor a KL penalty in the reward; of algorithms without a KL term in the loss."""
+    new, old, ref = draw(1, spread=0.3), draw(2, spread=0.3), draw(3, spread=0.3)
+    loss, _ = streamed_loss(settings, new, old, ref, [[0, 1, 2, 3, 4, 5]], gap=math.log(1.5))
+    assert loss == pytest.approx(1.5 * paper(new, old, ref), rel=1e-6, abs=1e-7)
 
 
 def numeric_gradient(

@@ -49,13 +49,28 @@ def trained(config: RunConfig, steps: dict[int, Sequence[int]]) -> tuple[TrainEn
     return engine, metrics
 
 
-def test_on_policy_the_ratio_is_exactly_one_whatever_the_generator_recorded() -> None:
+NONE = "algorithm.off_policy.method=none"
+
+
+def test_without_weights_the_ratio_is_exactly_one_on_policy_whatever_the_generator_recorded() -> None:
     """Its log-probabilities here are off by up to one nat; the trainer's own take their place."""
-    _, (metrics,) = trained(tri("schedule.mode=periodic"), {STEP: [STEP - 1] * 4})
+    _, (metrics,) = trained(tri("schedule.mode=periodic", NONE), {STEP: [STEP - 1] * 4})
     assert (metrics["ratio_mean"], metrics["effective_sample_size"]) == (1.0, 1.0)
     assert (metrics["behaviour_kl"], metrics["old_policy_kl"], metrics["clip_fraction"]) == (0.0, 0.0, 0.0)
     _, (recorded,) = trained(configure("schedule.mode=periodic"), {STEP: [STEP - 1] * 4})
     assert abs(recorded["ratio_mean"] - 1) > 0.05
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_by_default_tokens_are_weighted_against_what_the_generator_recorded(staleness: int) -> None:
+    """As without the copies: they are no other objective."""
+    schedule = ("schedule.mode=async", "schedule.max_staleness=1", "actor.ppo_epochs=2")
+    steps = {1: [0] * 4, 2: [1 - staleness] * 4}
+    with_copies, metrics = trained(configure(*schedule, "actor.tri_model=true"), steps)
+    without, expected = trained(configure(*schedule), steps)
+    assert metrics[1] == expected[1] and metrics[1]["corrected_fraction"] > 0
+    for actual, weight in zip(weights(with_copies), weights(without), strict=True):
+        assert actual.equal(weight)
 
 
 def test_the_reference_in_the_same_layout_is_the_policy_until_it_is_trained() -> None:
@@ -105,46 +120,22 @@ def old_log_probs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[Te
 
 
 def test_old_policy_is_the_version_that_drew_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tri("schedule.mode=async", "schedule.max_staleness=1", "tq.max_live_rows=0")
+    config = tri("schedule.mode=async", "schedule.max_staleness=1", "tq.max_live_rows=0", NONE)
     assert len(old_log_probs(config, monkeypatch)) == 4
 
 
 def test_old_policy_stays_over_the_updates_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tri("schedule.mode=async", "schedule.max_staleness=1", "actor.num_updates_per_step=2")
+    config = tri("schedule.mode=async", "schedule.max_staleness=1", "actor.num_updates_per_step=2", NONE)
     assert len(old_log_probs(config, monkeypatch)) == 4
 
 
 def test_a_version_that_is_not_held_keeps_what_the_generator_recorded() -> None:
-    config = tri("schedule.mode=async", "schedule.max_staleness=1")
+    config = tri("schedule.mode=async", "schedule.max_staleness=1", NONE)
     _, (metrics,) = trained(config, {STEP: [STEP - 2] * 4})
     _, (recorded,) = trained(
         configure("algorithm.kl_coef=0", "schedule.mode=async", "schedule.max_staleness=1"), {STEP: [STEP - 2] * 4}
     )
     assert metrics["ratio_mean"] == pytest.approx(recorded["ratio_mean"], rel=1e-5)
-
-
-def test_training_equals_that_with_a_task_for_the_old_policy() -> None:
-    """Where the generator recorded just what the trainer computes."""
-    results = []
-    for tri_model in ("true", "false"):
-        config = configure(
-            "schedule.mode=async", "schedule.max_staleness=1", "actor.num_updates_per_step=2", "actor.ppo_epochs=2",
-            f"actor.tri_model={tri_model}",
-        )  # fmt: skip
-        engine = load_train_engine(config, device=CPU)
-        drawn = [
-            batch.with_columns(
-                {"rollout_log_probs": Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)}
-            )
-            for batch in rounds_of([0] * 4)
-        ]
-        loader = Loader(drawn)
-        record = make_trainer(config, engine, loader).train(1)
-        assert record is not None
-        results.append((torch.cat([one.flatten() for one in weights(engine)]), record.totals.metrics()))
-    (first, with_copies), (second, with_task) = results
-    assert first.equal(second)
-    assert with_copies == with_task and with_task["corrected_fraction"] == 0
 
 
 def test_models_are_no_tasks_any_more() -> None:

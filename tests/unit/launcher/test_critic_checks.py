@@ -21,6 +21,11 @@ def test_recipe_is_accepted_with_the_critic_in_its_role_and_in_the_actor() -> No
     assert "critic_train" not in {task.name for task in inside.tasks}
 
 
+def test_a_penalty_in_the_reward_takes_a_role_for_the_policys_log_probs() -> None:
+    own = check("algorithm.kl_placement=reward", roles="rollout:1,actor:1,critic:1,ref:1,actor_fwd:1")
+    assert {"actor_log_probs", "critic_train"} <= {task.name for task in own.tasks}
+
+
 def test_ranks_of_a_critic_are_one_gang() -> None:
     (critic,) = (gang for gang in check(roles="rollout:1,actor:1,critic:4,ref:1").gangs if gang.role == "critic")
     assert critic.num_ranks == 4
@@ -30,7 +35,12 @@ def test_ranks_of_a_critic_are_one_gang() -> None:
     ("settings", "roles", "expected"),
     [
         ((), "rollout:1,actor:1,critic:3,ref:1", "64 groups (schedule.rollout_batch_size) do not divide over critic:3"),
-        ((), "rollout:1,actor:1,critic:1", "roles: 'critic' reads column ref_log_probs, which no other launched role"),
+        (
+            ("algorithm.kl_placement=reward",),
+            "rollout:1,actor:1,critic:1,ref:1",
+            "roles: 'critic' reads column log_probs, which no other launched role writes; launch actor_fwd, too",
+        ),
+        ((), "rollout:1,actor:1,critic:1,ref:1,actor_fwd:1", "roles: 'actor_fwd' has nothing to do"),
         (("critic.micro_batch_size=96",), "", "critic.micro_batch_size: 96 does not divide a rank's 256 samples"),
         (("critic.path=nowhere",), "", "critic.path: 'nowhere' does not exist (looked at "),
         (("critic.learning_rate=1",), "", "critic.learning_rate: unknown key"),
