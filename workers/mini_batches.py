@@ -2,19 +2,22 @@
 
 Two mini-batches a pass, two passes, four rounds:
 
-    rounds arrive     0 1 are trained as they come, 2 3 are kept ......... the last one is there
-    updates           0 1 | 2 3 | 3 0 | 1 2                                later passes go in an order of their own
+    rounds arrive     0 and 3 are trained as they come, 1 and 2 are kept ......... the last one is there
+    updates           0 3 | 1 2 | 1 3 | 0 2                                        every pass is dealt anew
 
-So the first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no
+Rounds are dealt to mini-batches at random, from a seed and without a look at their rows: short answers arrive first, so
+mini-batches that followed arrival would be updates by length.
+
+The first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no
 trace; from then on the step needs nobody any more. An algorithm that looks at the whole step keeps all rounds, and
 trains none as it comes.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tq.batch import PackedBatch
-from tq.client.dataloader import order_of_pass
 from workers.config import ActorConfig
 
 
@@ -35,51 +38,61 @@ class Round:
     drawn_by: Sequence[int] = ()
 
 
-def mini_batches(round_rows: Sequence[int], *, size: int) -> list[range]:
-    """Cut a pass into mini-batches; the same on all ranks, since all see the same rounds.
+class Deal:
+    """Deals the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
 
-    Mini-batch k ends with the round with which the pass has k x `size` rows or more. No round is larger than `size`, so
-    none is empty.
-
-    Args:
-        round_rows: rows of all ranks in each round, in order.
-        size: rows of a mini-batch.
-    Returns:
-        Positions of rounds, every one once.
+    With rounds of one size every order is equally likely. Others go where there is room, so a mini-batch differs from
+    `size` by less than the largest round; if that is no larger than `size`, none stays empty.
     """
-    cuts: list[range] = []
-    start = rows = 0
-    for position, count in enumerate(round_rows):
-        rows += count
-        if rows >= size * (len(cuts) + 1):
-            cuts.append(range(start, position + 1))
-            start = position + 1
-    return [*cuts, range(start, len(round_rows))] if start < len(round_rows) else cuts
+
+    def __init__(self, *, num_mini_batches: int, size: int, seed: str) -> None:
+        """Args:
+        num_mini_batches: of the pass.
+        size: rows of a mini-batch.
+        seed: gives the order.
+        """
+        self._room = [size] * num_mini_batches
+        self._chance = random.Random(seed)
+
+    def next(self, num_rows: int) -> int:
+        """Return the mini-batch of the next round.
+
+        Args:
+            num_rows: of the round, on all ranks.
+        """
+        fitting = [room if room >= num_rows else 0 for room in self._room]
+        if any(fitting):
+            (number,) = self._chance.choices(range(len(fitting)), fitting)
+        else:
+            number = self._room.index(max(self._room))
+        self._room[number] -= num_rows
+        return number
 
 
 class StepRounds:
     """The rounds of one step, on one rank."""
 
-    def __init__(self, config: ActorConfig, *, step_rows: int, streams: bool = True) -> None:
+    def __init__(self, config: ActorConfig, *, step_rows: int, seed: str, streams: bool = True) -> None:
         """Args:
         config: how many updates.
         step_rows: rows of the step on all ranks.
+        seed: of the step; says which rounds make which update.
         streams: rounds are trained as they come; else after `settle`.
         """
         self._num_passes = config.ppo_epochs
+        self._num_mini_batches = config.num_updates_per_step
         self._streams = streams
         self._keeps = config.num_updates > 1 or not streams
         self._size = step_rows // config.num_updates_per_step
+        self._seed = seed
         self._kept: list[Round] = []
-        self._num_rows = 0
+        self._arriving = self._deal_of(0)
 
     def add(self, arrived: Round) -> bool:
         """Take in a round; returns whether it is of the first mini-batch, and so trained at once."""
-        first = self._num_rows < self._size
-        self._num_rows += arrived.total_rows
         if self._keeps:
             self._kept.append(arrived)
-        return first and self._streams
+        return self._arriving.next(arrived.total_rows) == 0 and self._streams
 
     def settle(self, change: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Sequence[Round]:
         """All rounds are here: change their batches, and return the first mini-batch, where rounds do not stream."""
@@ -87,19 +100,20 @@ class StepRounds:
             return ()
         batches = change([one.batch for one in self._kept])
         self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]
-        first = mini_batches([one.total_rows for one in self._kept], size=self._size)[0]
-        return self._kept[first.start : first.stop]
+        return self._mini_batches(0)[0]
 
-    def later_mini_batches(self, *, seed: int, step: int) -> Iterator[Sequence[Round]]:
-        """Yield the other mini-batches of the first pass, and all of later ones.
+    def later_mini_batches(self) -> Iterator[Sequence[Round]]:
+        """All rounds are here: yield the other mini-batches of the first pass, and all of later ones."""
+        for pass_number in range(self._num_passes if self._keeps else 0):
+            mini_batches = self._mini_batches(pass_number)
+            yield from mini_batches if pass_number else mini_batches[1:]
 
-        Args:
-            seed: of the run; with the step it gives the order of later passes.
-            step: that all rounds are here of.
-        """
-        for number in range(self._num_passes if self._keeps else 0):
-            order = order_of_pass(len(self._kept), seed=seed, partition=step, number=number)
-            rounds = [self._kept[position] for position in order]
-            cuts = mini_batches([one.total_rows for one in rounds], size=self._size)
-            for cut in cuts if number else cuts[1:]:
-                yield rounds[cut.start : cut.stop]
+    def _mini_batches(self, pass_number: int) -> list[list[Round]]:
+        deal = self._deal_of(pass_number)
+        dealt: list[list[Round]] = [[] for _ in range(self._num_mini_batches)]
+        for one in self._kept:
+            dealt[deal.next(one.total_rows)].append(one)
+        return dealt
+
+    def _deal_of(self, pass_number: int) -> Deal:
+        return Deal(num_mini_batches=self._num_mini_batches, size=self._size, seed=f"{self._seed}/{pass_number}")

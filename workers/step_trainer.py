@@ -90,7 +90,12 @@ class StepTrainer:
             TrainingDiverged: a loss or a gradient is not finite, on all ranks; the weights are those before the update.
         """
         record = StepRecord(step)
-        rounds = StepRounds(self._training, step_rows=self._step_rows, streams=not self._whole_step)
+        rounds = StepRounds(
+            self._training,
+            step_rows=self._step_rows,
+            seed=f"{self._config.seed}/{step}",
+            streams=not self._whole_step,
+        )
         for arrived in self._arriving(record):
             if rounds.add(arrived):
                 self._train_round(arrived, record)
@@ -101,7 +106,7 @@ class StepTrainer:
         for one in rounds.settle(self._normalized):
             self._train_round(one, record)
         self._update(record)
-        for mini_batch in rounds.later_mini_batches(seed=self._config.seed, step=step):
+        for mini_batch in rounds.later_mini_batches():
             self._report(record)
             for kept in mini_batch:
                 self._train_round(kept, record)

@@ -1,51 +1,49 @@
 """Which rounds of a step make which update."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.batch import PackedBatch
 from workers.config import ActorConfig
-from workers.mini_batches import Round, StepRounds, mini_batches
+from workers.mini_batches import Deal, Round, StepRounds
 
 
 def make_rounds(totals: list[int]) -> list[Round]:
     return [Round(PackedBatch((number,), {}), [range(1)], total) for number, total in enumerate(totals)]
 
 
-def updates(config: ActorConfig, totals: list[int], seed: int = 0) -> list[list[int]]:
+def updates(config: ActorConfig, totals: list[int], step: int = 1, *, streams: bool = True) -> list[list[int]]:
     """Return the rounds of each update of a step, in order, as a trainer sees them."""
-    rounds = StepRounds(config, step_rows=sum(totals))
+    rounds = StepRounds(config, step_rows=sum(totals), seed=f"0/{step}", streams=streams)
     first = [one for one in make_rounds(totals) if rounds.add(one)]
-    made = [first, *rounds.later_mini_batches(seed=seed, step=3)]
+    first += rounds.settle(lambda batches: batches)
+    made = [first, *rounds.later_mini_batches()]
     return [[one.batch.indices[0] for one in update] for update in made]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 12), st.data())
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 9), st.data())
 def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
-    count: int, size: int, data: st.DataObject
+    count: int, size: int, seed: int, data: st.DataObject
 ) -> None:
     totals: list[int] = []
     while sum(totals) < count * size:
         totals.append(data.draw(st.integers(1, min(size, count * size - sum(totals)))))
-    cuts = mini_batches(totals, size=size)
-    assert len(cuts) == count
-    assert [position for cut in cuts for position in cut] == list(range(len(totals)))
-    assert all(cut for cut in cuts)
-    for cut in cuts:
-        assert abs(sum(totals[k] for k in cut) - size) < size
+    deal = Deal(num_mini_batches=count, size=size, seed=str(seed))
+    rows = [0] * count
+    for total in totals:
+        rows[deal.next(total)] += total
+    assert all(rows) and all(abs(mine - size) < max(totals) for mine in rows)
 
 
-def test_rounds_of_equal_size_make_equal_mini_batches() -> None:
-    assert [list(cut) for cut in mini_batches([4] * 6, size=8)] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_rows_that_never_came_cost_their_mini_batch_alone() -> None:
-    assert [list(cut) for cut in mini_batches([4, 4, 4], size=8)] == [[0, 1], [2]]
-    assert mini_batches([], size=8) == []
+@pytest.mark.parametrize("streams", [True, False])
+def test_mini_batches_do_not_follow_arrival(streams: bool) -> None:
+    """Short answers arrive first: each of 8 rounds must be in the first update about every second step."""
+    config = ActorConfig(num_updates_per_step=2)
+    made = [updates(config, [4] * 8, step, streams=streams) for step in range(200)]
+    assert all(len(update) == 4 for step in made for update in step)
+    assert all(60 < sum(position in first for first, _ in made) < 140 for position in range(8))
 
 
 def test_one_update_trains_every_round_as_it_comes() -> None:
@@ -53,17 +51,21 @@ def test_one_update_trains_every_round_as_it_comes() -> None:
 
 
 def test_the_first_mini_batch_is_trained_as_it_comes_and_the_others_after_the_last_round() -> None:
-    assert updates(ActorConfig(num_updates_per_step=3), [4] * 6) == [[0, 1], [2, 3], [4, 5]]
+    config = ActorConfig(num_updates_per_step=3)
+    rounds = StepRounds(config, step_rows=24, seed="0/1")
+    at_once = [one.batch.indices[0] for one in make_rounds([4] * 6) if rounds.add(one)]
+    later = [[one.batch.indices[0] for one in update] for update in rounds.later_mini_batches()]
+    assert [len(update) for update in (at_once, *later)] == [2, 2, 2]
+    assert [at_once, *later] == updates(config, [4] * 6) == updates(config, [4] * 6, streams=False)
 
 
-def test_later_passes_go_in_an_order_of_their_own() -> None:
+def test_every_pass_and_every_step_is_dealt_anew() -> None:
     config = ActorConfig(num_updates_per_step=2, ppo_epochs=3)
     made = updates(config, [4] * 8)
-    passes = [made[k] + made[k + 1] for k in (0, 2, 4)]
-    assert passes[0] == list(range(8))
-    assert all(sorted(each) == passes[0] for each in passes)
-    assert all(one != other for one, other in pairwise(passes))
-    assert made == updates(config, [4] * 8) != updates(config, [4] * 8, seed=1)
+    passes = [made[k : k + 2] for k in (0, 2, 4)]
+    assert all(sorted(one + other) == list(range(8)) for one, other in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    assert made == updates(config, [4] * 8) != updates(config, [4] * 8, step=2)
 
 
 @pytest.mark.parametrize("passes", [2, 3])
