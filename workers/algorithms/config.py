@@ -16,16 +16,16 @@ from asyncflow.settings import Settings
 
 
 class OffPolicyConfig(Settings):
-    """What is done about tokens that another policy drew: the generating engine's, whose rounding is another one than
-    the trainer's, and whose weights may be older; see `workers.algorithms.off_policy`."""
+    """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and its
+    weights may be older. See `workers.algorithms.off_policy`."""
 
     method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
-    """`truncated_is` (also null): tokens are weighted by the ratio of the policy that the step found to the one that
-    drew them, at most `cap`; ratio and clip are relative to the policy that the step found. `decoupled`: the same, but
-    tokens whose weight would be larger than `cap` are left out. `sequence_mask`: as `truncated_is`, without answers
-    that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
-    With one update a step only `none` ever clips (`eps_clip`), and the others need no forward pass of their own; with
-    several, task `actor_log_probs` makes one."""
+    """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
+    that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`: tokens
+    whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without answers that the
+    policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine. With one
+    update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task `actor_log_probs`
+    makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
