@@ -16,16 +16,16 @@ from asyncflow.settings import Settings
 
 
 class OffPolicyConfig(Settings):
-    """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and its
-    weights may be older. See `workers.algorithms.off_policy`."""
+    """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
+    its weights may be older. See `workers.algorithms.off_policy`."""
 
     method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
     """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
-    that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`: tokens
-    whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without answers that the
-    policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine. With one
-    update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task `actor_log_probs`
-    makes one more forward pass."""
+    that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`:
+    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without answers
+    that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
+    With one update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task
+    `actor_log_probs` makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)

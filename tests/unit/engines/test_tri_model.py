@@ -95,9 +95,9 @@ def test_reference_is_that_of_the_reference_role() -> None:
     assert reference.log_probs(None).shape == (0,)
 
 
-def old_log_probs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Train step 1 and 2; returns the old policy's log-probabilities of every micro-batch of step 2."""
-    seen: list[Tensor] = []
+def old_log_probs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
+    """Train step 1 and 2; returns the old policy's log-probabilities of every round of step 2."""
+    seen: dict[int, Tensor] = {}
     engine = load_train_engine(config, device=CPU)
     loader = Loader(rounds_of([0] * 4))
     trainer = make_trainer(config, engine, loader)
@@ -107,15 +107,15 @@ def old_log_probs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[Te
     (learner,) = trainer._learners
 
     def listening(batch: PackedBatch, device: torch.device) -> MicroLoss:
-        seen.append(batch["rollout_log_probs"].values)
+        seen[batch.groups[0]] = batch["rollout_log_probs"].values
         return learner.loss(batch, device)
 
     monkeypatch.setattr(trainer, "_learners", (replace(learner, loss=listening),))
     loader._batches = rounds_of([0, 1, 0, 1])
     assert trainer.train(2) is not None
     expected = [before[0], between[1], before[2], between[3]]
-    for actual, old in zip(seen, expected, strict=False):
-        torch.testing.assert_close(actual, old, rtol=0, atol=0)
+    for number, actual in seen.items():
+        torch.testing.assert_close(actual, expected[number], rtol=0, atol=0)
     return seen
 
 
