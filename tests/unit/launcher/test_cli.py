@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from conftest import MODEL_CONFIG
 
 from launcher.cli import launch
 
@@ -19,6 +20,7 @@ Edit = Callable[[Path], None]
 ONE_EACH = ["--roles", "rollout:1,actor:1"]
 VLLM = ["--set", "rollout.engine=vllm"]
 OPENAI = ["--set", "rollout.engine=openai", "--set", "openai.urls=[http://127.0.0.1:1]"]
+MEGATRON_MODEL = {**MODEL_CONFIG, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 EVALUATE = ("--roles", "rollout:2,actor:2,evaluate:1", "--set", "evaluate.path=prompts.jsonl")
 
 
@@ -500,3 +502,53 @@ def test_unreadable_gguf_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.engine=vllm"], "rollout.engine: vllm needs the package vllm, which is not installed here"),
+        (["tq.backend.kind=redis", "tq.backend.address=redis://127.0.0.1:1"], "tq.backend: redis needs the package"),
+    ],
+)
+def test_library_that_is_not_installed_is_told_before_anything_is_written(
+    write_config: WriteConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: list[str],
+    overrides: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: False)
+    sets = [word for override in overrides for word in ("--set", override)]
+    message = refuse(tmp_path, write_config(), *sets, *option)
+    assert message.startswith(expected)
+    assert "pip install '" in message
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_megatron_on_a_cpu_is_told_before_anything_is_written(
+    write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
+    message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
+    assert message.startswith("actor.engine: megatron computes on CUDA and NPU")
+    assert message.endswith("set actor.engine to fsdp")
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_run_directory_where_the_system_makes_no_files_is_told(
+    write_config: WriteConfig, tmp_path: Path, option: list[str]
+) -> None:
+    message = refuse(tmp_path, write_config(), "--run-dir", "/proc/run", *option)  # whose mode says that root may write
+    assert message.startswith("run directory: /proc/run cannot be made, nothing can be written to /proc")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_resumed_run_whose_files_belong_to_another_is_told(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "run", write_config(), 1)
+    (stopped / "logs").mkdir()
+    (stopped / "logs").chmod(0o555)
+    assert f"{stopped / 'logs'} cannot be written" in refuse(tmp_path, "--resume", stopped, "--dry-run")
