@@ -133,7 +133,7 @@ def _usable_devices(config: RunConfig) -> Devices:
 def _check_files(config: RunConfig) -> tuple[int, int]:
     """Check users' functions, the model and the data; returns the numbers of prompts and of held-out prompts."""
     from workers.data import read_prompt_rows
-    from workers.model_files import BACKBONE, check_model_dir, check_other_model_dir
+    from workers.model_files import BACKBONE, check_dense, check_model_dir, check_other_model_dir
     from workers.prompt_check import check_prompts
     from workers.rewards.load import check_reward
 
@@ -141,6 +141,8 @@ def _check_files(config: RunConfig) -> tuple[int, int]:
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
+    if config.actor.engine != "sim":
+        check_dense(Path(config.model.path))
     check_megatron(config)
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")

@@ -84,8 +84,25 @@ def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
     """
     try:
         _check_parts(path, kind)
+        check_dense(path)
     except BadModelDir as error:
         raise BadModelDir(error.problem, key=key) from None
+
+
+def check_dense(path: Path) -> None:
+    """Refuse a policy that is a mixture of experts: the weights of most have other names in memory than in their files.
+
+    Raises:
+        ConfigError: config.json has a number of experts.
+    """
+    config = read_model_config(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, number in part.items():
+            if name.endswith("experts") and type(number) is int and number > 1:
+                raise BadModelDir(
+                    f"{path} is a mixture of experts ({name} {number} in config.json), which no engine can train "
+                    f"yet; name a dense model"
+                )
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

@@ -538,6 +538,25 @@ def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     assert message.endswith("set actor.engine to fsdp")
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_mixture_of_experts_is_refused_whatever_engine_was_to_train_it(
+    write_config: WriteConfig, tmp_path: Path, engine: str
+) -> None:
+    config = {**MEGATRON_MODEL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    message = refuse(tmp_path, write_config(), "--set", f"actor.engine={engine}", "--dry-run")
+    assert message == (
+        f"model.path: {tmp_path / 'model'} is a mixture of experts (num_experts 4 in config.json), which no engine "
+        f"can train yet; name a dense model"
+    )
+
+
+def test_mixture_of_experts_may_be_planned_for(write_config: WriteConfig, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL_CONFIG, "num_experts": 4}))
+    sim = ["--set", "rollout.engine=sim", "--set", "actor.engine=sim"]
+    assert run(write_config(), *sim, "--dry-run").exit_code == 0
+
+
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_run_directory_where_the_system_makes_no_files_is_told(
     write_config: WriteConfig, tmp_path: Path, option: list[str]
