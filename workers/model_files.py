@@ -90,7 +90,7 @@ def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
 
 
 def check_dense(path: Path) -> None:
-    """Refuse a policy that is a mixture of experts: the weights of most have other names in memory than in their files.
+    """Refuse a mixture of experts: the weights of most have other names in memory than in their files.
 
     Raises:
         ConfigError: config.json has a number of experts.
@@ -100,7 +100,7 @@ def check_dense(path: Path) -> None:
         for name, number in part.items():
             if name.endswith("experts") and type(number) is int and number > 1:
                 raise BadModelDir(
-                    f"{path} is a mixture of experts ({name} {number} in config.json), which no engine can train "
+                    f"{path} is a mixture of experts ({name} {number} in config.json), which AsyncFlow cannot use "
                     f"yet; name a dense model"
                 )
 
@@ -161,6 +161,14 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
                 f"correct it in {generation.name} or config.json"
             )
     return tokens
+
+
+def vocabulary_size(path: Path) -> int | None:
+    """Return how many tokens the model has an embedding for, or None when config.json does not say."""
+    config = read_model_config(path)
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if type(size) is int else None
 
 
 def load_raw_tokenizer(path: Path) -> "Tokenizer | None":

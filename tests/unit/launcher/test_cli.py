@@ -420,6 +420,18 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
     assert tree(tmp_path) == before
 
 
+def test_dry_run_shows_the_first_prompt_as_the_model_gets_it(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config(data={"prompt_template": "1+\n{prompt}"})
+    shown = "\n\nFIRST PROMPT (7 tokens; reference answer '1')\n  1+\n  0+1=\n\n"
+    assert shown in run(source, "--dry-run").stdout
+
+
+def test_dry_run_shows_a_prompt_that_commands_the_terminal_as_text(write_config: WriteConfig, tmp_path: Path) -> None:
+    row = {"prompt": "\x1b0+1=0+1=0+1=0+1=", "answer": "1"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    assert "  \\x1b0+1=0+1=" in run(write_config(), "--dry-run").stdout
+
+
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "launcher.cli", *(str(argument) for argument in arguments)]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=60)
@@ -546,8 +558,8 @@ def test_mixture_of_experts_is_refused_whatever_engine_was_to_train_it(
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     message = refuse(tmp_path, write_config(), "--set", f"actor.engine={engine}", "--dry-run")
     assert message == (
-        f"model.path: {tmp_path / 'model'} is a mixture of experts (num_experts 4 in config.json), which no engine "
-        f"can train yet; name a dense model"
+        f"model.path: {tmp_path / 'model'} is a mixture of experts (num_experts 4 in config.json), which AsyncFlow "
+        f"cannot use yet; name a dense model"
     )
 
 
