@@ -94,6 +94,18 @@ def test_late_groups_take_their_share_of_the_staleness() -> None:
     ("override", "expected"),
     [
         ("actor.micro_batchsize=4", "actor.micro_batchsize: unknown key (from --set actor.micro_batchsize=4); did you"),
+        (
+            "actor.learning_rate=1",
+            "actor.learning_rate: unknown key (from --set actor.learning_rate=1); did you mean 'lr'",
+        ),
+        ("learning_rate=1", "learning_rate: unknown key (from --set learning_rate=1); did you mean 'actor.lr'?"),
+        ("algorithm.beta=0.1", "did you mean 'kl_coef'?"),
+        ("algorithm.lambda=0.9", "did you mean 'algorithm.lam'?"),
+        ("critic.max_grad_norm=1", "did you mean 'grad_clip'?"),
+        ("rollout.max_tokens=9", "did you mean 'max_response_tokens'?"),
+        ("rollout.n=4", "did you mean 'schedule.n_samples_per_prompt'?"),
+        ("rollout.lr=1", "did you mean 'actor.lr'?"),
+        ("checkpoint.save_steps=9", "did you mean 'interval'?"),
         ("rolout.top_p=1", "rolout: unknown key (from --set rolout.top_p=1); did you mean 'rollout'?"),
         ("rollout_batch_size=8", "rollout_batch_size: unknown key (from --set rollout_batch_size=8); did you mean"),
         ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: micro_batch_size "),
