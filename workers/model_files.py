@@ -265,7 +265,8 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
 def _check_parts(path: Path, kind: ModelKind) -> None:
     if not path.is_dir():
         state = "is not a directory" if path.exists() else "does not exist"
-        raise BadModelDir(f"{path} {state}; name a Hugging Face model directory")
+        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes of it" if path.suffix == ".gguf" else ""
+        raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
     _check_weights(path)

@@ -185,3 +185,10 @@ def test_dense_model_is_none(model_dir: Path, settings: dict[str, object]) -> No
     edit_config(model_dir, **settings)
     check_dense(model_dir)
     check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+def test_gguf_file_is_to_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes of it$"):
+        check_model_dir(file)
