@@ -1,7 +1,7 @@
 """Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
 
-The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models and data become
-absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
+The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models, data and users'
+modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
 """
 
 import copy
@@ -54,6 +54,8 @@ def load_config(
     origins = Origins(file, options)
     config = _validate(values, origins)
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
+    place = Path.cwd() if "code_directory" in options else source.parent
+    resolved["code_directory"] = str(user_path(config.code_directory or ".", "code_directory", beside=place))
     for name in _PATHS:
         resolved[name] = _located(getattr(config, name), name, source, options)
     model = config.reward.model

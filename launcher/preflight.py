@@ -23,6 +23,7 @@ from workers.algorithms.config import DAPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
+from workers.module_search import search_beside
 from workers.prompt_check import ShownPrompt, check_prompts
 from workers.user_function import check_function
 
@@ -104,7 +105,8 @@ def count_parameters(model_dir: Path) -> int:
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
-    """Check what the configuration alone decides; returns the tasks."""
+    """Check what the configuration alone decides; returns the tasks. From here on users' modules are found."""
+    search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
     _check_clients(config)

@@ -569,6 +569,23 @@ def test_mixture_of_experts_may_be_planned_for(write_config: WriteConfig, tmp_pa
     assert run(write_config(), *sim, "--dry-run").exit_code == 0
 
 
+def test_users_modules_are_looked_for_beside_the_configuration(
+    write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_masks"}
+    source = write_config(reward={"function": "lying_beside:score"}, tasks=[task])
+    module = tmp_path / "lying_beside.py"
+    module.write_text("def score(prompt, response, answer): ...\ndef keep(row): ...\n")
+    assert run(source, "--dry-run").exit_code == 0
+    (tmp_path / "elsewhere").mkdir()
+    module.rename(tmp_path / "elsewhere" / module.name)
+    monkeypatch.setattr(sys, "path", sys.path[:-2])
+    message = refuse(tmp_path, source)
+    assert f"put lying_beside.py into {tmp_path} or {tmp_path / 'cwd'}" in message
+    assert run(source, "--dry-run", "--set", "code_directory=../elsewhere").exit_code == 0
+
+
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_run_directory_where_the_system_makes_no_files_is_told(
     write_config: WriteConfig, tmp_path: Path, option: list[str]
