@@ -98,7 +98,8 @@ def _samples(
     while chunk := list(islice(rest, CHUNK)):
         texts = [_render(row, config, template) for row in chunk]
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
-        yield [_Sample(*parts, encoding.ids) for *parts, encoding in zip(chunk, texts, encodings, strict=True)]
+        tokens = (encoding.ids for encoding in encodings)
+        yield [_Sample(*parts) for parts in zip(chunk, texts, tokens, strict=True)]
 
 
 def _render(row: PromptRow, config: DataConfig, template: ChatTemplate | None) -> str:
