@@ -64,6 +64,7 @@ def launch(
         if not place.is_head and not dry_run:
             sys.exit(request.follow().start())
         accepted = request.accept()
+        accepted.check_here()
         if dry_run:
             click.echo(accepted.describe())
             return

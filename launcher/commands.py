@@ -120,6 +120,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
     the run directory.
     """
     with errors_as_exits():
+        from asyncflow.extras import pip_line
         from asyncflow.timeline import measure_span_cost
         from launcher.gantt_chart import GanttChart
         from launcher.run_timeline import RunTimeline
@@ -135,7 +136,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         (directory / "gantt.html").write_text(gantt_html(chart, width=width))
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
         if importlib.util.find_spec("matplotlib") is None:
-            click.echo("no gantt.png: it needs matplotlib: pip install 'asyncflow-rl[plot]'")
+            click.echo(f"no gantt.png: it needs matplotlib: {pip_line('plot')}")
         else:
             from launcher.gantt_png import write_gantt_png
 

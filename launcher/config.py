@@ -1,7 +1,7 @@
 """Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
 
-The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models and data become
-absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
+The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models, data and users'
+modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
 """
 
 import copy
@@ -15,10 +15,12 @@ from pydantic import ValidationError
 from asyncflow.errors import ConfigError
 from launcher.config_errors import Origins, explain
 from launcher.paths import user_path
+from launcher.recipes import packaged_recipes
 from launcher.roles import check_roles, parse_roles
 from launcher.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig
+from workers.data_formats import hub_data_command, hub_model_command, is_hub_name
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
@@ -52,11 +54,13 @@ def load_config(
     origins = Origins(file, options)
     config = _validate(values, origins)
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
+    place = Path.cwd() if "code_directory" in options else source.parent
+    resolved["code_directory"] = str(user_path(config.code_directory or ".", "code_directory", beside=place))
     for name in _PATHS:
-        resolved[name] = _located(getattr(config, name), name, source.parent, options)
+        resolved[name] = _located(getattr(config, name), name, source, options)
     model = config.reward.model
     if model is not None:
-        located = _located(model, "reward.model", source.parent, options)
+        located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     return config.model_copy(update=resolved)
 
@@ -148,21 +152,36 @@ def _refuse_surprises(given: Any, settled: Any, origins: Origins, keys: tuple[st
             raise ConfigError(f"{name}: {settled} is not finite{where}; give a finite number")
 
 
-def _located(section: Any, name: str, beside: Path, options: Mapping[str, str]) -> Any:
+def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) -> Any:
     """Return a section with an absolute `path`, if it has one; an option names it from the working directory."""
     if section.path is None:
         return section
     given = any(f"{name}.path" == key or f"{name}.path".startswith(f"{key}.") for key in options)
-    return section.model_copy(update={"path": str(_absolute(section.path, f"{name}.path", beside, first_cwd=given))})
+    return section.model_copy(update={"path": str(_absolute(section.path, f"{name}.path", source, given=given))})
 
 
-def _absolute(text: str, name: str, beside: Path, *, first_cwd: bool) -> Path:
+def _absolute(text: str, name: str, source: Path, *, given: bool) -> Path:
     """Find a relative path beside the config file, else in the working directory; the other way round for `--set`."""
-    places = [Path.cwd(), beside] if first_cwd else [beside, Path.cwd()]
+    places = [Path.cwd(), source.parent] if given else [source.parent, Path.cwd()]
     candidates = list(dict.fromkeys(user_path(text, name, beside=place) for place in places))
     for candidate in candidates:
         if candidate.exists():
             return candidate
     where = " and at ".join(str(candidate) for candidate in candidates)
-    hint = ", or make it with `asyncflow import-gguf`" if name == "model.path" else ""
+    hint = "" if given else _where_from(source)
+    if not hint and is_hub_name(text):
+        hint = _from_hub(text, name)
     raise ConfigError(f"{name}: {text!r} does not exist (looked at {where}); correct it (--set {name}=PATH){hint}")
+
+
+def _where_from(source: Path) -> str:
+    """Say where a packaged recipe's files come from; it does not bring large ones."""
+    return f", or get it as the first lines of {source} say" if source in packaged_recipes().values() else ""
+
+
+def _from_hub(text: str, name: str) -> str:
+    """Say what to do with the name of something on the Hub; only directories and files are read."""
+    if name in ("data.path", "evaluate.path"):
+        command = hub_data_command(text)
+        return f"; if it is a data set of the Hub: {command} (append the subset's name if it has several)"
+    return f"; if it is a model of the Hub: {hub_model_command(text)}"

@@ -2,12 +2,14 @@
 
 import difflib
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from launcher.config_reference import key_paths
+from launcher.key_hints import meant_key
 from launcher.yaml_file import YamlFile
 from workers.algorithms.config import ALGORITHMS, PolicyConfig
 from workers.config import RunConfig
@@ -102,12 +104,9 @@ def _key_hint(keys: Sequence[str | int]) -> str:
     section = _section(keys[:-1])
     last = str(keys[-1])
     names = list(section.model_fields) if section else []
-    near = difflib.get_close_matches(last, names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    elsewhere = [name for name in _all_fields(RunConfig) if name.rpartition(".")[2] == last]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]!r}?"
+    meant = meant_key(last, names, key_paths())
+    if meant is not None:
+        return f"did you mean {meant!r}?"
     return f"known here: {' '.join(names)}" if names else "remove it"
 
 
@@ -132,9 +131,9 @@ def _algorithm_hint(algorithm: str, key: str) -> str:
     if owners:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"
     names = list(ALGORITHMS[algorithm].model_fields)
-    near = difflib.get_close_matches(key, names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
+    meant = meant_key(key, names, key_paths())
+    if meant is not None:
+        return f"did you mean {meant!r}?"
     return f"{algorithm} has {' '.join(names)}"
 
 
@@ -159,14 +158,6 @@ def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _all_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name in model.model_fields:
-        yield prefix + name
-        inner = _submodel(model, name)
-        if inner is not None:
-            yield from _all_fields(inner, f"{prefix}{name}.")
 
 
 def _description(keys: Sequence[str | int]) -> str:

@@ -47,6 +47,12 @@ def all_keys() -> list[Key]:
     return list(_keys_of(RunConfig, ""))
 
 
+def key_paths() -> list[str]:
+    """Return all sections and keys, dotted, a section before its keys."""
+    paths = [key.path.split(".") for key in all_keys()]
+    return list(dict.fromkeys(".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)))
+
+
 def keys_of(section: str) -> list[Key]:
     """Return the keys of one section, e.g. `actor` or `actor.megatron`, or one key.
 

@@ -42,13 +42,14 @@ def describe(
     """
     parts = [
         _summary(checked, source, run_dir, resume_from),
+        _first_prompt(checked),
         _gang_table(checked),
         _task_table(checked),
         _endpoints(checked, place),
         _by_hand(checked, run_dir),
     ]
     if checked.num_nodes > 1:
-        parts.insert(2, _nodes(checked, place, arguments, run_dir))
+        parts.insert(3, _nodes(checked, place, arguments, run_dir))
     return "\n\n".join(filter(None, parts))
 
 
@@ -81,6 +82,24 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
+
+
+def _first_prompt(checked: Preflight) -> str:
+    """Show what the model is asked, templates included, and what the reward compares its answer with."""
+    shown = checked.first_prompt
+    tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
+    return f"FIRST PROMPT ({tokens}reference answer {_shortened(repr(shown.answer), 100)})\n{_shown(shown.text)}"
+
+
+def _shown(text: str) -> str:
+    """Return a text of the user's data indented, without what would command a terminal."""
+    lines = _shortened(text, 2000).split("\n")
+    plain = ("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in lines)
+    return "\n".join(f"  {line}" for line in plain)
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 def _reward_text(checked: Preflight) -> str:

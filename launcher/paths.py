@@ -1,6 +1,5 @@
 """Paths as the user wrote them, turned absolute; those that the system cannot even look at are refused. Torch-free."""
 
-import os
 import reprlib
 from pathlib import Path
 
@@ -39,5 +38,20 @@ def check_makeable(text: str, field: str) -> None:
         ConfigError: names what is in the way.
     """
     parent = next(path for path in (Path(text), *Path(text).parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
+    if not parent.is_dir() or why_not_writable(parent):
         raise ConfigError(f"{field}: {text!r} cannot be made, {parent} is no directory that can be written to")
+
+
+def why_not_writable(directory: Path) -> str:
+    """Return why nothing can be made in a directory, or nothing when it can.
+
+    It makes a file that has no name and is gone when it is closed: modes say too little (root, /proc, a disk that was
+    mounted to be read, a server that does not trust root).
+    """
+    import tempfile  # not needed to say how a run is
+
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -23,6 +23,8 @@ from workers.algorithms.config import DAPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.dataflow import PlacedTask, place_tasks
+from workers.module_search import search_beside
+from workers.prompt_check import ShownPrompt, check_prompts
 from workers.user_function import check_function
 
 
@@ -38,6 +40,7 @@ class Preflight:
         num_prompts: rows of the data.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
+        first_prompt: of the data.
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
     """
@@ -49,6 +52,7 @@ class Preflight:
     num_prompts: int
     num_held_out: int
     num_parameters: int
+    first_prompt: ShownPrompt
     num_nodes: int = 1
     num_reward_parameters: int = 0
 
@@ -65,11 +69,11 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     tasks = _check_settings(config)
     devices = _usable_devices(config)
     gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
-    num_prompts, num_held_out = _check_files(config)
+    num_prompts, num_held_out, first_prompt = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
     model = config.reward.model
     return Preflight(
-        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, num_nodes,
+        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
     )  # fmt: skip
 
@@ -101,7 +105,8 @@ def count_parameters(model_dir: Path) -> int:
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
-    """Check what the configuration alone decides; returns the tasks."""
+    """Check what the configuration alone decides; returns the tasks. From here on users' modules are found."""
+    search_beside(config.code_directory)
     tasks = _place_tasks(config)
     check_batch_sizes(config)
     _check_clients(config)
@@ -130,17 +135,22 @@ def _usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig) -> tuple[int, int]:
-    """Check users' functions, the model and the data; returns the numbers of prompts and of held-out prompts."""
+def _check_files(config: RunConfig) -> tuple[int, int, ShownPrompt]:
+    """Check users' functions, the model and the data.
+
+    Returns:
+        The numbers of prompts and of held-out prompts; the first prompt.
+    """
     from workers.data import read_prompt_rows
-    from workers.model_files import BACKBONE, check_model_dir, check_other_model_dir
-    from workers.prompt_check import check_prompts
+    from workers.model_files import BACKBONE, check_dense, check_model_dir, check_other_model_dir
     from workers.rewards.load import check_reward
 
     check_reward(config.reward)
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
+    if config.actor.engine != "sim":
+        check_dense(Path(config.model.path))
     check_megatron(config)
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
@@ -148,8 +158,8 @@ def _check_files(config: RunConfig) -> tuple[int, int]:
     check_positions(config)
     check_tensor_parallel(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
-    check_prompts(rows, config.data, model_dir=Path(config.model.path))
-    return len(rows), _check_held_out(config)
+    first_prompt = check_prompts(rows, config.data, model_dir=Path(config.model.path))
+    return len(rows), _check_held_out(config), first_prompt
 
 
 def _check_evaluate(config: RunConfig) -> None:
@@ -172,7 +182,6 @@ def _check_evaluate(config: RunConfig) -> None:
 def _check_held_out(config: RunConfig) -> int:
     """Check the held-out prompts as the training data is checked; return how many are evaluated."""
     from workers.data import read_prompt_rows
-    from workers.prompt_check import check_prompts
 
     if "evaluate" not in config.roles:
         return 0

@@ -21,7 +21,7 @@ def find_recipe(source: str | None) -> Path:
     recipes = packaged_recipes()
     if source is None:
         if QUICKSTART not in recipes:
-            raise ConfigError("CONFIG: the packaged quickstart.yaml is missing; reinstall asyncflow-rl or name a file")
+            raise ConfigError("CONFIG: the packaged quickstart.yaml is missing; reinstall AsyncFlow or name a file")
         return recipes[QUICKSTART]
     path = user_path(source, "CONFIG")
     if path.exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncflow.errors import AsyncFlowError, ConfigError
 from launcher.config import load_config
 from launcher.dry_run import describe
-from launcher.engine_libraries import check_engines
+from launcher.engine_libraries import check_libraries
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.node_run import NodeRun
 from launcher.paths import user_path
@@ -69,6 +69,14 @@ class Accepted:
     place: NodePlace = ONE_NODE
     arguments: tuple[str, ...] = ()
 
+    def check_here(self) -> None:
+        """Check that this machine has what the run needs of it, besides devices; `doctor` and `sbatch` do without.
+
+        Raises:
+            ConfigError: a library is not installed, or an engine does not compute here.
+        """
+        check_libraries(self.checked.config, device=self.checked.devices.kind)
+
     def describe(self) -> str:
         """Return the text of `--dry-run`."""
         resume_from = "step 0: it saved nothing yet" if self.started_over else ""
@@ -88,14 +96,10 @@ class Accepted:
 
         Args:
             started_at: unix time (s) of the user's command.
-
-        Raises:
-            ConfigError: an engine's library is not installed here; `--dry-run` does without.
         """
         from launcher.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
-        check_engines(config, device=self.checked.devices.kind)
         if checkpoint is None and not self.started_over:
             run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
         with held_run_dir(run_dir):
@@ -166,7 +170,7 @@ class Request:
         try:
             _, config = self._load(run_dir)
             devices = check_node(config)
-            check_engines(config, device=devices.kind)
+            check_libraries(config, device=devices.kind)
         except ConfigError as error:
             return NodeRun(self.place, run_dir, complaint=str(error))
         except OSError as error:

@@ -1,7 +1,6 @@
 """What must hold before a run with a reward model is accepted. Torch-free."""
 
 from pathlib import Path
-from typing import Any
 
 from asyncflow.errors import ConfigError
 from workers.config import RunConfig
@@ -11,8 +10,8 @@ from workers.model_files import (
     check_other_model_dir,
     load_raw_tokenizer,
     max_positions,
-    read_model_config,
     read_safetensors_header,
+    vocabulary_size,
 )
 
 KEY = "reward.model.path"
@@ -88,7 +87,7 @@ def _check_tokens(path: Path, policy: Path) -> None:
                 f"{KEY}: {path} has other tokens than the policy: {token!r} is number {number} in {policy} and "
                 f"{known.get(token, 'not there')} in the reward model; name one with the policy's tokenizer"
             )
-    size, highest = _vocabulary_size(path), max(wanted.values())
+    size, highest = vocabulary_size(path), max(wanted.values())
     if size is not None and size <= highest:
         raise ConfigError(
             f"{KEY}: {path} has embeddings of {size} tokens, but the tokenizer has number {highest}; name one with the "
@@ -104,10 +103,3 @@ def _vocabulary(path: Path) -> dict[str, int]:
             f"compared; save the tokenizer there with transformers' save_pretrained"
         )
     return tokenizer.get_vocab(with_added_tokens=True)
-
-
-def _vocabulary_size(path: Path) -> int | None:
-    config: dict[str, Any] = read_model_config(path)
-    inner = config.get("text_config")
-    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncflow.errors import ConfigError
+from launcher.paths import why_not_writable
 from workers.ledger_file import LEDGER_FILE
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def began_run(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Check that `path`, or the nearest directory above it that exists, can be written; write nothing.
+    """Check that a run may write into `path`, or into the nearest directory above it that exists; nothing is left.
 
     Raises:
         ConfigError: it cannot.
@@ -105,8 +106,16 @@ def check_writable(path: Path) -> None:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise ConfigError(f"run directory: {path} cannot be made, {nearest} is a file; choose another --run-dir")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run directory: {nearest} cannot be written; choose another --run-dir or its permissions")
+    if nearest != path and (reason := why_not_writable(nearest)):
+        raise ConfigError(
+            f"run directory: {path} cannot be made, nothing can be written to {nearest} ({reason}); choose another "
+            f"--run-dir or its permissions"
+        )
+    for directory in (path, *(path / name for name in DIRECTORIES)) if nearest == path else ():
+        if directory.is_dir() and (reason := why_not_writable(directory)):
+            raise ConfigError(
+                f"run directory: {directory} cannot be written ({reason}); choose another --run-dir or its permissions"
+            )
 
 
 def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) -> Path:

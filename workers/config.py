@@ -320,6 +320,9 @@ class RunConfig(Settings):
     together, and in which order it is added up, does not depend on timing. Costs some overlap."""
     roles: dict[str, int]
     """Ranks per role when `--roles` is not given."""
+    code_directory: str | None = None
+    """Where modules of yours (`reward.function`, `tasks`, `openai.update`) are looked for after the installed ones, and
+    before the working directory; null: the configuration's directory."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()

@@ -27,6 +27,7 @@ from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
 from workers.config import RunConfig
 from workers.dataflow import OBSERVERS
+from workers.module_search import search_beside
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class WorkerContext:
         """
         self.run_dir = run_dir
         self.config = RunConfig.load(run_dir)
+        search_beside(self.config.code_directory)
         self.job = Job.load(run_dir)
         self.gang: GangSpec = self.job.gang(gang)
         self.rank = int(os.environ.get("RANK", "0"))

@@ -12,6 +12,7 @@ import msgspec
 from asyncflow.errors import ConfigError
 from workers.checkpoint_files import content_hash
 from workers.config import DataConfig
+from workers.data_formats import other_format
 
 PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,6 +53,9 @@ def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") 
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a JSONL file") from error
+    other = other_format(path, content)
+    if other is not None:
+        raise ConfigError(f"{key}: {path} is {other}")
     lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
     rows = [_read_row(text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
     if not rows:

@@ -84,8 +84,25 @@ def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
     """
     try:
         _check_parts(path, kind)
+        check_dense(path)
     except BadModelDir as error:
         raise BadModelDir(error.problem, key=key) from None
+
+
+def check_dense(path: Path) -> None:
+    """Refuse a mixture of experts: the weights of most have other names in memory than in their files.
+
+    Raises:
+        ConfigError: config.json has a number of experts.
+    """
+    config = read_model_config(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, number in part.items():
+            if name.endswith("experts") and type(number) is int and number > 1:
+                raise BadModelDir(
+                    f"{path} is a mixture of experts ({name} {number} in config.json), which AsyncFlow cannot use "
+                    f"yet; name a dense model"
+                )
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -144,6 +161,14 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
                 f"correct it in {generation.name} or config.json"
             )
     return tokens
+
+
+def vocabulary_size(path: Path) -> int | None:
+    """Return how many tokens the model has an embedding for, or None when config.json does not say."""
+    config = read_model_config(path)
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if type(size) is int else None
 
 
 def load_raw_tokenizer(path: Path) -> "Tokenizer | None":
@@ -240,7 +265,8 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
 def _check_parts(path: Path, kind: ModelKind) -> None:
     if not path.is_dir():
         state = "is not a directory" if path.exists() else "does not exist"
-        raise BadModelDir(f"{path} {state}; name a Hugging Face model directory")
+        make = f", which `asyncflow import-gguf {path} DIRECTORY` makes of it" if path.suffix == ".gguf" else ""
+        raise BadModelDir(f"{path} {state}; name a Hugging Face model directory{make}")
     _check_architecture(path, kind)
     _check_tokenizer(path)
     _check_weights(path)

@@ -1,7 +1,7 @@
 """Finds a user's function, named `module:function`. Torch-free until the user's own module is imported.
 
-Used for rewards and for users' tasks; every message begins with the configuration's field. The working directory is
-searched last, so that a file there cannot hide an installed module.
+Used for rewards and for users' tasks; every message begins with the configuration's field. Where modules
+are looked for: `workers.module_search`.
 """
 
 import _thread
@@ -21,6 +21,7 @@ from typing import Any
 from asyncflow.awake import awake_slices
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from workers.coroutines import CoroutineThread
+from workers.module_search import extend_path, hidden_module
 
 _COROUTINES = CoroutineThread()
 
@@ -63,6 +64,8 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
     spec = _find(module_name, field)
     if spec.origin is None or not spec.origin.endswith(".py"):
+        if module_name in sys.stdlib_module_names and (hidden := hidden_module(module_name)):
+            raise ConfigError(f"{field}: {hidden}")
         return
     source = Path(spec.origin)
     try:
@@ -73,7 +76,8 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{field}: {source} cannot be read: {error}; name a Python module") from error
     defined = _top_level_names(module)
     if attribute.split(".")[0] not in defined and not defined & {"*", "__getattr__"}:
-        raise ConfigError(f"{field}: {source} defines no {attribute!r}; name a function of that module")
+        advice = hidden_module(module_name) or "name a function of that module"
+        raise ConfigError(f"{field}: {source} defines no {attribute!r}; {advice}")
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     last = next((node for node in reversed(functions) if node.name == attribute), None)
     # What a decorator makes of a function may take other arguments.
@@ -155,9 +159,7 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 
 
 def _find(module_name: str, field: str) -> ModuleSpec:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    places = extend_path()
     try:
         spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
@@ -168,9 +170,12 @@ def _find(module_name: str, field: str) -> ModuleSpec:
         spec = None
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{field}: importing the package of {module_name!r} raised {one_line(error)}") from error
+    if spec is None and (hidden := hidden_module(module_name)):
+        raise ConfigError(f"{field}: no module {module_name!r}: {hidden}")
     if spec is None:
+        where = " or ".join(str(place) for place in places)
         raise ConfigError(
-            f"{field}: no module {module_name!r}; install it, or put {module_name.split('.')[0]}.py into {here}"
+            f"{field}: no module {module_name!r}; install it, or put {module_name.split('.')[0]}.py into {where}"
         )
     return spec
 

@@ -5,6 +5,7 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from asyncflow.extras import pip_line
 from launcher.doctor.finding import Finding, reason
 from launcher.doctor.needs import Needs
 
@@ -53,7 +54,7 @@ def judge(facts: BackendFacts, needs: Needs) -> list[Finding]:
         return [Finding.ok(CHECK, f"{needs.backend}: nothing else is needed")]
     if facts.import_error:
         text = f"{needs.backend} cannot be imported ({facts.import_error})"
-        return [Finding.error(CHECK, text, f"pip install 'asyncflow-rl[{needs.backend}]'")]
+        return [Finding.error(CHECK, text, pip_line(needs.backend))]
     if facts.server_error:
         text = f"{needs.backend} at {facts.server} does not answer ({facts.server_error})"
         start = "redis-server --port PORT" if needs.backend == "redis" else "mooncake_master --port=PORT"

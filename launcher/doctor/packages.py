@@ -7,11 +7,11 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncflow.extras import DISTRIBUTION
 from launcher.doctor.finding import Finding
 from launcher.doctor.needs import Needs
 
 CHECK = "packages"
-DISTRIBUTION = "asyncflow-rl"
 OWN_NAMES = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs")
 
 
@@ -38,7 +38,7 @@ def check(needs: Needs) -> list[Finding]:
     """Look and judge."""
     if importlib.util.find_spec("packaging") is None:
         text = "packaging is not installed, so versions cannot be compared"
-        return [Finding.error(CHECK, text, f"pip install {DISTRIBUTION}, which brings all that it needs")]
+        return [Finding.error(CHECK, text, "pip install -e . in AsyncFlow's clone, which brings all that it needs")]
     return judge(gather(needs), needs)
 
 
@@ -73,7 +73,7 @@ def judge(facts: PackageFacts, needs: Needs) -> list[Finding]:
         for name, place in facts.foreign.items()
     ]
     if facts.requirements is None:
-        remedy = f"pip install -e . in a clone, or pip install {DISTRIBUTION}"
+        remedy = "pip install -e . in AsyncFlow's clone"
         findings.append(Finding.warning(CHECK, f"{DISTRIBUTION} is not installed, so its needs are not known", remedy))
     findings += [found for text in facts.requirements or () if (found := _judge_one(text, facts)) is not None]
     if needs.device == "npu":

@@ -8,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+from launcher.recipes import packaged_recipes
 
 from . import command
 
@@ -96,11 +99,18 @@ def test_a_task_that_raises_ends_the_run_and_is_named(tmp_path: Path, roles: str
     assert "task safety: broken_filter:keep raised ValueError: no idea on response" in failed.stderr.splitlines()[-1]
 
 
-def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path: Path) -> None:
+def test_a_reward_of_the_users_own_beside_the_configuration(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
-    (tmp_path / "custom_reward.py").write_text((examples / "custom_reward.py").read_text())
-    function = ("--set", "reward.function=custom_reward:score", "--set", "rollout.samples_per_step=8")
-    finished = command.run("--run-dir", "run", *SMALL, "--steps", "1", *function, cwd=tmp_path)
+    quickstart = packaged_recipes()["quickstart"]
+    recipe = yaml.safe_load(quickstart.read_text())
+    for section in ("model", "data", "evaluate"):
+        recipe[section]["path"] = str(quickstart.parent / recipe[section]["path"])
+    recipe["reward"]["function"] = "custom_reward:score"
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "recipe" / "custom_reward.py").write_text((examples / "custom_reward.py").read_text())
+    arguments = ("recipe/mine.yaml", "--run-dir", "run", *SMALL, "--steps", "1")
+    finished = command.run(*arguments, "--set", "rollout.samples_per_step=8", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     samples = [
         line for file in (tmp_path / "run" / "samples").iterdir() for line in command.lines(file) if line["step"] == 1

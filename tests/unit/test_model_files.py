@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 import configs
 from asyncflow.errors import ConfigError
 from workers.model_files import (
+    BACKBONE,
     INDEX_FILE,
+    check_dense,
     check_model_dir,
+    check_other_model_dir,
     eos_token_ids,
     max_positions,
     model_fingerprint,
@@ -157,3 +160,35 @@ def test_fingerprint_follows_the_architecture_only(model_dir: Path) -> None:
     assert model_fingerprint(model_dir) == original
     edit_config(model_dir, num_hidden_layers=3)
     assert model_fingerprint(model_dir) != original
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_experts": 128, "num_experts_per_tok": 8},
+        {"num_local_experts": 8},
+        {"n_routed_experts": 256, "n_shared_experts": 1},
+        {"text_config": {"num_experts": 128}},
+        {"ffn_config": {"moe_num_experts": 16}},
+    ],
+)
+def test_mixture_of_experts_is_refused(model_dir: Path, settings: dict[str, object]) -> None:
+    edit_config(model_dir, **settings)
+    with pytest.raises(ConfigError, match=r"^model.path: .* is a mixture of experts \(\w+ \d+ in config.json\)"):
+        check_dense(model_dir)
+    with pytest.raises(ConfigError, match=r"^critic.path: .* is a mixture of experts"):
+        check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_experts": None}, {"num_experts": 0}, {"num_local_experts": 1}])
+def test_dense_model_is_none(model_dir: Path, settings: dict[str, object]) -> None:
+    edit_config(model_dir, **settings)
+    check_dense(model_dir)
+    check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+def test_gguf_file_is_to_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=rf"`asyncflow import-gguf {file} DIRECTORY` makes of it$"):
+        check_model_dir(file)

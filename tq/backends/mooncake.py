@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError, TransportError
+from asyncflow.extras import pip_line
 from tq.backends.backend import missing
 from tq.backends.config import BackendConfig
 
@@ -38,7 +39,7 @@ class MooncakeBackend:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
-            raise ConfigError(f"storage backend mooncake: pip install 'asyncflow-rl[mooncake]' ({error})") from error
+            raise ConfigError(f"storage backend mooncake: {pip_line('mooncake')} ({error})") from error
         self.name = f"mooncake at {config.address}"
         self._prefix = prefix
         self._part_bytes = min(_PART_BYTES, config.segment_bytes // 4)

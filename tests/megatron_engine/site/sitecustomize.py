@@ -1,6 +1,7 @@
 """Python imports this at the start of every process of the run under test: the CPU shim comes just before the engine.
 
-Only the actor imports `workers.engines.megatron`; the processes that run transformers' models stay as they are.
+Only the actor imports `workers.engines.megatron`; the processes that run transformers' models stay as they are. The
+launcher is told that megatron computes on a CPU.
 """
 
 import importlib.abc
@@ -16,6 +17,10 @@ class _BeforeMegatron(importlib.abc.MetaPathFinder):
             import cpu_shim
 
             cpu_shim.install()
+        if name == "launcher.request":
+            import launcher.engine_libraries
+
+            launcher.engine_libraries.ACCELERATED = ()
 
 
 sys.meta_path.insert(0, _BeforeMegatron())

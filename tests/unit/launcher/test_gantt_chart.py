@@ -94,7 +94,7 @@ def test_page_is_well_formed_and_escapes_names() -> None:
 
 def draw(chart: GanttChart, path: Path, width: int = 1000) -> tuple[int, int]:
     """Draw it; returns the picture's width and height."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'asyncflow-rl[plot]'")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
     from launcher.gantt_png import write_gantt_png
 
     write_gantt_png(chart, path, width=width)

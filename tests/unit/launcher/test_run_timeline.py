@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from asyncflow.extras import pip_line
 from launcher.commands import main
 from launcher.run_timeline import CATEGORIES, RunTimeline, Span, account
 from launcher.trace_files import account_text, chrome_trace, recording_text
@@ -140,7 +141,7 @@ def test_command_writes_what_it_can_draw_without_matplotlib(run_dir: Path, monke
         "trace.json",
         "gantt.html",
     }
-    assert "no gantt.png: it needs matplotlib: pip install 'asyncflow-rl[plot]'" in done.output.splitlines()
+    assert f"no gantt.png: it needs matplotlib: {pip_line('plot')}" in done.output.splitlines()
     assert "recording: " in done.output
 
 

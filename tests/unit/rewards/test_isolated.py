@@ -115,5 +115,5 @@ def test_a_formula_that_takes_for_ever_has_the_configured_deadline(load: Load) -
 
 def test_math_verify_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package math-verify; pip install 'asyncflow-rl\[math\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package math-verify; pip install 'math-verify\[antlr4-13-2\]"):
         check_reward(RewardConfig(function="math_verify"))

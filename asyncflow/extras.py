@@ -1,0 +1,23 @@
+"""The packages behind an extra of this distribution, as a pip line that works: no index has the distribution itself."""
+
+import importlib.metadata
+import re
+import shlex
+
+DISTRIBUTION = "asyncflow-rl"
+
+
+def pip_line(extra: str) -> str:
+    """Return the command that installs the packages of an extra, as the installed metadata names them.
+
+    Where AsyncFlow runs without being installed there is no metadata; then the command is the one for its clone.
+    """
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install '.[{extra}]' in AsyncFlow's clone"
+    belongs = re.compile(rf"\bextra == ['\"]{re.escape(extra)}['\"]")
+    split = (text.partition(";") for text in requirements)
+    packages = [shlex.quote(package.strip()) for package, _, marker in split if belongs.search(marker)]
+    assert packages, f"there is no extra {extra!r}"
+    return f"pip install {' '.join(packages)}"

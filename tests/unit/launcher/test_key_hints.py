@@ -1,0 +1,12 @@
+"""Hints lead to keys that exist."""
+
+from launcher.config_reference import key_paths
+from launcher.key_hints import _OTHER_WORDS
+
+
+def test_other_words_stand_for_keys_that_exist_and_are_no_keys_themselves() -> None:
+    keys = set(key_paths())
+    assert not set(_OTHER_WORDS) - keys
+    words = [word for words in _OTHER_WORDS.values() for word in words]
+    assert len(words) == len(set(words))
+    assert not set(words) & {key.rpartition(".")[2] for key in keys}

@@ -1,0 +1,73 @@
+"""Users' modules: installed ones first, then those beside the configuration, then the working directory's."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from workers.module_search import search_beside
+from workers.user_function import check_function, load_function
+
+ARGUMENTS = ("prompt", "response", "answer")
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The configuration's directory, which is not the working directory."""
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "beside").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    search_beside(str(tmp_path / "beside"))
+    yield tmp_path / "beside"
+    for name in [name for name in sys.modules if name.startswith("searched_")]:
+        del sys.modules[name]
+
+
+def write(path: Path, value: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"def score(prompt, response, answer): return {value}\n")
+
+
+def score(name: str) -> object:
+    return load_function(name, field="reward.function", arguments=ARGUMENTS)("", "", "")
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_function(name, field="reward.function", arguments=ARGUMENTS)
+    return str(caught.value)
+
+
+def test_configuration_s_directory_comes_before_the_working_directory(beside: Path) -> None:
+    write(Path("searched_both.py"), 1)
+    write(beside / "searched_both.py", 2)
+    write(Path("searched_here.py"), 3)
+    write(beside / "searched_package" / "there.py", 4)
+    names = ["searched_both:score", "searched_here:score", "searched_package.there:score"]
+    assert [score(name) for name in names] == [2, 3, 4]
+
+
+def test_installed_module_comes_first_and_what_it_hides_is_to_be_renamed(beside: Path) -> None:
+    write(Path("workers/mine.py"), 1)
+    message = refusal("workers.mine:score")
+    assert message.startswith("reward.function: no module 'workers.mine': ")
+    own = Path.cwd() / "workers"
+    assert f"{own} is hidden by the installed 'workers' (" in message
+    assert message.endswith("which comes first; rename yours, say to my_workers")
+    assert "install it" not in message
+    write(beside / "json.py", 1)
+    message = refusal("json:score")
+    assert "defines no 'score'; " in message
+    assert f"{beside / 'json.py'} is hidden by the installed 'json' (" in message
+    write(Path("math.py"), 1)
+    assert f"{Path('math.py').absolute()} is hidden by the installed 'math' (" in refusal("math:score")
+
+
+def test_missing_module_is_told_where_it_may_be(beside: Path) -> None:
+    assert refusal("searched_missing:score").endswith(
+        f"no module 'searched_missing'; install it, or put searched_missing.py into {beside} or {Path.cwd()}"
+    )
