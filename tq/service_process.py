@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from asyncflow.errors import AsyncFlowError, RoleFailed
+from asyncflow.errors import AsyncFlowError
 from asyncflow.lifeline import die_with_parent
 from tq.address import QueueAddress
 from tq.control.controller import ControllerService
@@ -19,27 +19,23 @@ from tq.unit.storage import StorageUnit
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 0.2
-
 
 def serve(address_file: Path, service: str, stop: threading.Event) -> None:
     """Run a controller or a storage unit until `stop` is set.
 
     Raises:
-        AsyncFlowError: the queue's store or backend does not answer, or the address file is gone.
+        AsyncFlowError: the queue's store or backend does not answer, the address file is gone, or a thread died.
     """
     address = QueueAddress.load(address_file)
     controllers = address.config.controllers
     credentials = address.credentials()
     if service not in controllers:
         unit = StorageUnit(credentials, service, address.config, controllers=controllers)
-        stop.wait()
+        unit.threads.wait(stop)
         unit.close()
         return
     controller = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
-    while not stop.wait(_CHECK_S):
-        if controller.failed.is_set():
-            raise RoleFailed(f"{service}: {controller.failure}") from controller.failure
+    controller.threads.wait(stop)
     controller.close()
 
 

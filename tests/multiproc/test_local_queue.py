@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import threading
@@ -16,7 +17,15 @@ import torch
 from peers import sleeper
 
 import tq
-from asyncflow.errors import ConfigError, QueueFull, RowsExist, Superseded
+from asyncflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerRefused,
+    QueueFull,
+    RowsExist,
+    Superseded,
+    TransportError,
+)
 from asyncflow.transport.connection import Connection
 from tq.address import QueueAddress
 from tq.messages import (
@@ -289,6 +298,38 @@ def test_cleared_partition_begins_anew_though_a_controller_was_away() -> None:
         queue.wait_until_up(DEADLINE_S)
         client.put_rows(prompts("a", "b"), rows=rows, partition=1)
         assert [list(take(client, task, 2).rows) for task in ("score", "train")] == [list(rows)] * 2
+
+
+def test_client_of_a_full_service_hears_what_to_raise_at_once() -> None:
+    few = FAST.model_copy(update={"max_clients": 4})
+    refused = pytest.raises(PeerRefused, match="controller-0 is full: 4 clients; raise max_clients")
+    with tq.start({"train": ["prompt"]}, num_units=1, config=few) as queue, refused:
+        for k in range(5):
+            queue.client(f"client {k}").stats()
+
+
+def test_service_that_cannot_be_started_again_is_named(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST, log_dir=logs) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts("a"))
+        shutil.rmtree(logs)
+        os.kill(queue.pids()["storage-0"], signal.SIGKILL)
+        refusals: list[str] = []
+
+        def is_refused() -> bool:
+            try:
+                queue.client("late").close()
+            except TransportError as error:
+                refusals.append(str(error))
+            return bool(refusals)
+
+        wait_for(is_refused, "refusal")
+        assert "keep-storage-0 died: storage-0 failed 3 times in a row, the last time it could not" in refusals[0]
+        with pytest.raises(TransportError) as refused:
+            client.put_rows(prompts("c"))
+        assert not isinstance(refused.value, DeadlineExceeded), "nobody waits for what does not come back"
 
 
 def test_a_unit_may_be_added_while_the_queue_runs() -> None:
