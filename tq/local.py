@@ -61,7 +61,8 @@ class LocalQueue:
             tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
             num_units, num_controllers: processes; None: as many as `config` says.
             config: all other settings; None: the defaults.
-            log_dir: where services write SERVICE.log; None: to this process's stderr.
+            log_dir: where services write SERVICE.log, made if it is not there; None: they write to this process's
+                stderr what the level of its logger `tq` lets through, only errors where logging is not set up.
 
         Raises:
             ConfigError: the arguments cannot be; nothing was started.
@@ -73,9 +74,9 @@ class LocalQueue:
         if config is not None and not isinstance(config, QueueConfig):
             raise ConfigError(f"queue: config is a {type(config).__name__}; make it a tq.QueueConfig(...)")
         config = (config or QueueConfig()).model_copy(update=update)
-        if log_dir is not None and not Path(log_dir).is_dir():
-            raise ConfigError(f"queue: {log_dir} is no directory; make it first")
         declared = _declared(tasks, config)
+        if log_dir is not None:
+            _make_directory(Path(log_dir))
         self._directory = tempfile.TemporaryDirectory(prefix="tq-")
         self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
         self.address = Path(self._directory.name) / "queue.json"
@@ -181,6 +182,21 @@ class LocalQueue:
         self._services[name] = _Service(self.address, name, log, self._keepers)
 
 
+def _make_directory(log_dir: Path) -> None:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"queue: log_dir {log_dir} cannot be made ({error.strerror}); name another one") from error
+
+
+def _level_shown() -> int:
+    """Return from which level on this program shows what `tq` logs; errors, where logging is not set up."""
+    ours = logging.getLogger("tq")
+    handlers = [*ours.handlers, *logging.getLogger().handlers]
+    is_set_up = any(not isinstance(handler, logging.NullHandler) for handler in handlers)
+    return ours.getEffectiveLevel() if is_set_up else logging.ERROR
+
+
 def _check_counts(counts: Mapping[str, int]) -> None:
     for what, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
@@ -241,7 +257,8 @@ class _Service:
     """One service, started again whenever it dies. The thread that starts it lives as long: see `die_with_parent`."""
 
     def __init__(self, address: Path, name: str, log: Path | None, keepers: ServiceThreads) -> None:
-        self._command = [sys.executable, "-P", "-m", "tq.service_process", str(address), name]
+        level = _level_shown() if log is None else logging.INFO
+        self._command = [sys.executable, "-P", "-m", "tq.service_process", str(address), name, str(level)]
         self._name = name
         self._log = log
         self._ending = threading.Event()

@@ -1,4 +1,6 @@
-"""Entry of one service process of a queue that runs alone: `python -m tq.service_process ADDRESS_FILE SERVICE`.
+"""Entry of one service process of a queue that runs alone:
+
+`python -m tq.service_process ADDRESS_FILE SERVICE LOG_LEVEL`.
 
 Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
 """
@@ -47,7 +49,7 @@ def main() -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
+    logging.basicConfig(level=int(sys.argv[3]), format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
     try:
         serve(Path(sys.argv[1]), sys.argv[2], stop)
     except AsyncFlowError as error:

@@ -309,11 +309,12 @@ def test_client_of_a_full_service_hears_what_to_raise_at_once() -> None:
 
 
 def test_service_that_cannot_be_started_again_is_named(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    with tq.start({"train": ["prompt"]}, num_units=1, config=FAST, log_dir=logs) as queue:
+    logs = tmp_path / "made" / "logs"
+    impatient = FAST.model_copy(update={"request_timeout_s": 5})
+    with tq.start({"train": ["prompt"]}, num_units=1, config=impatient, log_dir=logs) as queue:
         client = queue.client("me")
         client.put_rows(prompts("a"))
+        assert "storage-0: registered with controller-0" in (logs / "storage-0.log").read_text()
         shutil.rmtree(logs)
         os.kill(queue.pids()["storage-0"], signal.SIGKILL)
         refusals: list[str] = []
@@ -328,7 +329,7 @@ def test_service_that_cannot_be_started_again_is_named(tmp_path: Path) -> None:
         wait_for(is_refused, "refusal")
         assert "keep-storage-0 died: storage-0 failed 3 times in a row, the last time it could not" in refusals[0]
         with pytest.raises(TransportError) as refused:
-            client.put_rows(prompts("c"))
+            client.put_rows(prompts("c"), timeout_s=10 * DEADLINE_S)
         assert not isinstance(refused.value, DeadlineExceeded), "nobody waits for what does not come back"
 
 
@@ -427,8 +428,8 @@ def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
         ({"score": ["prompt"]}, {"num_units": "2"}, "num_storage_units is '2'; give a whole number"),
         ({"score": ["prompt"]}, {"num_units": 1.5}, r"num_storage_units is 1\.5"),
         ({"score": ["prompt"]}, {"config": {}}, "config is a dict"),
-        ({"score": ["prompt"]}, {"log_dir": Path("/nowhere")}, "/nowhere"),
-        ({"score": ["prompt"]}, {"log_dir": "/nowhere"}, "/nowhere"),
+        ({"score": ["prompt"]}, {"log_dir": Path("/proc/nowhere")}, "log_dir /proc/nowhere cannot be made"),
+        ({"score": ["prompt"]}, {"log_dir": "/proc/version"}, r"log_dir /proc/version cannot be made \(File exists\)"),
         (None, {}, "tasks are a NoneType"),
         (["score"], {}, "tasks are a list"),
         ({"score": None}, {}, "task score: the inputs are a list of columns, not None"),
