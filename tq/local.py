@@ -172,7 +172,7 @@ class LocalQueue:
 
     def _refuse_failed(self) -> None:
         if self._keepers.failure is not None:
-            raise TransportError(str(self._keepers.failure))
+            raise TransportError(str(self._keepers.failure)) from self._keepers.failure
 
     def _next_unit(self) -> str:
         return f"storage-{sum(name.startswith('storage-') for name in self._services)}"
@@ -293,22 +293,22 @@ class _Service:
         early = 0
         while not self._ending.is_set():
             began = time.monotonic()
-            why, killed = self._live()
+            why, failed = self._live()
             if not self._ending.is_set():
-                early = early + 1 if not killed and time.monotonic() - began < _EARLY_S else 0
+                early = early + 1 if failed and time.monotonic() - began < _EARLY_S else 0
                 if early == _MAX_EARLY_ENDS:
                     raise TransportError(f"{self._name} failed {early} times in a row, the last time it {why}")
                 logger.warning("%s %s; starting it again", self._name, why)
                 self._ending.wait(_RESTART_DELAY_S)
 
     def _live(self) -> tuple[str, bool]:
-        """Start the process and wait for its end; returns how it ended, and whether a signal did it."""
+        """Start the process and wait for its end; returns how it ended, and whether it failed: killed, it did not."""
         try:
             with self._log.open("ab") if self._log else nullcontext() as log:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         except OSError as error:  # no process or descriptor is left, or no place for the log
-            return f"could not be started: {error}", False
+            return f"could not be started: {error}", True
         if self._ending.is_set():
             self._process.terminate()
         code = self._process.wait()
-        return f"ended with code {code} (see its log)", code < 0
+        return f"ended with code {code} (see its log)", code > 0
