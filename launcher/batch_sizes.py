@@ -70,6 +70,35 @@ def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int)
         )
 
 
+def check_token_budget(config: RunConfig) -> None:
+    """Check that rounds which fill a token budget (`tq.policy: token-budget`) have one, and can be had.
+
+    Raises:
+        ConfigError: they have none, or the schedule wants rounds of rows.
+    """
+    from tq.policies import TokenBudget, load_policy
+
+    policy = load_policy(config.tq.policy)
+    if config.deterministic and getattr(policy, "window", 1) > 1:
+        raise ConfigError(
+            f"tq.policy: {config.tq.policy} cannot be with deterministic: true, since it chooses among the rows that "
+            f"are ready; add window=1 to it, or set deterministic to false"
+        )
+    if not isinstance(policy, TokenBudget):
+        return
+    for role in sorted({"actor", "critic"} & config.roles.keys()):
+        if not getattr(config, role).max_tokens_per_micro_batch:
+            raise ConfigError(
+                f"tq.policy: {config.tq.policy} fills {role}.max_tokens_per_micro_batch, which is 0; set that, or "
+                f"tq.policy to token-balanced"
+            )
+    if config.schedule.lateness:
+        raise ConfigError(
+            f"tq.policy: {config.tq.policy} cannot be with schedule.fill {config.schedule.fill}, whose steps are made "
+            f"of rounds of equally many rows; set schedule.fill to in_order, or tq.policy to token-balanced"
+        )
+
+
 def num_micro_batches(config: RunConfig) -> int:
     """Return the micro-batches of one actor rank in one pass over a step."""
     schedule = config.schedule

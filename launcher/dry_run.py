@@ -112,6 +112,8 @@ def _reward_text(checked: Preflight) -> str:
 
 def _micro_batches(config: RunConfig) -> str:
     budget, size = config.actor.max_tokens_per_micro_batch, config.actor.micro_batch_size
+    if config.round_tokens(config.actor):
+        return f"micro-batches of {budget:,} tokens at most, of at most {size} samples, as they fit"
     if budget:
         return f"micro-batches of {budget:,} tokens at most, cut from {size} samples at a time"
     return f"{num_micro_batches(config)} micro-batches x {size} samples"

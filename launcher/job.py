@@ -174,6 +174,7 @@ class _Run:
         self._specs = {gang.name: gang for gang in job.gangs}
         self._external = {name: self._specs[name] for name in own.external_gangs}
         self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
+        self._nodes = nodes
         self._host = nodes.hosts
         local = LocalGangs(
             entrypoint=entrypoint,
@@ -247,6 +248,7 @@ class _Run:
         except Empty:
             pass
         self._next_poll = time.monotonic() + POLL_S
+        self._nodes.check()
         self._show()
         for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:
             if (finish := self._take(event)) is not None:

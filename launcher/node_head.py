@@ -24,6 +24,7 @@ from torch.distributed import DistError
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job, Node
+from asyncflow.service_threads import ServiceThreads
 from launcher.exits import USAGE
 from launcher.gang_host import GangHost
 from launcher.job_store import JobStoreClient
@@ -124,12 +125,11 @@ class NodeHead:
         self._closing = threading.Event()
         self._orders = store.client()
         self._ordering = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._receive, args=(store.client(IDLE),), name="node-events", daemon=True),
-            threading.Thread(target=self._watch, args=(store.client(),), name="node-beats", daemon=True),
+        self.threads = ServiceThreads("node 0's launcher")
+        self._running = [
+            self.threads.start(self._receive, store.client(IDLE), name="node-events"),
+            self.threads.start(self._watch, store.client(), name="node-beats"),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def end(self, error: BaseException | None) -> None:
         """Let nobody wait for node 0, whose error it was if nobody was told how the run ended, and end the threads."""
@@ -145,11 +145,12 @@ class NodeHead:
             stopped: the user or the scheduler asked for it.
         Raises:
             ConfigError: one cannot take part.
-            RoleFailed: not all came in time.
+            RoleFailed: not all came in time, or a thread of node 0 died.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._roll.is_complete():
+                self.threads.check()
                 if self._roll.obstacle:
                     raise ConfigError(self._roll.obstacle)
                 if self._lost_node or stopped():
@@ -202,23 +203,19 @@ class NodeHead:
 
     def close(self) -> None:
         """End the threads; idempotent."""
+        self.threads.close()  # the store may end before its clients
         self._closing.set()
         try:
             with self._ordering:
                 self._orders.queue_push(EVENTS, b"")
         except DistError:
             logger.debug("the job store is gone before its last client")
-        for thread in self._threads:
+        for thread in self._running:
             thread.join(_JOIN_TIMEOUT_S)
 
     def _receive(self, store: TCPStore) -> None:
         while True:
-            try:
-                data = store.queue_pop(EVENTS)
-            except DistError:
-                if self._closing.is_set():  # the store may end before its clients
-                    return
-                raise
+            data = store.queue_pop(EVENTS)
             if self._closing.is_set():
                 return
             envelope = read_envelope(data)
@@ -277,13 +274,10 @@ class NodeHead:
 
     def _watch(self, store: TCPStore) -> None:
         own = Sealer(self._secret, f"{HEAD_NAME}/beat", EVERYBODY)
-        try:
-            while not self._closing.is_set():
-                store.set(HEAD_BEAT, own.seal())  # type: ignore[arg-type]  # the stub lacks bytes
-                self._look(store)
-                self._closing.wait(BEAT_S)
-        except DistError:
-            logger.warning("the job store is gone")
+        while not self._closing.is_set():
+            store.set(HEAD_BEAT, own.seal())  # type: ignore[arg-type]  # the stub lacks bytes
+            self._look(store)
+            self._closing.wait(BEAT_S)
 
     def _look(self, store: TCPStore) -> None:
         with self._changed:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from asyncflow.clock import HostClock, RoundTrip
-from asyncflow.errors import TransportError
+from asyncflow.errors import TransportError, one_line
 from asyncflow.job import Job
 from asyncflow.network import address_towards
 from launcher.job_store import JobStoreClient
@@ -158,12 +158,10 @@ class HeadLink:
     def _until_gone(self, work: Callable[..., None], client: TCPStore, *arguments: object) -> None:
         try:
             work(client, *arguments)
-        except (DistError, TransportError) as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: without it orders would go unheard
             if not self._closing.is_set():
-                logger.warning("node 0: %s", error)
-                self._gone = self._gone or (
-                    str(error) if isinstance(error, TransportError) else "its job store does not answer"
-                )
+                logger.warning("node 0: %s", one_line(error))
+                self._gone = self._gone or _why(error)
 
     def _receive(self, client: TCPStore, inbox: "SimpleQueue[Inbound]") -> None:
         while not self._closing.is_set():
@@ -199,3 +197,9 @@ class HeadLink:
                 order: Order = read_body(body, Order)
                 return order
             logger.warning("an order that does not prove the job's secret was dropped")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, DistError):
+        return "its job store does not answer"
+    return str(error) if isinstance(error, TransportError) else f"a thread died: {one_line(error)}"

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
-from launcher.batch_sizes import check_batch_sizes
+from launcher.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.devices import Devices, find_devices
 from launcher.generating_checks import (
     check_generating,
@@ -199,6 +199,7 @@ def _check_queue(config: RunConfig) -> None:
         load_policy(config.tq.policy)
     except ConfigError as error:
         raise ConfigError(f"tq.policy: {error}") from error
+    check_token_budget(config)
     schedule, limit = config.schedule, config.tq.max_live_rows
     if 0 < limit < schedule.live_rows:
         raise ConfigError(

@@ -107,6 +107,15 @@ class RunNodes:
         self.hosts.add(self._head.hosts())
         return None
 
+    def check(self) -> None:
+        """Look whether the threads live that hear of the other nodes.
+
+        Raises:
+            RoleFailed: one died.
+        """
+        if self._head is not None:
+            self._head.threads.check()
+
     def finish(self, code: int, line: str) -> None:
         """End what is left on other nodes; their launchers print `line` and exit with `code`."""
         if self._head is not None:

@@ -104,7 +104,8 @@ class QueueConfig(Settings):
     max_live_bytes: int = Field(0, ge=0)
     """The same in bytes; 0: no limit."""
     policy: str = "fifo"
-    """How rounds of a training gang are shared among its ranks: a name of `tq.policies.POLICIES` or `module:Class`."""
+    """How rounds of a training gang are made and shared among its ranks: a name of `tq.policies.POLICIES` or
+    `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
     """Ranks that share rows. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per micro-batch. `each`:
     every rank fetches for itself, columns of its own if it likes."""

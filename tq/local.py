@@ -26,6 +26,7 @@ from types import TracebackType
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.network import LOOPBACK
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.store_server import serve_store
 from tq.address import QueueAddress
 from tq.client.queue_client import QueueClient
@@ -60,7 +61,8 @@ class LocalQueue:
             tasks: name -> input columns, or a full `TaskConfig`; producers before consumers.
             num_units, num_controllers: processes; None: as many as `config` says.
             config: all other settings; None: the defaults.
-            log_dir: where services write SERVICE.log; None: to this process's stderr.
+            log_dir: where services write SERVICE.log, made if it is not there; None: they write to this process's
+                stderr what the level of its logger `tq` lets through, only errors where logging is not set up.
 
         Raises:
             ConfigError: the arguments cannot be; nothing was started.
@@ -72,16 +74,16 @@ class LocalQueue:
         if config is not None and not isinstance(config, QueueConfig):
             raise ConfigError(f"queue: config is a {type(config).__name__}; make it a tq.QueueConfig(...)")
         config = (config or QueueConfig()).model_copy(update=update)
-        if log_dir is not None and not Path(log_dir).is_dir():
-            raise ConfigError(f"queue: {log_dir} is no directory; make it first")
         declared = _declared(tasks, config)
+        if log_dir is not None:
+            _make_directory(Path(log_dir))
         self._directory = tempfile.TemporaryDirectory(prefix="tq-")
         self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
         self.address = Path(self._directory.name) / "queue.json"
         """What another process needs to `tq.connect`; readable by this user only."""
         QueueAddress(LOOPBACK, port, secrets.token_bytes(32), config, declared).save(self.address)
         self._log_dir = None if log_dir is None else Path(log_dir)
-        self._giving_up = threading.Event()
+        self._keepers = ServiceThreads("queue")
         self._services: dict[str, _Service] = {}
         self._clients: list[QueueClient] = []
         try:
@@ -95,8 +97,13 @@ class LocalQueue:
             raise
 
     def client(self, name: str) -> QueueClient:
-        """Return a new client; it is closed with the queue."""
-        client = connect(self.address, name)
+        """Return a new client; it is closed with the queue.
+
+        Raises:
+            TransportError: a service ended, and cannot be started again.
+        """
+        self._refuse_failed()
+        client = connect(self.address, name, stop=self._keepers.failed)
         self._clients.append(client)
         return client
 
@@ -118,7 +125,7 @@ class LocalQueue:
         """
         deadline = time.monotonic() + timeout_s
         self._wait(lambda: Directory.is_published(self._store), deadline)
-        client = connect(self.address, "starter", stop=self._giving_up)
+        client = connect(self.address, "starter", stop=self._keepers.failed)
         units = {name for name in self._services if name.startswith("storage-")}
 
         def known() -> bool:
@@ -133,6 +140,7 @@ class LocalQueue:
 
     def close(self) -> None:
         """End everything; rows are gone. Idempotent."""
+        self._keepers.close()
         for client in self._clients:
             client.close()
         self._clients.clear()
@@ -160,19 +168,33 @@ class LocalQueue:
             self._refuse_failed()
             if time.monotonic() > deadline:
                 raise TransportError(f"queue: {' '.join(self._services)} were not all up in time")
-            self._giving_up.wait(_POLL_S)
+            self._keepers.failed.wait(_POLL_S)
 
     def _refuse_failed(self) -> None:
-        for service in self._services.values():
-            if service.failure:
-                raise TransportError(f"queue: {service.failure}; see its log")
+        if self._keepers.failure is not None:
+            raise TransportError(str(self._keepers.failure)) from self._keepers.failure
 
     def _next_unit(self) -> str:
         return f"storage-{sum(name.startswith('storage-') for name in self._services)}"
 
     def _serve(self, name: str) -> None:
         log = None if self._log_dir is None else self._log_dir / f"{name}.log"
-        self._services[name] = _Service(self.address, name, log, self._giving_up)
+        self._services[name] = _Service(self.address, name, log, self._keepers)
+
+
+def _make_directory(log_dir: Path) -> None:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"queue: log_dir {log_dir} cannot be made ({error.strerror}); name another one") from error
+
+
+def _level_shown() -> int:
+    """Return from which level on this program shows what `tq` logs; errors, where logging is not set up."""
+    ours = logging.getLogger("tq")
+    handlers = [*ours.handlers, *logging.getLogger().handlers]
+    is_set_up = any(not isinstance(handler, logging.NullHandler) for handler in handlers)
+    return ours.getEffectiveLevel() if is_set_up else logging.ERROR
 
 
 def _check_counts(counts: Mapping[str, int]) -> None:
@@ -234,17 +256,14 @@ def connect(address: Path | str, name: str, *, stop: threading.Event | None = No
 class _Service:
     """One service, started again whenever it dies. The thread that starts it lives as long: see `die_with_parent`."""
 
-    def __init__(self, address: Path, name: str, log: Path | None, giving_up: threading.Event) -> None:
-        self._command = [sys.executable, "-P", "-m", "tq.service_process", str(address), name]
-        self.failure = ""
-        """Why it is not started again; "" while it is."""
+    def __init__(self, address: Path, name: str, log: Path | None, keepers: ServiceThreads) -> None:
+        level = _level_shown() if log is None else logging.INFO
+        self._command = [sys.executable, "-P", "-m", "tq.service_process", str(address), name, str(level)]
         self._name = name
         self._log = log
-        self._giving_up = giving_up
         self._ending = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name=f"keep-{name}", daemon=True)
-        self._thread.start()
+        self._thread = keepers.start(self._run, name=f"keep-{name}")
 
     @property
     def pid(self) -> int:
@@ -274,16 +293,22 @@ class _Service:
         early = 0
         while not self._ending.is_set():
             began = time.monotonic()
+            why, failed = self._live()
+            if not self._ending.is_set():
+                early = early + 1 if failed and time.monotonic() - began < _EARLY_S else 0
+                if early == _MAX_EARLY_ENDS:
+                    raise TransportError(f"{self._name} failed {early} times in a row, the last time it {why}")
+                logger.warning("%s %s; starting it again", self._name, why)
+                self._ending.wait(_RESTART_DELAY_S)
+
+    def _live(self) -> tuple[str, bool]:
+        """Start the process and wait for its end; returns how it ended, and whether it failed: killed, it did not."""
+        try:
             with self._log.open("ab") if self._log else nullcontext() as log:
                 self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            if self._ending.is_set():
-                self._process.terminate()
-            code = self._process.wait()
-            if not self._ending.is_set():
-                logger.warning("%s ended with code %d; starting it again", self._name, code)
-                early = early + 1 if code > 0 and time.monotonic() - began < _EARLY_S else 0  # not when killed
-                if early == _MAX_EARLY_ENDS:
-                    self.failure = f"{self._name} ended {early} times right after its start, last with code {code}"
-                    self._giving_up.set()
-                    return
-                self._ending.wait(_RESTART_DELAY_S)
+        except OSError as error:  # no process or descriptor is left, or no place for the log
+            return f"could not be started: {error}", True
+        if self._ending.is_set():
+            self._process.terminate()
+        code = self._process.wait()
+        return f"ended with code {code} (see its log)", code > 0

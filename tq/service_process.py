@@ -1,4 +1,6 @@
-"""Entry of one service process of a queue that runs alone: `python -m tq.service_process ADDRESS_FILE SERVICE`.
+"""Entry of one service process of a queue that runs alone:
+
+`python -m tq.service_process ADDRESS_FILE SERVICE LOG_LEVEL`.
 
 Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
 """
@@ -10,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from asyncflow.errors import AsyncFlowError, RoleFailed
+from asyncflow.errors import AsyncFlowError
 from asyncflow.lifeline import die_with_parent
 from tq.address import QueueAddress
 from tq.control.controller import ControllerService
@@ -19,27 +21,23 @@ from tq.unit.storage import StorageUnit
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 0.2
-
 
 def serve(address_file: Path, service: str, stop: threading.Event) -> None:
     """Run a controller or a storage unit until `stop` is set.
 
     Raises:
-        AsyncFlowError: the queue's store or backend does not answer, or the address file is gone.
+        AsyncFlowError: the queue's store or backend does not answer, the address file is gone, or a thread died.
     """
     address = QueueAddress.load(address_file)
     controllers = address.config.controllers
     credentials = address.credentials()
     if service not in controllers:
         unit = StorageUnit(credentials, service, address.config, controllers=controllers)
-        stop.wait()
+        unit.threads.wait(stop)
         unit.close()
         return
     controller = ControllerService(credentials, service, tasks=address.specs(), config=address.config)
-    while not stop.wait(_CHECK_S):
-        if controller.failed.is_set():
-            raise RoleFailed(f"{service}: {controller.failure}") from controller.failure
+    controller.threads.wait(stop)
     controller.close()
 
 
@@ -51,7 +49,7 @@ def main() -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
+    logging.basicConfig(level=int(sys.argv[3]), format=f"%(asctime)s {sys.argv[2]} %(levelname)s %(message)s")
     try:
         serve(Path(sys.argv[1]), sys.argv[2], stop)
     except AsyncFlowError as error:

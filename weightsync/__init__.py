@@ -4,3 +4,7 @@
 memory `receiver` reads; `broadcast` is the collective path beside that. `external`, `export` and `notify` are for
 engines outside the run.
 """
+
+import logging
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless a program sets up logging

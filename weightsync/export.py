@@ -24,7 +24,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from asyncflow.errors import WeightSyncError
+from asyncflow.errors import WeightSyncError, one_line
 from weightsync.config import ExportConfig
 from weightsync.external import WeightFeed
 from weightsync.notify import Notifier
@@ -93,11 +93,14 @@ class WeightExporter:
                 continue
             try:
                 self._export(newest)
-            except (OSError, SafetensorError) as error:
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the next version may do better
                 self._seen = max(newest, self._seen or newest)
                 shutil.rmtree(self._beside, ignore_errors=True)
                 logger.warning(
-                    "weights of %s: not exported to %s (%s); what was exported before stays", newest, self._root, error
+                    "weights of %s: not exported to %s (%s); what was exported before stays",
+                    newest,
+                    self._root,
+                    error if isinstance(error, OSError | SafetensorError) else one_line(error),
                 )
 
     def _has_newer(self) -> bool:

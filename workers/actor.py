@@ -285,6 +285,7 @@ def _open_loader(
         first_partition=context.start_step + 1,
         last_partition=context.job.last_step,
         rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
+        token_budget=config.round_tokens(config.actor),
         rank=place.index,
         num_ranks=place.count,
         replica=open_replica(context, place),

@@ -107,7 +107,8 @@ class TrainingConfig(Settings):
     cuts by tokens."""
     max_tokens_per_micro_batch: int = Field(0, ge=0)
     """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; an answer that is longer
-    by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts."""
+    by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts. With `tq.policy:
+    token-budget` a rank also gets no more at a time, where a prompt counts for each of its answers."""
     shared_prompt: bool = True
     """Compute a prompt that several answers of a micro-batch have in common once; the gradient is the same."""
     lr: float = Field(1e-6, gt=0)
@@ -358,6 +359,17 @@ class RunConfig(Settings):
         and those that drew tokens, where they are PPO's old policy."""
         drew = 0 if self.algorithm.off_policy.has_proximal_policy else self.schedule.staleness_bound
         return drew + (self.actor.num_updates > 1)
+
+    def round_tokens(self, training: TrainingConfig) -> int:
+        """Return the tokens that a rank gets at a time, at most, under the policy that counts them; 0: it counts rows.
+
+        Args:
+            training: of the model that the rank trains.
+        """
+        from tq.policies import TokenBudget, load_policy
+
+        fills_budgets = isinstance(load_policy(self.tq.policy), TokenBudget)
+        return training.max_tokens_per_micro_batch if fills_budgets else 0
 
     @property
     def critic_only_steps(self) -> int:

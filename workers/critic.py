@@ -60,6 +60,7 @@ class Critic:
             first_partition=context.start_step + 1,
             last_partition=context.job.last_step,
             rows_per_round=max(config.critic.micro_batch_size, config.schedule.n_samples_per_prompt),
+            token_budget=config.round_tokens(config.critic),
             rank=context.rank,
             num_ranks=context.gang.num_ranks,
             timeout_s=config.tq.request_timeout_s,

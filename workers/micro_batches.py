@@ -5,6 +5,7 @@ its prompt is computed once, and one that does not is cut, which computes the pr
 
     budget 20, prompt 8, answers 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
 
+Under `tq.policy: token-budget` a round has no more tokens than a micro-batch may have; longer groups alone are cut.
 Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.
 """
 

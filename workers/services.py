@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from yaml import YAMLError
 
-from asyncflow.errors import NothingToLearn, RoleFailed
 from tq.batch import Column
 from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
@@ -47,7 +46,11 @@ class DatasetPrompts:
 
 
 def run_storage(context: WorkerContext) -> None:
-    """Serve one storage unit until the run is over."""
+    """Serve one storage unit until the run is over.
+
+    Raises:
+        RoleFailed: a thread of it died.
+    """
     serve_only()
     config = context.config.tq
     unit = StorageUnit(
@@ -58,7 +61,7 @@ def run_storage(context: WorkerContext) -> None:
         lineage=context.job.lineage,
     )
     context.report("serving")
-    context.exiting.wait()
+    unit.threads.wait(context.exiting)
     unit.close()
 
 
@@ -68,7 +71,7 @@ def run_controller(context: WorkerContext) -> None:
     Raises:
         ConfigError: the data are not those that the run began with.
         NothingToLearn: dynamic sampling finds too few prompts that teach something.
-        RoleFailed: a part of the service died.
+        RoleFailed: a thread of it died.
     """
     serve_only()
     config = context.config
@@ -95,11 +98,7 @@ def run_controller(context: WorkerContext) -> None:
         lineage=context.job.lineage,
     )
     context.report("serving")
-    while not context.stopping.wait(0.2):
-        if isinstance(service.failure, NothingToLearn):
-            raise service.failure
-        if service.failed.is_set():
-            raise RoleFailed(f"{context.gang.name}: {service.failure}") from service.failure
+    service.threads.wait(context.stopping)
     service.stop()
     context.exiting.wait()
     service.close()
@@ -139,7 +138,11 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
 
 
 def run_weights(context: WorkerContext) -> None:
-    """Serve this node's weight versions until the run is over."""
+    """Serve this node's weight versions until the run is over.
+
+    Raises:
+        RoleFailed: a thread of it died.
+    """
     serve_only()
     peers = [gang.name for gang in context.job.of_role(WEIGHTS) if gang.name != context.gang.name]
     config = context.config.weightsync
@@ -154,7 +157,7 @@ def run_weights(context: WorkerContext) -> None:
             write_weights=write_weights,
         )
     context.report("serving")
-    context.exiting.wait()
+    agent.threads.wait(context.exiting)
     if exporter is not None:
         exporter.close(context.config.launcher.stop_timeout_s)
     agent.close()

@@ -1,6 +1,7 @@
 """The calling side of a channel: many requests in flight, each with its own deadline."""
 
 import itertools
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from asyncflow.awake import awake_result
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import DeadlineExceeded, TransportError
+from asyncflow.errors import DeadlineExceeded, TransportError, one_line
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.reading_turns import ReadingTurns
 from asyncflow.transport.replies import Refused, refusal
+
+logger = logging.getLogger(__name__)
 
 Reply = tuple[Any, Tensor]
 
@@ -57,6 +60,7 @@ class Connection:
             stop: once set, an answer that did not come yet is not waited for.
 
         Raises:
+            PeerRefused: the service has as many clients as it takes.
             TransportError: the service does not answer within the deadline, or fails its proof.
         """
         self.service = service
@@ -175,6 +179,10 @@ class Connection:
                 self._settle(future, meta, payload)
         except TransportError as error:
             self._fail(str(error))
+            return False
+        except Exception as error:  # the boundary of a thread: whoever waits hears of it
+            logger.exception("channel to %s", self.service)
+            self._fail(one_line(error))
             return False
         return True
 

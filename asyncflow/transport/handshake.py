@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed as dist
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import DeadlineExceeded, TransportError
+from asyncflow.errors import DeadlineExceeded, PeerRefused, TransportError
 from asyncflow.transport.frame import UNREADABLE
 
 _NONCE_BYTES = 16
@@ -42,10 +42,11 @@ class Ask(msgspec.Struct):
 
 
 class Offer(msgspec.Struct):
-    """The server's challenge and its own proof."""
+    """The server's challenge and its own proof. `refusal`: why it takes no further client; its proof covers that."""
 
     nonce: bytes
     proof: bytes
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def ask_for_channel(
 
     Raises:
         DeadlineExceeded: no answer in time.
+        PeerRefused: the server takes no further client.
         TransportError: a stop, or the server does not know the secret.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
@@ -152,8 +154,11 @@ def ask_for_channel(
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
     except UNREADABLE as error:
         raise TransportError(f"{client}: {service} sent an offer that cannot be read") from error
-    if not hmac.compare_digest(offer.proof, prove(secret, "server", service, ask, offer.nonce)):
+    if not hmac.compare_digest(offer.proof, prove(secret, f"server{offer.refusal}", service, ask, offer.nonce)):
         raise TransportError(f"{client}: {service} does not know the job's secret")
+    if offer.refusal:
+        store.delete_key(f"{base}/offer")
+        raise PeerRefused(f"{client}: {offer.refusal}")
     answer = prove(secret, "client", service, ask, offer.nonce)
     try:
         store.set(f"{base}/answer", answer)  # type: ignore[arg-type]  # the stub lacks bytes
@@ -182,6 +187,13 @@ def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) 
     if not hmac.compare_digest(answer, prove(secret, "client", service, ask, nonce)):
         raise TransportError(f"{service}: {ask.client} does not know the job's secret")
     return _pair_key(secret, service, ask, nonce)
+
+
+def refuse_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask, reason: str) -> None:
+    """Tell a client at once that it gets no channel; it deletes the key."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    offer = Offer(nonce, prove(secret, f"server{reason}", service, ask, nonce), reason)
+    store.set(f"channel/{service}/{ask.channel_id}/offer", msgspec.msgpack.encode(offer))  # type: ignore[arg-type]
 
 
 def key_appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threading.Event) -> bool:

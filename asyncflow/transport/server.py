@@ -20,7 +20,7 @@ from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
-from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store
+from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.replies import refused
 
@@ -186,12 +186,13 @@ class ChannelServer:
 
     def _greet(self, ask: Ask) -> None:
         with self._lock:
-            if self._closed or self._greeting + len(self._channels) >= self._max_clients:
-                logger.warning(
-                    "%s: %s refused: closed, or %d clients already", self._service, ask.client, self._max_clients
-                )
+            if self._closed:
                 return
-            self._greeting += 1
+            full = self._greeting + len(self._channels) >= self._max_clients
+            self._greeting += not full
+        if full:
+            self._refuse_full(ask)
+            return
         try:
             channel = self._meet(ask)
         except (TransportError, dist.DistError) as error:
@@ -211,6 +212,15 @@ class ChannelServer:
                 self._serving = {each for each in self._serving if each.is_alive()} | {thread}
         if closed:
             channel.goodbye()
+
+    def _refuse_full(self, ask: Ask) -> None:
+        reason = f"{self._service} is full: {self._max_clients} clients; raise max_clients (tq.max_clients of a run)"
+        logger.warning("%s: %s was refused", reason, ask.client)
+        try:
+            with self._credentials.borrowed_store() as store:
+                refuse_channel(store, self._credentials.secret, self._service, ask, reason)
+        except (TransportError, dist.DistError) as error:
+            logger.warning("%s", error)
 
     def _meet(self, ask: Ask) -> Channel:
         with self._credentials.borrowed_store() as store:

@@ -47,7 +47,7 @@ def controller(port: int, pipe: Pipe, tasks: Sequence[TaskSpec], schedule: Sched
     )
     pipe.send("ready")
     pipe.recv()
-    failed = repr(service.failure)
+    failed = repr(service.threads.failure)
     service.close()
     pipe.send(failed)
 

@@ -260,14 +260,34 @@ def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Creden
     try:
         first = Connection(credentials, "here", "first", Pong)
         first.call(Ping("hello"), timeout_s=10)
-        with pytest.raises(TransportError, match="did not answer"):
-            Connection(Credentials(credentials.store, SECRET, 0.5), "here", "second", Pong)
+        before = set(credentials.store.list_keys())
+        with pytest.raises(PeerRefused, match="second: here is full: 1 clients; raise max_clients"):
+            Connection(credentials, "here", "second", Pong)
+        assert set(credentials.store.list_keys()) == before
         serving = next(thread for _, thread in server._channels.values())
         first.close()
         serving.join(10)
         Connection(credentials, "here", "third", Pong).close()
     finally:
         server.close()
+
+
+def test_error_that_nobody_expects_fails_the_channel_and_whoever_waits(
+    server: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = connect()
+    asked = [connection.submit(Ping(str(k), answer=False)) for k in range(2)]
+
+    def broken(*_: Any) -> None:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(connection._channel, "receive", broken)
+    with pytest.raises(TransportError, match="channel to echo: KeyError: 'nobody thought of this'"):
+        connection.call(Ping("hello"), timeout_s=30)
+    for future in asked:
+        with pytest.raises(TransportError, match="nobody thought of this"):
+            future.result(30)
+    assert connection.wait_closed(30)
 
 
 def test_no_keys_stay_in_the_store_after_the_first_answer(store: TCPStore, credentials: Credentials) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import threading
@@ -16,7 +17,15 @@ import torch
 from peers import sleeper
 
 import tq
-from asyncflow.errors import ConfigError, QueueFull, RowsExist, Superseded
+from asyncflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerRefused,
+    QueueFull,
+    RowsExist,
+    Superseded,
+    TransportError,
+)
 from asyncflow.transport.connection import Connection
 from tq.address import QueueAddress
 from tq.messages import (
@@ -291,6 +300,39 @@ def test_cleared_partition_begins_anew_though_a_controller_was_away() -> None:
         assert [list(take(client, task, 2).rows) for task in ("score", "train")] == [list(rows)] * 2
 
 
+def test_client_of_a_full_service_hears_what_to_raise_at_once() -> None:
+    few = FAST.model_copy(update={"max_clients": 4})
+    refused = pytest.raises(PeerRefused, match="controller-0 is full: 4 clients; raise max_clients")
+    with tq.start({"train": ["prompt"]}, num_units=1, config=few) as queue, refused:
+        for k in range(5):
+            queue.client(f"client {k}").stats()
+
+
+def test_service_that_cannot_be_started_again_is_named(tmp_path: Path) -> None:
+    logs = tmp_path / "made" / "logs"
+    impatient = FAST.model_copy(update={"request_timeout_s": 5})
+    with tq.start({"train": ["prompt"]}, num_units=1, config=impatient, log_dir=logs) as queue:
+        client = queue.client("me")
+        client.put_rows(prompts("a"))
+        assert "storage-0: registered with controller-0" in (logs / "storage-0.log").read_text()
+        shutil.rmtree(logs)
+        os.kill(queue.pids()["storage-0"], signal.SIGKILL)
+        refusals: list[str] = []
+
+        def is_refused() -> bool:
+            try:
+                queue.client("late").close()
+            except TransportError as error:
+                refusals.append(str(error))
+            return bool(refusals)
+
+        wait_for(is_refused, "refusal")
+        assert "keep-storage-0 died: storage-0 failed 3 times in a row, the last time it could not" in refusals[0]
+        with pytest.raises(TransportError) as refused:
+            client.put_rows(prompts("c"), timeout_s=10 * DEADLINE_S)
+        assert not isinstance(refused.value, DeadlineExceeded), "nobody waits for what does not come back"
+
+
 def test_a_unit_may_be_added_while_the_queue_runs() -> None:
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
         client = queue.client("me")
@@ -386,8 +428,8 @@ def _keep_putting(client: tq.QueueClient, stop: threading.Event) -> None:
         ({"score": ["prompt"]}, {"num_units": "2"}, "num_storage_units is '2'; give a whole number"),
         ({"score": ["prompt"]}, {"num_units": 1.5}, r"num_storage_units is 1\.5"),
         ({"score": ["prompt"]}, {"config": {}}, "config is a dict"),
-        ({"score": ["prompt"]}, {"log_dir": Path("/nowhere")}, "/nowhere"),
-        ({"score": ["prompt"]}, {"log_dir": "/nowhere"}, "/nowhere"),
+        ({"score": ["prompt"]}, {"log_dir": Path("/proc/nowhere")}, "log_dir /proc/nowhere cannot be made"),
+        ({"score": ["prompt"]}, {"log_dir": "/proc/version"}, r"log_dir /proc/version cannot be made \(File exists\)"),
         (None, {}, "tasks are a NoneType"),
         (["score"], {}, "tasks are a list"),
         ({"score": None}, {}, "task score: the inputs are a list of columns, not None"),

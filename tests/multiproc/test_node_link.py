@@ -184,6 +184,26 @@ def test_node_0_without_signs_of_life_is_lost(run: Run) -> None:
     assert until(link.lost, "node 0 is lost") == "it gives no sign of life"
 
 
+def test_launcher_whose_thread_for_orders_dies_counts_node_0_as_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, _ = joined(run)
+    monkeypatch.setattr(link._orders, "open", boom)
+    run.head.hosts()[1].kill("ref-0")
+    assert until(link.lost, "node 0 is lost") == "a thread died: KeyError: 'nobody thought of this'"
+
+
+def test_node_0_whose_thread_for_events_dies_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, _ = joined(run)
+    monkeypatch.setattr(run.head, "_note", boom)
+    link.send(StopAsked(1))
+    assert run.head.threads.failed.wait(DEADLINE_S)
+    with pytest.raises(RoleFailed, match="node 0's launcher: thread node-events died: KeyError"):
+        run.head.threads.check()
+
+
+def boom(*_: Any) -> None:
+    raise KeyError("nobody thought of this")
+
+
 def test_gone_job_store_is_noticed_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     link, _ = joined(run)

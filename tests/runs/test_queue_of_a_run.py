@@ -55,6 +55,17 @@ def test_status_of_a_live_run_with_two_controllers(tmp_path: Path) -> None:
     command.check_ledger(run_dir, groups_per_step=8, last=command.last_step(run_dir))
 
 
+def test_rounds_under_a_token_budget_keep_to_it(tmp_path: Path) -> None:
+    """A prompt has four tokens and each of its 16 answers one or more, so two groups never fit together."""
+    budget = ("--set", "tq.policy=token-budget", "--set", "actor.max_tokens_per_micro_batch=150")
+    done = command.run("--run-dir", "run", "--steps", "2", *SMALL, *budget, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    command.check_ledger(tmp_path / "run", groups_per_step=8, last=2)
+    spans = command.lines(tmp_path / "run" / "timeline" / "actor-0.jsonl")
+    rounds = [span["rows"] for span in spans if span.get("name") == "compute_advantages_and_returns"]
+    assert rounds == [16] * 16, "rounds of four groups (actor.micro_batch_size) would be too long"
+
+
 def test_rows_kept_for_a_checkpoint_ask_for_one_and_leave_with_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     keep = ("--set", "tq.retain_until_checkpoint=true", "--set", "tq.spill_after_bytes=20000")

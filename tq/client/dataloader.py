@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncflow.errors import ConfigError, PeerRefused, TransportError
+from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
 from tq.balance import split_by_tokens, split_evenly
 from tq.batch import Column, PackedBatch
 from tq.client.patience import Patience
@@ -129,6 +129,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._read_to_end = True
         self._tokens: dict[int, int] = {}
         self._held: list[Granted] = []
+        self._owes_put = False
         self._to_ack: deque[Granted] = deque()
         self._acks: ThreadPoolExecutor | None = None
         self._settling: Future[None] | None = None
@@ -213,15 +214,31 @@ class StreamingDataLoader(IterableDataset[Rows]):
             columns: outputs, in the order of the round's rows; none for an empty round.
 
         Raises:
-            Superseded, TransportError: see `QueueClient.put`.
+            Superseded: the rows are somebody else's by now; drop the work and go on.
+            ConfigError, TransportError: see `QueueClient.put`. Put again: until then nothing else works, since the
+                rows would stay leased, or be acked without their outputs.
         """
         granted = self._held[-1]
-        if granted.rows and self._client is not None:
-            self._client.put(self._request.task, granted, granted.rows, columns)
+        lost: Superseded | None = None
+        self._owes_put = True
+        try:
+            if granted.rows and self._client is not None:
+                self._client.put(self._request.task, granted, granted.rows, columns)
+        except Superseded as error:
+            lost = error
+        self._owes_put = False
         self._held.pop()
+        if lost is not None:
+            raise lost
 
     def ack(self) -> None:
-        """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again."""
+        """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
+
+        Raises:
+            Superseded: some of them are somebody else's by now, so they were trained for nothing. Not raised again.
+            TransportError: some are still to be acked.
+            ConfigError: the last round's outputs could not be put.
+        """
         self.ack_soon()
         settling, self._settling = self._settling, None
         assert settling is not None
@@ -231,8 +248,9 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """As `ack`, in a thread of its own; whoever needs to know that it is done calls `ack`.
 
         Raises:
-            TransportError: an earlier one failed; its rows are still to be acked, the next call tries them again.
+            AsyncFlowError: an earlier one failed, see `ack`; this call did nothing, the next one goes on.
         """
+        self._refuse_owed_put()
         before, self._settling = self._settling, None
         if before is not None and before.done():
             before.result()
@@ -300,6 +318,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         if self._read_to_end and not self.next_partition():
             return
         while True:
+            self._refuse_owed_put()
             item = next(self._ahead, None) if self._ahead is not None else None
             if not isinstance(item, tuple):
                 self._read_to_end = item is not None and item.reason is NoRowsReason.PARTITION_DONE
@@ -310,16 +329,25 @@ class StreamingDataLoader(IterableDataset[Rows]):
                 kept.append(item)
             yield item
 
+    def _refuse_owed_put(self) -> None:
+        if self._owes_put:
+            num_rows = len(self._held[-1].rows)
+            raise ConfigError(f"{self._name}: outputs of {num_rows} rows could not be put; put them again")
+
     def _yielded(self, granted: Granted, batch: PackedBatch) -> Rows:
         self.round_rows, self.round_partition = granted.round_rows, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch, batch.indices
 
     def _settle_all(self) -> None:
-        """In the thread of acks: oldest first; one that fails stays."""
+        """In the thread of acks: oldest first; one that fails stays, unless it can never succeed."""
         while self._to_ack:
-            if self._client is not None:
-                self._settle(self._client, self._to_ack[0])
+            try:
+                if self._client is not None:
+                    self._settle(self._client, self._to_ack[0])
+            except Superseded:
+                self._to_ack.popleft()
+                raise
             self._to_ack.popleft()
 
     def _settle(self, client: QueueClient, granted: Granted) -> None:

@@ -13,8 +13,10 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from asyncflow.errors import AsyncFlowError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
@@ -134,8 +136,7 @@ class ControllerService:
             lineage: of the queue: nothing of an earlier one counts.
             saved: finished samples that admission, on the lead, may put instead of prompts.
         """
-        self.failure: Exception | None = None
-        self.failed = threading.Event()
+        self.threads = ServiceThreads(name)
         self._name = name
         self._config = config
         self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
@@ -146,7 +147,7 @@ class ControllerService:
         self._recovered = starts > 1
         self._memory = Memory(self._durable, version=version)
         self._lock = threading.Lock()
-        self._timers = Timers(name, failed=self._fail)
+        self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._calls = KeptCalls(self._timers, lambda request: self._apply(DeadlinePassed(request)))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
         self._sessions = Sessions()
@@ -177,7 +178,7 @@ class ControllerService:
         self._state.take_finished()  # durable already, as are these:
         self._state.lost_rows()
         self._orders = UnitOrders(
-            credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, failed=self._fail
+            credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, threads=self.threads
         )
         self._client = QueueClient(credentials, name, config=config, attempt=starts)
         self._questions = None
@@ -190,6 +191,7 @@ class ControllerService:
                 timeout_s=config.request_timeout_s,
                 losses=self._losses_to_tell,
                 heard=self._apply,
+                threads=self.threads,
             )
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
@@ -206,7 +208,7 @@ class ControllerService:
                 prompts,
                 num_units=config.num_storage_units,
                 save=self._memory.remember_admission,
-                failed=self._fail,
+                threads=self.threads,
                 saved=saved,
             )
         with credentials.borrowed_store() as store:
@@ -233,6 +235,7 @@ class ControllerService:
 
     def close(self) -> None:
         """Stop serving; idempotent."""
+        self.threads.close()
         with self._lock:
             self._closed = True
         if self._admitting is not None:
@@ -457,11 +460,6 @@ class ControllerService:
         if self._admitting is None or self._admitting.started or self._state.recovering:
             return
         self._admitting.start(self._state.known_rows() if self._recovered else None)
-
-    def _fail(self, error: Exception) -> None:
-        if not self._closed:
-            self.failure = error
-            self.failed.set()
 
     def _stats(self) -> QueueStats:
         now = time.monotonic()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from asyncflow.errors import TransportError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import DoneElsewhere
@@ -33,6 +34,7 @@ class LeadQuestions:
         timeout_s: float,
         losses: Callable[[], list[UnitLoss]],
         heard: Callable[[DoneElsewhere], None],
+        threads: ServiceThreads,
     ) -> None:
         """Start.
 
@@ -44,6 +46,7 @@ class LeadQuestions:
             timeout_s: deadline of one question.
             losses: returns the rows to tell of; called from the thread.
             heard: called from the thread with what the lead knows.
+            threads: the controller's.
         """
         self._channels = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._lead = lead
@@ -52,8 +55,7 @@ class LeadQuestions:
         self._losses = losses
         self._heard = heard
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ask-lead", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name="ask-lead")
 
     def close(self) -> None:
         """Stop; idempotent."""

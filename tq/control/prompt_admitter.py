@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from asyncflow.errors import RowsExist
+from asyncflow.service_threads import ServiceThreads
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
@@ -45,7 +46,7 @@ class PromptAdmitter:
         *,
         num_units: int,
         save: Callable[[AdmissionMark], None],
-        failed: Callable[[Exception], None],
+        threads: ServiceThreads,
         saved: SavedRows | None = None,
     ) -> None:
         """Args:
@@ -54,7 +55,7 @@ class PromptAdmitter:
         prompts: of the groups.
         num_units: a step is put in at least so many parts, so that it spreads.
         save: makes a mark durable; returns when it is.
-        failed: called when the thread cannot go on.
+        threads: the lead's.
         saved: finished samples of the checkpoint that the run goes on from.
         """
         self._state = state
@@ -62,16 +63,15 @@ class PromptAdmitter:
         self._prompts = prompts
         self._num_units = num_units
         self._save = save
-        self._failed = failed
+        self._threads = threads
         self._saved = saved
         self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
         self._refills = tuple(state.refills())
-        self._closed = False
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
         self.started = False
         """Whether `start` was called."""
-        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
     def admitted_groups(self) -> int:
@@ -94,7 +94,7 @@ class PromptAdmitter:
         if known_rows is not None:
             self._missing = self._state.missing(known_rows)
             self._reopened = list(self._state.untrained())
-        self._thread.start()
+        self._thread = self._threads.start(self._run, name="admission")
 
     def add(self, event: int | Lost | Quarantined) -> None:
         """A version was published, rows were lost, or a group needs a replacement."""
@@ -102,23 +102,17 @@ class PromptAdmitter:
 
     def close(self) -> None:
         """Stop; idempotent."""
-        self._closed = True
         self._events.put(None)
-        if self.started:
+        if self._thread is not None:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        try:
-            for step in self._reopened:  # the mark is durable before a step is opened
-                self._open(step)
-            self._put_again(self._missing)
-            self._admit()
-            while (event := self._events.get()) is not None:
-                self._handle(event)
-        except Exception as error:  # the boundary of a thread: without it the whole service is dead
-            if not self._closed:
-                logger.exception("admission failed")
-                self._failed(error)
+        for step in self._reopened:  # the mark is durable before a step is opened
+            self._open(step)
+        self._put_again(self._missing)
+        self._admit()
+        while (event := self._events.get()) is not None:
+            self._handle(event)
 
     def _handle(self, event: int | Lost | Quarantined) -> None:
         match event:

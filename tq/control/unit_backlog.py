@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.service_threads import ServiceThreads
 from tq.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -32,15 +33,17 @@ class _Entry:
 class UnitBacklog:
     """Owned by a `UnitOrders`."""
 
-    def __init__(self, unit: str, tell: Callable[[str, Message], None]) -> None:
+    def __init__(self, unit: str, tell: Callable[[str, Message], None], threads: ServiceThreads) -> None:
         """Start the thread.
 
         Args:
             unit: whom to tell.
             tell: tells a unit something and waits until it confirms; raises TransportError.
+            threads: the controller's.
         """
         self._unit = unit
         self._tell = tell
+        self._threads = threads
         self._changed = threading.Condition()
         self._entries: dict[_Entry, None] = {}
         self._fresh = False
@@ -88,8 +91,8 @@ class UnitBacklog:
 
     def _begin(self) -> None:
         """Have a new thread tell; an earlier one ends as soon as it can."""
-        self._thread = threading.Thread(target=self._run, name=f"orders-{self._unit}", daemon=True)
-        self._thread.start()
+        with self._changed:  # the new thread compares itself with what is stored here
+            self._thread = self._threads.start(self._run, name=f"orders-{self._unit}")
 
     @property
     def _over(self) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from asyncflow.errors import PeerRefused, Superseded
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
@@ -38,7 +39,7 @@ class UnitOrders:
         *,
         timeout_s: float,
         fenced: Callable[[Fenced], None],
-        failed: Callable[[Exception], None],
+        threads: ServiceThreads,
     ) -> None:
         """Tell nobody anything yet.
 
@@ -47,18 +48,17 @@ class UnitOrders:
             name: of the controller.
             timeout_s: deadline of one request.
             fenced: called from a thread when a fence holds at every unit that is up; the others are owed it.
-            failed: called when that thread cannot go on: no row of a void lease would ever come back.
+            threads: the controller's: without one of ours, rows of void leases would never come back.
         """
         self._links = ServiceChannels(credentials, name, Limits(), lambda *_: None)
         self._timeout_s = timeout_s
         self._fenced = fenced
-        self._failed = failed
+        self._threads = threads
         self._lock = threading.Lock()
         self._backlogs: dict[str, UnitBacklog] = {}
         self._closed = False
         self._holding: queue.SimpleQueue[Fenced | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._report, name="unit-orders", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._report, name="unit-orders")
 
     def add(self, order: Order) -> None:
         """Have it done soon: at each unit, after the orders that were added before."""
@@ -98,16 +98,12 @@ class UnitOrders:
 
     def _backlog(self, unit: str) -> UnitBacklog:
         if unit not in self._backlogs:
-            self._backlogs[unit] = UnitBacklog(unit, self._tell)
+            self._backlogs[unit] = UnitBacklog(unit, self._tell, self._threads)
         return self._backlogs[unit]
 
     def _report(self) -> None:
-        try:
-            while (fenced := self._holding.get()) is not None:
-                self._fenced(fenced)
-        except Exception as error:  # the boundary of a thread
-            logger.exception("fences are not reported any more")
-            self._failed(error)
+        while (fenced := self._holding.get()) is not None:
+            self._fenced(fenced)
 
     def _tell(self, unit: str, message: Message) -> None:
         connection = self._links.get(unit, UNIT_REPLIES)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, PutPending, Superseded, TransportError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -71,6 +72,7 @@ class ControllerLink:
         host: Host,
         lock: threading.Lock,
         timers: Timers,
+        threads: ServiceThreads,
         limits: Limits,
         timeout_s: float,
         counts_always: bool,
@@ -83,7 +85,7 @@ class ControllerLink:
             unit: who tells.
             host: the unit.
             lock: the unit's; guards this link too.
-            timers: of the unit.
+            timers, threads: of the unit.
             limits: of the channel.
             timeout_s: deadline of a registration.
             counts_always: changes wait for this controller even if it was never up.
@@ -106,11 +108,9 @@ class ControllerLink:
         self._counts_always = counts_always
         self._stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._keep_connected, name=f"link-{controller}", daemon=True),
-            threading.Thread(target=self._send, name=f"tell-{controller}", daemon=True),
+            threads.start(self._keep_connected, name=f"link-{controller}"),
+            threads.start(self._send, name=f"tell-{controller}"),
         ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def up(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.messages import Message, RegisterUnit, UnitAccepted
@@ -41,6 +42,7 @@ class ControllerLinks:
         holdings: Holdings,
         lock: threading.Lock,
         timers: Timers,
+        threads: ServiceThreads,
         limits: Limits,
         timeout_s: float,
     ) -> None:
@@ -57,6 +59,7 @@ class ControllerLinks:
                     host=self,
                     lock=lock,
                     timers=timers,
+                    threads=threads,
                     limits=limits,
                     timeout_s=timeout_s,
                     counts_always=controller == controllers[0],

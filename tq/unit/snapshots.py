@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from asyncflow.errors import AsyncFlowError, TransportError
+from asyncflow.errors import AsyncFlowError, TransportError, one_line
 from asyncflow.transport.server import Call
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.timers import Timers
@@ -124,8 +124,10 @@ class UnitSnapshots:
             call.reply(SnapshotWritten(files, len(cut.rows), num_bytes))
         except AsyncFlowError as error:
             call.refuse(error)
-        except (OSError, SafetensorError) as error:
-            call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {error}"))
+        except Exception as error:  # the boundary of a thread: the client waits for an answer
+            expected = isinstance(error, OSError | SafetensorError)
+            logger.warning("%s: a snapshot", self._name, exc_info=None if expected else error)
+            call.refuse(TransportError(f"{self._name}: {directory} cannot be written: {one_line(error)}"))
         finally:
             with self._lock:
                 self._state.books.unpin(cut.blocks)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
@@ -96,6 +97,7 @@ class StorageUnit:
             TransportError: the job store or the backend does not answer.
         """
         self.name = name
+        self.threads = ServiceThreads(name)
         self._closed = False
         self._timeout_s = config.request_timeout_s
         self._most_bytes = config.max_message_bytes
@@ -104,9 +106,9 @@ class StorageUnit:
         self._lock = lock = threading.Lock()
         self._state = state = UnitState(retain=config.retain_until_checkpoint, lineage=lineage)
         self._traffic = UnitTraffic()
-        self._timers = Timers(name)
+        self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         keep_bytes = config.spill_after_bytes
-        self._upkeep = UnitUpkeep(name, state, self._blocks, lock=lock, keep_bytes=keep_bytes)
+        self._upkeep = UnitUpkeep(name, state, self._blocks, self.threads, lock=lock, keep_bytes=keep_bytes)
         poke, holds = self._upkeep.poke, Holds()
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ControllerLinks(
@@ -116,6 +118,7 @@ class StorageUnit:
             holdings=self,
             lock=lock,
             timers=self._timers,
+            threads=self.threads,
             limits=limits,
             timeout_s=self._timeout_s,
         )
@@ -138,6 +141,7 @@ class StorageUnit:
             closed, self._closed = self._closed, True
         if closed:
             return
+        self.threads.close()
         self._server.close()
         self._links.close()
         self._snapshots.close()

@@ -7,6 +7,7 @@ import threading
 import time
 
 from asyncflow.errors import TransportError
+from asyncflow.service_threads import ServiceThreads
 from tq.unit.block import Block, BlockStore
 from tq.unit.state import UnitState
 
@@ -23,13 +24,20 @@ class UnitUpkeep:
     """Owned by a `StorageUnit`."""
 
     def __init__(
-        self, name: str, state: UnitState, blocks: BlockStore, *, lock: threading.Lock, keep_bytes: int
+        self,
+        name: str,
+        state: UnitState,
+        blocks: BlockStore,
+        threads: ServiceThreads,
+        *,
+        lock: threading.Lock,
+        keep_bytes: int,
     ) -> None:
         """Start the thread.
 
         Args:
             name: of the unit.
-            state, blocks: the unit's.
+            state, blocks, threads: the unit's.
             lock: guards `state`.
             keep_bytes: rows that wait for a checkpoint go to disk beyond this, if `blocks` has a place there.
         """
@@ -42,8 +50,7 @@ class UnitUpkeep:
         self._gone: list[Block] = []
         self._closed = threading.Event()
         self._spill_again_at = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"upkeep-{name}", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name="upkeep")
 
     def poke(self) -> None:
         """Something changed. Memory is given back at once, everything else soon."""

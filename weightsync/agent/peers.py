@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError, WeightSyncError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -70,14 +71,23 @@ _Event = PeerHas | Fetch | _PlanWanted | _Lost
 class PeerLink:
     """One other agent."""
 
-    def __init__(self, credentials: Credentials, name: str, peer: str, agent: Agent, *, limits: Limits) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        name: str,
+        peer: str,
+        agent: Agent,
+        threads: ServiceThreads,
+        *,
+        limits: Limits,
+    ) -> None:
         """Start connecting.
 
         Args:
             credentials: store and secret.
             name: of this agent.
             peer: of the other one.
-            agent: this one.
+            agent, threads: this one, and its threads.
             limits: of the channel.
         """
         self._credentials = credentials
@@ -88,8 +98,7 @@ class PeerLink:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._held: list[Held] = []
-        self._thread = threading.Thread(target=self._run, name=f"peer-{peer}", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name=f"peer-{peer}")
 
     def fetch(self, fetch: Fetch) -> None:
         """Get a bucket, after those before it."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, WeightSyncError
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
@@ -89,6 +90,7 @@ class WeightAgent:
             config: of the weight path.
             peers: names of the other nodes' agents.
         """
+        self.threads = ServiceThreads(name)
         self._name = name
         self._config = config
         self._lock = threading.Lock()
@@ -100,10 +102,9 @@ class WeightAgent:
         self._closing = threading.Event()
         limits = Limits(payload_bytes=max(2**31, 2 * config.bucket_bytes))
         with self._lock:  # a link that is quick waits until all are there
-            self._peers = {peer: PeerLink(credentials, name, peer, self, limits=limits) for peer in peers}
+            self._peers = {peer: PeerLink(credentials, name, peer, self, self.threads, limits=limits) for peer in peers}
         self._server = ChannelServer(credentials, name, Request, self, limits=limits)
-        self._timer = threading.Thread(target=self._tick, name="weights-timer", daemon=True)
-        self._timer.start()
+        self._timer = self.threads.start(self._tick, name="weights-timer")
 
     def status(self) -> AgentStatus:
         """Return what is there and who reads it."""
@@ -119,6 +120,7 @@ class WeightAgent:
 
     def close(self) -> None:
         """Leave everybody; idempotent. What receivers have mapped stays readable."""
+        self.threads.close()
         self._closing.set()
         for peer in self._peers.values():
             peer.close()

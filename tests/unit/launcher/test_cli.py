@@ -184,6 +184,24 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
             "schedule.fill: first_ready cannot be with algorithm.ref_update_interval 4: the step that trains a group",
         ),
         (["--set", "tq.policy=shortest"], "tq.policy: unknown policy 'shortest'"),
+        (
+            ["--set", "tq.policy=token-budget"],
+            "tq.policy: token-budget fills actor.max_tokens_per_micro_batch, which is 0; set that, or",
+        ),
+        (
+            [
+                *("--set", "schedule.max_staleness=2", "--set", "schedule.fill=first_ready"),
+                *("--set", "tq.policy=token-budget", "--set", "actor.max_tokens_per_micro_batch=64"),
+            ],
+            "tq.policy: token-budget cannot be with schedule.fill first_ready, whose steps are made of rounds of",
+        ),
+        (
+            [
+                *("--set", "schedule.mode=periodic", "--set", "deterministic=true"),
+                *("--set", "tq.policy=token-balanced(window=2)"),
+            ],
+            "tq.policy: token-balanced(window=2) cannot be with deterministic: true, since it chooses",
+        ),
         (["--set", "tq.num_controllers=0"], "tq.num_controllers: "),
         (["--set", "tq.backend.kind=redis"], "tq.backend: "),
         (["--run-dir", ""], "--run-dir: '' is no path"),

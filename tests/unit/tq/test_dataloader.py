@@ -24,9 +24,15 @@ ALONE = NoRows(NoRowsReason.DEADLINE, 0, "column y of 2 rows", producers_alive=F
 class CannedClient:
     """Answers fetches in order; then parks until closed. Errors in the list are raised."""
 
-    def __init__(self, *answers: Granted | NoRows | Exception, unreadable: Sequence[Exception] = ()) -> None:
+    def __init__(
+        self,
+        *answers: Granted | NoRows | Exception,
+        unreadable: Sequence[Exception] = (),
+        refusals: Sequence[Exception] = (),
+    ) -> None:
         self.answers = list(answers)
         self.unreadable = list(unreadable)
+        self.refusals = list(refusals)
         self.asked: list[FetchRound] = []
         self.acked: list[list[int]] = []
         self.forgotten: list[list[int]] = []
@@ -60,6 +66,8 @@ class CannedClient:
 
     def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         assert task == "train" and rows is granted.rows
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.written.append((granted.rows, columns["y"].values.tolist()))
 
     def forget(self, task: str, granted: Granted) -> None:
@@ -302,6 +310,56 @@ def test_ack_that_failed_is_told_and_tried_again(load: Load) -> None:
     assert client.acked == []
     loader.ack()
     assert client.acked == [[0], [1]]
+
+
+def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Load) -> None:
+    client = SlowAcks(lease(0), lease(1), lease(2), DONE, failures=[Superseded("row 0 is somebody else's")])
+    client.may_ack.set()
+    loader = load(client, last_partition=1)
+    list(loader)
+    with pytest.raises(Superseded, match="row 0"):
+        loader.ack()
+    loader.ack()
+    loader.ack()
+    assert client.acked == [[1], [2]]
+    assert loader.state_dict()["partition"] == 2
+
+
+def outputs(indices: Sequence[int]) -> dict[str, Column]:
+    return {"y": Column.of_scalars(torch.tensor(indices))}
+
+
+def test_round_whose_put_was_superseded_is_not_acked(load: Load) -> None:
+    client = CannedClient(lease(0), lease(1), DONE, refusals=[Superseded("row 0 is somebody else's")])
+    loader = load(client, last_partition=1)
+    rounds = iter(loader)
+    _, indices = next(rounds)
+    with pytest.raises(Superseded):
+        loader.put(outputs(indices))
+    _, indices = next(rounds)
+    loader.put(outputs(indices))
+    assert list(rounds) == []
+    loader.ack()
+    assert (client.written, client.acked) == ([([1], [1])], [])
+    assert loader.state_dict()["partition"] == 2
+
+
+@pytest.mark.parametrize("error", [TransportError("storage-0 is gone"), ConfigError("y has 2 rows")])
+def test_round_whose_put_failed_must_be_put_again_before_anything_else(load: Load, error: Exception) -> None:
+    client = CannedClient(lease(0), lease(1), DONE, refusals=[error])
+    loader = load(client, last_partition=1)
+    rounds = iter(loader)
+    _, indices = next(rounds)
+    with pytest.raises(type(error)):
+        loader.put(outputs(indices))
+    with pytest.raises(ConfigError, match="put them again"):
+        loader.ack()
+    with pytest.raises(ConfigError, match="put them again"):
+        next(iter(loader))
+    loader.put(outputs(indices))
+    assert [indices for _, indices in loader] == [(1,)]
+    loader.ack()
+    assert (client.written, client.acked) == ([([0], [0])], [[1]])
 
 
 def test_what_is_in_the_weights_is_acked_after_the_loader_was_closed_too(load: Load) -> None:

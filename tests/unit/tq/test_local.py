@@ -1,6 +1,5 @@
 """How the owner of a queue waits for its services, without any."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import TransportError
+from asyncflow.service_threads import ServiceThreads
 from tq import local
 from tq.local import LocalQueue
 
@@ -35,8 +35,8 @@ class Starter:
 @pytest.fixture(name="queue")
 def _queue(monkeypatch: pytest.MonkeyPatch) -> Any:
     queue: Any = object.__new__(LocalQueue)
-    queue._store, queue.address, queue._giving_up = None, Path("queue.json"), threading.Event()
-    queue._services = {"controller-0": SimpleNamespace(failure=""), "storage-0": SimpleNamespace(failure="")}
+    queue._store, queue.address, queue._keepers = None, Path("queue.json"), ServiceThreads("queue")
+    queue._services = {"controller-0": None, "storage-0": None}
     monkeypatch.setattr(local.Directory, "is_published", lambda store: True)
     monkeypatch.setattr(local, "_POLL_S", 0.0)
     return queue
@@ -61,8 +61,8 @@ def test_controller_that_never_answers_is_given_up_at_the_deadline(queue: Any, m
 
 def test_service_that_is_not_started_again_is_named_at_once(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        queue._services["storage-0"].failure = "storage-0 ended 3 times"
+        queue._keepers.fail("keep-storage-0", TransportError("storage-0 failed 3 times"))
 
     monkeypatch.setattr(local, "connect", lambda *_, **__: Starter(10**9, fail))
-    with pytest.raises(TransportError, match="storage-0 ended 3 times"):
+    with pytest.raises(TransportError, match="storage-0 failed 3 times"):
         queue.wait_until_up(10.0)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncflow.errors import RowsExist
+from asyncflow.service_threads import ServiceThreads
 from tq import Column
 from tq.config import Fill, ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
@@ -46,10 +47,6 @@ class Prompts:
         return {}
 
 
-def never(error: Exception) -> None:
-    raise AssertionError("admission failed") from error
-
-
 def run(mark: AdmissionMark, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
     """Start admission from a mark, and let it put everything."""
     return run_state(AdmissionState.from_mark(mark, SCHEDULE, last_step=last_step), known, last_step=last_step)
@@ -78,13 +75,14 @@ def run_state(
     exist: Collection[int] = (),
 ) -> FakeClient:
     client = FakeClient(last_step, exist)
+    threads = ServiceThreads("controller-0")
     admitter = PromptAdmitter(
         state,
         client,
         Prompts(),
         num_units=1,
         save=lambda mark: None,
-        failed=never,  # type: ignore[arg-type]
+        threads=threads,
         saved=saved,  # type: ignore[arg-type]
     )
     for event in events:
@@ -92,6 +90,7 @@ def run_state(
     admitter.start(known)
     assert client.quiet.wait(10)
     admitter.close()
+    threads.check()
     return client
 
 

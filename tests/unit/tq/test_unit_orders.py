@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.service_threads import ServiceThreads
 from tq.control import unit_backlog, unit_orders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
 from tq.control.unit_orders import UnitOrders
@@ -70,22 +71,19 @@ class FakeConnection:
         return self._units.submit(self._unit, message)
 
 
-def _never(error: Exception) -> None:
-    raise AssertionError("the thread that reports fences ended") from error
-
-
 class Bench:
     """Orders to fake units; `carry_out` waits until all of them were carried out."""
 
     def __init__(self) -> None:
         self.fenced: list[Fenced] = []
         self.reports: queue.SimpleQueue[Fenced] = queue.SimpleQueue()
+        self.threads = ServiceThreads("controller-0")
         self.orders = UnitOrders(
             None,  # type: ignore[arg-type]
             "controller-0",
             timeout_s=60,
             fenced=self.reports.put,
-            failed=_never,
+            threads=self.threads,
         )
         self.units: FakeUnits = self.orders._links  # type: ignore[assignment]
 
@@ -108,6 +106,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.orders.close()
+    bench.threads.check()
 
 
 def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order(bench: Bench) -> None:

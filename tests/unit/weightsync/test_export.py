@@ -282,6 +282,23 @@ def test_a_failed_write_leaves_the_former_export(
     assert names(tmp_path / "weights") == ["latest", "step_000001", "step_000003"]
 
 
+def test_an_error_that_nobody_expects_costs_one_export(
+    start: Start, server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(target: Path, shapes: Any, read: Any) -> None:
+        if not caplog.records:
+            raise ValueError("a tensor of an unknown kind")
+        write_weights(target, shapes, read)
+
+    feed, _ = start(write)
+    feed.newest = Version(0, 1)
+    wait_for_log(caplog, "weights of step 1: not exported")
+    assert "ValueError: a tensor of an unknown kind" in caplog.text
+    feed.newest = Version(0, 2)
+    assert told(server)[0] == "0.2"
+    assert names(tmp_path / "weights") == ["latest", "step_000002"]
+
+
 def test_a_directory_that_cannot_be_made_is_a_warning(
     start: Start, server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
