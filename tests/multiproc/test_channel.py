@@ -24,6 +24,7 @@ from asyncflow.transport.server import ChannelServer
 
 Start = Callable[..., Any]
 Connect = Callable[..., Connection]
+KEY = b"of a pair"
 
 
 @pytest.mark.gate
@@ -71,17 +72,19 @@ def test_wrong_secret_is_refused_while_others_are_served(
     server: Any, connect: Connect, credentials: Credentials
 ) -> None:
     good = connect()
-    with pytest.raises(TransportError, match="does not know the job's secret"):
-        connect("stranger", proof=Credentials(credentials.store, b"guess", 10))
+    with pytest.raises(TransportError, match="echo did not answer; is it running"):
+        connect("stranger", proof=Credentials(credentials.store, b"guess", 1.0))
     assert good.call(Ping("still here"), timeout_s=10)[0].text == "still here"
     assert connect("next").call(Ping("me too"), timeout_s=10)[0].text == "me too"
 
 
 def test_client_that_asks_and_vanishes_blocks_nobody(
-    server: Any, start: Start, store: TCPStore, connect: Connect
+    server: Any, start: Start, store: TCPStore, credentials: Credentials, connect: Connect
 ) -> None:
-    store.queue_push(ask_key("echo"), msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16)))
-    store.queue_push(ask_key("echo"), "not an ask")
+    ask = msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16))
+    credentials.own_store().queue_push(ask_key("echo"), ask)
+    for stranger in (ask, b"not an ask", b"close"):
+        store.queue_push(ask_key("echo"), stranger)
     vanishing = start(vanishing_client)
     assert vanishing.hear() == "asked"
     vanishing.end()
@@ -95,9 +98,9 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     start: Start, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, came: bool
 ) -> None:
     monkeypatch.setattr(channel, "_LEAST_MEETING", timedelta(seconds=0.2))
-    pair = pair_store(credentials.store, "early", "key")
+    pair = pair_store(credentials.own_store(), "early", KEY)
     if came:
-        early = start(early_server, "key")
+        early = start(early_server, KEY)
         deadline, pause = time.monotonic() + 20, threading.Event()
         while not pair.list_keys():
             assert time.monotonic() < deadline
@@ -107,7 +110,7 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
 
     def connect() -> None:
         with pytest.raises(TransportError) as caught:
-            Channel(pair, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
+            Channel(pair, KEY, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
         ended.append(str(caught.value))
 
     connecting = threading.Thread(target=connect, daemon=True)

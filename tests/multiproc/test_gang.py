@@ -16,6 +16,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
+from asyncflow.sealed_store import SealedStore
+from asyncflow.store_server import connect_store
 from launcher.stop_signals import SAME_PRESS_S
 
 HERE = Path(__file__).parent
@@ -52,12 +54,14 @@ class Launcher:
         self.collect()
         return {name: json.loads(store.get(f"status/{name}"))["pid"] for name in reported()}
 
-    def store(self) -> TCPStore:
-        """Connect to the job store."""
+    def store(self) -> SealedStore:
+        """Connect to the job store, as one of the job."""
+        return SealedStore(self.strangers_store(), bytes.fromhex(Job.load(self.run_dir).secret))
+
+    def strangers_store(self) -> TCPStore:
+        """Connect to the job store, as anybody can who reaches its port."""
         job = Job.load(self.run_dir)
-        return TCPStore(
-            job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
-        )
+        return connect_store(job.store_host, job.store_port, timedelta(seconds=30))
 
     def read_until(self, text: str) -> str:
         """Read lines of the output up to one that holds `text`; returns it."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from asyncflow.sealed_store import SealedStore
 from workers.context import WorkerContext
 
 
@@ -31,7 +32,7 @@ def test_rank_that_just_starts_again_has_not_waited_yet() -> None:
     gangs = [
         SimpleNamespace(name=name, role="rollout", num_ranks=1) for name in ("rollout-0", "rollout-1", "rollout-2")
     ]
-    context.job, context._store = SimpleNamespace(gangs=gangs), HashStore()
+    context.job, context._store = SimpleNamespace(gangs=gangs), SealedStore(HashStore(), b"secret")
     context._store.set("status/rollout-0/0", json.dumps({"state": "generating", "time": 2.0, "waiting_s": 1.5}))
     context._store.set("status/rollout-1/0", json.dumps({"state": "starting", "time": 3.0}))
     assert context.waiting_seconds() == {"rollout": [(2.0, 1.5)]}

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from asyncflow.errors import TransportError
+from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
 from tq.control.controller import ControllerService
@@ -51,7 +52,7 @@ def _store() -> CountingStore:
 
 def memory_in(store: CountingStore) -> Memory:
     credentials = Credentials(store, b"secret")  # type: ignore[arg-type]
-    credentials._idle.append(store)  # type: ignore[arg-type]
+    credentials._idle.append(SealedStore(store, b"secret"))
     return Memory(DurableMark(credentials, "controller-0"), version=0)
 
 
