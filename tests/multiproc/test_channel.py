@@ -14,6 +14,7 @@ from echo_peers import SECRET, Credentials, Echo, Ping, Pong, early_server, vani
 from torch.distributed import TCPStore
 
 from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.sealed_store import GlooStore
 from asyncflow.transport import channel
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
@@ -117,6 +118,46 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     connecting.start()
     connecting.join(10)
     assert ended == ["channel to early: the peer did not connect"]
+
+
+def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
+    server: Any, connect: Connect, store: TCPStore, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo would connect to it, and whoever listens there could pass everything on, and change it."""
+    wait, attacks = GlooStore.wait, []
+
+    def wait_while_it_is_changed(self: GlooStore, keys: list[str], timeout: timedelta) -> None:
+        wait(self, keys, timeout)
+        if keys == ["0/0"] and not attacks:
+            (key,) = (key for key in store.list_keys() if "/pair/" in key and key.endswith(keys[0]))
+            attacks.append(key)
+            genuine = store.get(key)
+            store.set(key, genuine[:-16] + bytes(16))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    monkeypatch.setattr(GlooStore, "wait", wait_while_it_is_changed)
+    with pytest.raises(TransportError, match="channel to echo: somebody else meets it .*channel/echo/pair/.*/0/0"):
+        connect("first")
+    assert len(attacks) == 1
+    assert connect("second").call(Ping("hello"), timeout_s=20)[0].text == "hello"
+
+
+def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: Credentials) -> None:
+    """Whoever got into a pair whose handshake he did not see."""
+    ended: dict[bool, str] = {}
+
+    def meet(is_server: bool, key: bytes) -> None:
+        pair = pair_store(credentials.own_store(), "here", KEY)
+        with pytest.raises(TransportError) as caught:
+            Channel(pair, key, is_server=is_server, peer="other", limits=Limits(), timeout_s=20.0)
+        ended[is_server] = str(caught.value)
+
+    ends = [threading.Thread(target=meet, args=arguments) for arguments in ((True, KEY), (False, b"a guess"))]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(40)
+    refusal = "channel to other: no proper hello (it does not know the job's secret)"
+    assert len(ended) == 2 and refusal in ended.values(), ended
 
 
 def test_oversized_message_ends_only_the_channel_that_carried_it(server: Any, connect: Connect) -> None:

@@ -398,9 +398,14 @@ def test_external_gang_is_waited_for(launch: Launch) -> None:
     assert not (launcher.run_dir / "logs" / "rollout" / "1.log").exists()
 
 
-def test_failure_of_an_external_gang_is_named(launch: Launch) -> None:
+def test_failure_of_an_external_gang_is_named_and_that_of_a_stranger_is_not_believed(launch: Launch) -> None:
     launcher = launch("obey_phase", external_gangs=["rollout-1"])
     launcher.wait_for_workers(4)
+    stranger = launcher.strangers_store()
+    for key, value in (("left/rollout-1/0", "error: all is lost"), ("done", "1"), ("warning/actor/0", "{}")):
+        stranger.set(key, value)
+    log = launcher.run_dir / "logs" / "launcher.log"
+    eventually(lambda: "'left/rollout-1/0' was not written by this job" in log.read_text(), "refusal", launcher)
     launcher.store().set("left/rollout-1/0", "error: OSError: no space")
     code, output = launcher.finish()
     assert code == 1

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore
 
-from asyncflow.errors import CheckpointError
+from asyncflow.errors import CheckpointError, SealBroken
 from asyncflow.sealed_store import SealedStore
 from workers.trainer_words import Kind, TrainerWords, Word
 
@@ -49,3 +49,14 @@ def test_reports_are_by_step() -> None:
     words = TrainerWords(SealedStore(HashStore(), b"secret"), lineage=0)
     words.report(2, {"critic_loss": 0.5})
     assert words.reported(2) == {"critic_loss": 0.5}
+
+
+def test_word_of_a_stranger_ends_who_hears_it() -> None:
+    store = HashStore()
+    words = TrainerWords(SealedStore(store, b"secret"), lineage=0)
+    store.set("critic/0/word/0", '["save", 3]')
+    store.set("critic/0/begun/3", "true")
+    with pytest.raises(SealBroken, match="'critic/0/word/0'"):
+        words.hear()
+    with pytest.raises(SealBroken, match="'critic/0/begun/3'"):
+        words.begun(3, timeout_s=1)
