@@ -120,6 +120,7 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     assert ended == ["channel to early: the peer did not connect"]
 
 
+@pytest.mark.gate
 def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
     server: Any, connect: Connect, store: TCPStore, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
     assert connect("second").call(Ping("hello"), timeout_s=20)[0].text == "hello"
 
 
+@pytest.mark.gate
 def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: Credentials) -> None:
     """Whoever got into a pair whose handshake he did not see."""
     ended: dict[bool, str] = {}

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 import tq
 from asyncflow.errors import SealBroken
@@ -18,15 +17,6 @@ from tq.messages import Granted
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
 DEADLINE_S = 60.0
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    paused = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.05)):
-        if condition():
-            return
-        paused.wait(0.05)
-    raise AssertionError(f"no {what}")
 
 
 def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> None:
@@ -41,7 +31,9 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
             for service in ("controller-0", "storage-0"):
                 stranger.queue_push(ask_key(service), item)
         log = tmp_path / "controller-0.log"
-        wait_for(lambda: log.read_text().count(ask_key("controller-0")) == 3, "refusal of asks")
+        wait_until(
+            lambda: log.read_text().count(ask_key("controller-0")) == 3, "refusal of asks", deadline_s=DEADLINE_S
+        )
         lease = queue.client("another").fetch("score", num_rows=1)
         assert isinstance(lease, Granted) and len(lease.rows) == 1
 
@@ -56,7 +48,7 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
             stranger.set(key, value)  # type: ignore[arg-type]  # the stub lacks bytes
             os.kill(queue.pids()["controller-0"], signal.SIGKILL)
             line = f"ERROR job store: what is in {key!r} was not written by this job"
-            wait_for(lambda line=line: line in log.read_text(), line)  # type: ignore[misc]
+            wait_until(lambda line=line: line in log.read_text(), line, deadline_s=DEADLINE_S)  # type: ignore[misc]
             if before is None:
                 stranger.delete_key(key)
             else:
