@@ -31,6 +31,12 @@ class TransportError(AsyncFlowError):
     """A channel to a named peer broke, timed out, or carried something that the protocol forbids."""
 
 
+class SealBroken(TransportError):
+    """What is in the job store under a key was not written by this job. Names the key."""
+
+    final = True
+
+
 class DeadlineExceeded(TransportError):
     """Somebody waited for somebody else for too long. Names both, what for, and how long (s)."""
 

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -120,7 +120,7 @@ class Gang:
             WorkerSpec(
                 role=spec.role,
                 local_world_size=len(self._ranks),
-                rdzv_handler=OneNodeRendezvous(f"{spec.name}/node{self._node}", self._attempt, self._store),
+                rdzv_handler=OneNodeRendezvous(self._store),
                 entrypoint=enter,
                 args=(self._entrypoint, str(self._run_dir), spec.name),
                 max_restarts=0,
@@ -248,13 +248,10 @@ class GangAgent(LocalElasticAgent):
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of the one agent that a gang has on a node: nobody to meet, a fresh store prefix per attempt."""
+    """Rendezvous of the one agent that a gang has on a node: nobody to meet, so a store in this process will do."""
 
-    def __init__(self, name: str, attempt: int, store: JobStoreClient) -> None:
-        self._name = name
-        self._attempt = attempt
+    def __init__(self, store: JobStoreClient) -> None:
         self._endpoint = RendezvousStoreInfo(store.host, store.port)
-        self._client: TCPStore = store.client()
 
     def get_backend(self) -> str:
         return "asyncflow"
@@ -264,8 +261,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        prefix = f"gang/{self._name}/attempt{self._attempt}"
-        return RendezvousInfo(PrefixStore(prefix, self._client), 0, 1, self._endpoint)
+        return RendezvousInfo(HashStore(), 0, 1, self._endpoint)
 
     def is_closed(self) -> bool:
         return False

@@ -103,11 +103,12 @@ def run_job(
             from launcher.status_writer import StatusWriter
 
             keep_torch_off_the_terminal()
-            store = open_store(place)
+            secret = secrets.token_hex(32)
+            store = open_store(place, secret)
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
-                secret=secrets.token_hex(32),
+                secret=secret,
                 launcher_pid=os.getpid(),
                 gangs=gangs,
                 lineage=lineage,

@@ -6,8 +6,10 @@
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
-    gang/NAME/nodeK/attemptN/...   the elastic agent's own keys
     launcher/...       between launchers of several nodes, see `launcher.node_head`
+
+Values are sealed (`asyncflow.sealed_store`), those between launchers in their own way. One that somebody else wrote is
+passed over, as if nothing had been said since the one before: all of these are told again or can do without.
 
 Imports torch, so it is imported after the config is accepted. One client per thread: a blocked call stalls all others
 on the same client.
@@ -22,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.job import GangSpec
 from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store, serve_store
 from launcher.progress import STARTING, Status
 from launcher.run_events import Phase
@@ -32,37 +35,42 @@ TIMEOUT = timedelta(seconds=60)
 class JobStoreClient:
     """Where the job store is, and a client of it; what a launcher on another node has."""
 
-    def __init__(self, host: str, port: int, client: TCPStore | None = None) -> None:
+    def __init__(self, host: str, port: int, secret: str, client: TCPStore | None = None) -> None:
         """Args:
         host, port: of the server.
+        secret: the job's (hex).
         client: to use; None: a new one.
         """
         self.host = host
         self.port = port
-        self._store = self.client() if client is None else client
+        self._store = SealedStore(self.client() if client is None else client, bytes.fromhex(secret))
 
     def client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
-        """Connect once more, for a thread of its own."""
+        """Connect once more, for a thread of its own; what it reads and writes is not sealed."""
         return connect_store(self.host, self.port, timeout)
 
     def left(self, gang: str, rank: int) -> str | None:
         """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
         key = f"left/{gang}/{rank}"
-        return bytes(self._store.get(key)).decode(errors="replace") if self._store.check([key]) else None
+        words = self._store.look([key]).get(key)
+        return None if words is None else words.decode(errors="replace")
 
 
 class JobStore(JobStoreClient):
     """The server and the main thread's client."""
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, secret: str, host: str = LOOPBACK, port: int = 0) -> None:
         """Serve at an address of this host.
+
+        Args:
+            secret: the job's (hex).
+            host, port: where; port 0: any free one.
 
         Raises:
             OSError: the port is taken.
         """
         server, port = serve_store(host, TIMEOUT, port)
-        super().__init__(host, port, server)
-        self._seen: list[str] = []
+        super().__init__(host, port, secret, server)
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -70,27 +78,22 @@ class JobStore(JobStoreClient):
 
     def is_done(self) -> bool:
         """Return whether the last step is trained and saved."""
-        return bool(self._store.check(["done"]))
+        return bool(self._store.look(["done"]))
 
     def forget(self, gang: GangSpec) -> None:
         """A gang starts again: what its ranks said before they ended counts no more."""
         for rank in range(gang.num_ranks):
             self._store.delete_key(f"left/{gang.name}/{rank}")
             status = {"state": STARTING, "time": time.time()}
-            # The key stays, because `multi_get` waits for absent ones.
             self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
 
     def warning(self, gang: str, rank: int) -> str:
         """Return the trouble that a rank told of last and that is not over; "" when there is none."""
         key = f"warning/{gang}/{rank}"
-        return str(json.loads(self._store.get(key))["text"]) if self._store.check([key]) else ""
+        said = self._store.look([key]).get(key)
+        return "" if said is None else str(json.loads(said)["text"])
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
-        """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""
+        """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""
         keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
-        self._seen += [key for key in keys if key not in self._seen and self._store.check([key])]
-        wanted = [key for key in self._seen if key in keys]
-        if not wanted:
-            return {}
-        values = self._store.multi_get(wanted)
-        return {keys[key]: Status.from_json(json.loads(value)) for key, value in zip(wanted, values, strict=True)}
+        return {keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.look(list(keys)).items()}

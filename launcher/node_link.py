@@ -91,7 +91,7 @@ class HeadLink:
             token: names this try.
         """
         self.job = job
-        self.store = JobStoreClient(job.store_host, job.store_port)
+        self.store = JobStoreClient(job.store_host, job.store_port, job.secret)
         self.clock = job.clock
         self._token = token
         secret = bytes.fromhex(job.secret)

@@ -5,17 +5,17 @@ both and the receiver: it cannot be forged, changed, said twice or sent to someb
 missed.
 """
 
-import hashlib
-import hmac
 from typing import Any
 
 import msgspec
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
+from asyncflow.mac import Mac
 from asyncflow.transport.frame import UNREADABLE
 
 _MOST_BYTES = 2**20
+_PURPOSE = "launchers"
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -32,7 +32,7 @@ class Sealer:
     """One sender's messages to one receiver. The caller keeps their order."""
 
     def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
-        self._secret = secret
+        self._mac = Mac(secret, _PURPOSE)
         self._sender = sender
         self._receiver = receiver
         self._number = 0
@@ -41,7 +41,7 @@ class Sealer:
         """Return the next message as bytes; None: it has no content."""
         self._number += 1
         body = b"" if message is None else _ENCODER.encode(message)
-        proof = _prove(self._secret, self._sender, self._receiver, self._number, body)
+        proof = self._mac.of(*_fields(self._sender, self._receiver, self._number, body))
         return _ENCODER.encode(Envelope(self._sender, self._number, proof, body))
 
 
@@ -49,7 +49,7 @@ class Opener:
     """Messages of one sender to one receiver."""
 
     def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
-        self._secret = secret
+        self._mac = Mac(secret, _PURPOSE)
         self._sender = sender
         self._receiver = receiver
         self.number = 0
@@ -76,8 +76,8 @@ class Opener:
         return self.number
 
     def _is_genuine(self, envelope: Envelope) -> bool:
-        proof = _prove(self._secret, self._sender, self._receiver, envelope.number, envelope.body)
-        return envelope.sender == self._sender and hmac.compare_digest(proof, envelope.proof)
+        fields = _fields(self._sender, self._receiver, envelope.number, envelope.body)
+        return envelope.sender == self._sender and self._mac.proves(envelope.proof, *fields)
 
 
 def read_envelope(data: bytes) -> Envelope | None:
@@ -102,7 +102,5 @@ def read_body(body: bytes, messages: Any) -> Any:
         raise TransportError(f"a launcher's message cannot be read ({error}); do all nodes run one version?") from error
 
 
-def _prove(secret: bytes, sender: str, receiver: str, number: int, body: bytes) -> bytes:
-    fields = [b"launcher", sender.encode(), receiver.encode(), number.to_bytes(8, "little"), body]
-    message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-    return hmac.new(secret, message, hashlib.sha256).digest()
+def _fields(sender: str, receiver: str, number: int, body: bytes) -> tuple[bytes, ...]:
+    return sender.encode(), receiver.encode(), number.to_bytes(8, "little"), body

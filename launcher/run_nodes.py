@@ -23,15 +23,15 @@ from launcher.placement import HEAD
 from launcher.run_events import RESUMABLE, Event, Finish
 
 
-def open_store(place: NodePlace) -> JobStore:
-    """Start the job store: on loopback for one node, else where the others reach it.
+def open_store(place: NodePlace, secret: str) -> JobStore:
+    """Start the job store, of a job with this secret (hex): on loopback for one node, else where the others reach it.
 
     Raises:
         ConfigError: it cannot listen there.
     """
     host = LOOPBACK if place.count == 1 else address_to_listen_on(place.head_host, place.hints)
     try:
-        return JobStore(host, place.head_port)
+        return JobStore(secret, host, place.head_port)
     except OSError as error:
         raise ConfigError(
             f"--head: cannot listen at {host}:{place.head_port} ({error.strerror}); choose another port, or none"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
+from asyncflow.sealed_store import SealedStore
 
 _KEY = "tq/directory"
 _NEXT_ROW = "tq/next_row"
@@ -44,21 +45,21 @@ class Directory:
         """Return the tasks of one controller."""
         return tuple(task for task in self.tasks if self.controller_of(task) == controller)
 
-    def publish(self, store: dist.Store) -> None:
+    def publish(self, store: SealedStore) -> None:
         """Make it known; every controller may do so, all write the same."""
-        store.set(_KEY, msgspec.msgpack.encode(self))  # type: ignore[arg-type]  # the stub lacks bytes
+        store.set(_KEY, msgspec.msgpack.encode(self))
 
     @staticmethod
-    def is_published(store: dist.Store) -> bool:
+    def is_published(store: SealedStore) -> bool:
         """Whether a controller has made it known."""
-        return bool(store.check([_KEY]))
+        return store.check([_KEY])
 
     @staticmethod
-    def read(store: dist.Store) -> "Directory":
+    def read(store: SealedStore) -> "Directory":
         """Wait for it.
 
         Raises:
-            TransportError: nobody published it within the store's timeout.
+            TransportError: nobody published it within the store's timeout, or somebody else did.
         """
         try:
             return msgpack_decoder(Directory).decode(store.get(_KEY))
@@ -66,17 +67,17 @@ class Directory:
             raise TransportError("the queue's directory is not in the job store; is a controller running?") from error
 
 
-def allocate_rows(store: dist.Store, number: int) -> range:
+def allocate_rows(store: SealedStore, number: int) -> range:
     """Return global row indices that nobody else has or will have (queues without admission)."""
-    end = int(store.add(_NEXT_ROW, number))
+    end = store.add(_NEXT_ROW, number)
     return range(end - number, end)
 
 
-def reserve_rows(store: dist.Store, beyond: int) -> int:
+def reserve_rows(store: SealedStore, beyond: int) -> int:
     """Let no later `allocate_rows` return a row up to `beyond`; returns where it goes on.
 
     Two callers at once may leave more out than they need. Rows from 2**61 on are left alone: no counter gets there.
     """
-    end = int(store.add(_NEXT_ROW, 0))
+    end = store.add(_NEXT_ROW, 0)
     missing = min(beyond + 1, _MOST_COUNTED) - end
-    return int(store.add(_NEXT_ROW, missing)) if missing > 0 else end
+    return store.add(_NEXT_ROW, missing) if missing > 0 else end

@@ -26,6 +26,7 @@ from types import TracebackType
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import SealedStore
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.store_server import serve_store
 from tq.address import QueueAddress
@@ -78,10 +79,12 @@ class LocalQueue:
         if log_dir is not None:
             _make_directory(Path(log_dir))
         self._directory = tempfile.TemporaryDirectory(prefix="tq-")
-        self._store, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
+        server, port = serve_store(LOOPBACK, timedelta(seconds=config.request_timeout_s))
         self.address = Path(self._directory.name) / "queue.json"
         """What another process needs to `tq.connect`; readable by this user only."""
-        QueueAddress(LOOPBACK, port, secrets.token_bytes(32), config, declared).save(self.address)
+        secret = secrets.token_bytes(32)
+        self._store = SealedStore(server, secret)
+        QueueAddress(LOOPBACK, port, secret, config, declared).save(self.address)
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._keepers = ServiceThreads("queue")
         self._services: dict[str, _Service] = {}

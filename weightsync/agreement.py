@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import msgspec
-from torch.distributed import PrefixStore, Store
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import PlanError, WeightsLate
+from asyncflow.sealed_store import SealedStore
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
 
@@ -16,7 +16,14 @@ class _Published(msgspec.Struct):
 
 
 def agree_on_plan(
-    store: Store, epoch: str, rank: int, held: Sequence[ShardSpec], *, num_ranks: int, bucket_bytes: int, dtype: str
+    store: SealedStore,
+    epoch: str,
+    rank: int,
+    held: Sequence[ShardSpec],
+    *,
+    num_ranks: int,
+    bucket_bytes: int,
+    dtype: str,
 ) -> TransferPlan:
     """Publish what this rank holds; every rank returns the same plan.
 
@@ -31,8 +38,8 @@ def agree_on_plan(
         WeightsLate: a rank did not publish in time.
         PlanError: see `plan_transfer`; on every rank.
     """
-    keys = PrefixStore(f"weights/plan/{epoch}", store)
-    keys.set(f"held/{rank}", msgspec.msgpack.encode(list(held)))  # type: ignore[arg-type]  # the stub lacks bytes
+    keys = store.under(f"weights/plan/{epoch}")
+    keys.set(f"held/{rank}", msgspec.msgpack.encode(list(held)))
     if rank == 0:
         everybody = [
             msgpack_decoder(list[ShardSpec]).decode(
@@ -44,14 +51,14 @@ def agree_on_plan(
             published = _Published(plan_transfer(everybody, bucket_bytes=bucket_bytes, dtype=dtype), "")
         except PlanError as error:
             published = _Published(None, str(error))
-        keys.set("plan", msgspec.msgpack.encode(published))  # type: ignore[arg-type]  # the stub lacks bytes
+        keys.set("plan", msgspec.msgpack.encode(published))
     agreed = msgpack_decoder(_Published).decode(wait_for_key(keys, "plan", "trainer rank 0", "the plan"))
     if agreed.plan is None:
         raise PlanError(agreed.error)
     return agreed.plan
 
 
-def wait_for_key(store: Store, key: str, who: str, what: str) -> bytes:
+def wait_for_key(store: SealedStore, key: str, who: str, what: str) -> bytes:
     """Return a key's value once it is there.
 
     Args:
@@ -64,5 +71,5 @@ def wait_for_key(store: Store, key: str, who: str, what: str) -> bytes:
     try:
         return store.get(key)
     except RuntimeError as error:
-        within = f"{store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
+        within = f"{store.timeout.total_seconds():g} s"
         raise WeightsLate(f"weights: {who} did not say {what} within {within}") from error

@@ -81,7 +81,7 @@ class Broadcaster:
         self._timeout_s = timeout_s
         self._senders = senders_of(plan)
         self._buckets = plan.of_sender(rank)
-        self._store = credentials.own_store(min(timeout_s, STALL_S))
+        self._store = credentials.group_store(min(timeout_s, STALL_S))
         self._keys = credentials.own_store(timeout_s)
         self._connection: Connection | None = None
         self._group: ProcessGroup | None = None
@@ -176,7 +176,7 @@ class Broadcaster:
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
-        self._keys.set(key, msgspec.msgpack.encode(shared))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._keys.set(key, msgspec.msgpack.encode(shared))
         self._keys.delete_key(self._key(self._number - 2))  # everybody has read that one: steps are collective
         return transfer
 

@@ -116,7 +116,7 @@ class Actor:
         self._say(Word(Kind.END))
 
     def _new_words(self) -> TrainerWords:
-        return TrainerWords(self._context.new_store(), lineage=self._context.job.lineage)
+        return TrainerWords(self._context.sealed_store(), lineage=self._context.job.lineage)
 
     def close(self) -> None:
         """Leave queue and weight groups."""
@@ -235,9 +235,9 @@ class Actor:
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
-            critic_begins=lambda work: words.give_place(step, str(work)) if words is not None else None,
+            critic_begins=lambda: words.tell_begun(step, begun=True) if words is not None else None,
             critic_files=lambda: words.files(step, timeout_s=timeout_s) if words is not None else {},
-            failed=lambda: words.give_place(step, "") if words is not None else None,
+            failed=lambda: words.tell_begun(step, begun=False) if words is not None else None,
             saved=saved,
         )
 

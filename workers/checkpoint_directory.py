@@ -19,6 +19,7 @@ from workers.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
+_DIRECTORY = "checkpoints"
 _NAME = re.compile(r"step_(\d+)")
 _RESERVE_BYTES = 2**24
 """Left to others: metrics, ledger and logs are written meanwhile."""
@@ -27,6 +28,11 @@ _RESERVE_BYTES = 2**24
 def step_name(step: int) -> str:
     """Return the name of a step's checkpoint."""
     return f"step_{step:06d}"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Return where a run's complete checkpoint lies."""
+    return run_dir / _DIRECTORY / step_name(step)
 
 
 def beside(checkpoint: Path) -> Path:
@@ -60,13 +66,14 @@ class CheckpointDirectory:
         config: what is kept.
         restored_from: the checkpoint that the run went on from: processes that start again still read it.
         """
-        self._root = run_dir / "checkpoints"
+        self._run_dir = run_dir
+        self._root = run_dir / _DIRECTORY
         self._config = config
         self._restored_from = restored_from
 
     def path(self, step: int) -> Path:
         """Return where a complete checkpoint lies."""
-        return self._root / step_name(step)
+        return checkpoint_path(self._run_dir, step)
 
     def clean(self) -> None:
         """Remove what an interrupted save or removal left."""

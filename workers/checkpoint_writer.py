@@ -71,7 +71,7 @@ class Contents:
         export_hf: (target, saved state) -> writes the Hugging Face directory; None: there is none.
         snapshot: writes the queue's finished samples into a directory; None: they are not kept.
         reference: directory of weights that belongs to it, too.
-        critic_begins: is given the directory in which a critic in a role of its own writes its part.
+        critic_begins: tells a critic in a role of its own that it may write its part beside the checkpoint.
         critic_files: waits until it did; returns its files, with sizes and checksums.
         failed: is told that the save came to nothing.
         saved: is told when the checkpoint is in place.
@@ -81,7 +81,7 @@ class Contents:
     export_hf: Callable[[Path, Path], None] | None = None
     snapshot: Callable[[Path], object] | None = None
     reference: Path | None = None
-    critic_begins: Callable[[Path], None] = lambda _: None
+    critic_begins: Callable[[], None] = lambda: None
     critic_files: Callable[[], dict[str, tuple[int, str]]] = dict
     failed: Callable[[], None] = lambda: None
     saved: Callable[[], None] = lambda: None
@@ -139,7 +139,7 @@ class CheckpointWriter:
         """Make room, and take what does not wait: references are replaced, and what is trained leaves the queue."""
         work = beside(self._directory.path(step))
         self._directory.begin(step, num_bytes=num_bytes)
-        rest.critic_begins(work)
+        rest.critic_begins()
         if rest.reference is not None:
             shutil.copytree(rest.reference, work / REFERENCE, copy_function=_link_or_copy)
         if rest.snapshot is None:

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.network import choose_interfaces
+from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
@@ -78,7 +79,7 @@ class WorkerContext:
             make_deterministic(self.device)
         self._status = _Status()
         self._progress_at = time.monotonic()
-        self._store = self.new_store()
+        self._store = self.sealed_store()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
@@ -107,9 +108,13 @@ class WorkerContext:
         return self._clock.now() - self.job.started_at
 
     def new_store(self, timeout_s: float | None = None) -> TCPStore:
-        """Return a client of the job store; each thread that may block in it needs its own."""
+        """Return a client of the job store, for process groups of torch's; each thread that may block needs its own."""
         timeout = timedelta(seconds=timeout_s or self.config.launcher.start_timeout_s)
         return connect_store(self.job.store_host, self.job.store_port, timeout)
+
+    def sealed_store(self, timeout_s: float | None = None) -> SealedStore:
+        """Return a client of the job store for everything else."""
+        return SealedStore(self.new_store(timeout_s), bytes.fromhex(self.job.secret))
 
     def group_store(self) -> Store:
         """Return the store for this gang's own process group, new for every attempt: old addresses are never read."""
@@ -159,7 +164,7 @@ class WorkerContext:
 
     def said_first(self, key: str, value: str) -> str:
         """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
-        return bytes(self._store.compare_set(f"first/{key}", "", value)).decode()
+        return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:
         """Set another event, too, for as long as the run stops: whoever waits for it looks at `stopping` then."""
@@ -172,22 +177,21 @@ class WorkerContext:
     def waiting_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Return, per role, (unix time, seconds spent waiting so far) of every rank that reported since it started."""
         keys = [(gang.role, f"status/{gang.name}/{k}") for gang in self.job.gangs for k in range(gang.num_ranks)]
-        present = [(role, key) for role, key in keys if self._store.check([key])]
-        values = self._store.multi_get([key for _, key in present]) if present else []
+        said = self._store.look([key for _, key in keys])
         waiting: dict[str, list[tuple[float, float]]] = {}
-        for (role, _), value in zip(present, values, strict=True):
-            fields = json.loads(value)
+        for role, key in keys:
+            fields = json.loads(said.get(key, "{}"))
             if "waiting_s" in fields:  # else the launcher's word that it starts (again)
                 waiting.setdefault(role, []).append((fields["time"], fields["waiting_s"]))
         return waiting
 
     def _beat(self) -> None:
-        store = self.new_store(STORE_TIMEOUT_S)
+        store = self.sealed_store(STORE_TIMEOUT_S)
         try:
             while True:
                 self._say(store)
-                if store.check(["phase"]):
-                    self._obey(bytes(store.get("phase")).decode())
+                if phase := store.look(["phase"]):
+                    self._obey(phase["phase"].decode())
                 if self._closed.wait(HEARTBEAT_S):
                     return
         except RuntimeError:
@@ -195,7 +199,7 @@ class WorkerContext:
                 logger.error("%s: the job store is gone, so the launcher is; leaving", self.name)
                 os._exit(1)
 
-    def _say(self, store: TCPStore) -> None:
+    def _say(self, store: SealedStore) -> None:
         status = {
             **vars(self._status),
             "time": time.time(),

@@ -48,7 +48,9 @@ class Critic:
         engine = load_value_engine(config, device=context.device)
         self._outputs = task.outputs
         self._words = self._new_words()
-        self._saver = CriticSaver(engine, self._new_words, device=context.device, timeout_s=config.checkpoint.timeout_s)
+        self._saver = CriticSaver(
+            engine, self._new_words, context.run_dir, device=context.device, timeout_s=config.checkpoint.timeout_s
+        )
         if context.job.resume_from:
             self._saver.restore(Path(context.job.resume_from))
         self._columns = TaskChain(task.fused, context, critic=engine)
@@ -131,4 +133,4 @@ class Critic:
             self._words.report(record.step, record.critic_metrics())
 
     def _new_words(self) -> TrainerWords:
-        return TrainerWords(self._context.new_store(), lineage=self._context.job.lineage)
+        return TrainerWords(self._context.sealed_store(), lineage=self._context.job.lineage)

@@ -1,7 +1,7 @@
 """A critic's part of a checkpoint, where it has a role of its own; the actor's saver waits for it.
 
     training thread   save s heard -> begin(s): the copy begins -> before_update() -> update of step s + 1
-    saving thread     place of s -> shards, checksums -> files of s
+    saving thread     s has begun -> shards, checksums -> files of s
 
 One object per rank of the critic; all do the same. A failure is told to the actor, which then drops the whole save.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from workers.checkpoint_directory import beside, checkpoint_path
 from workers.checkpoint_files import CRITIC, describe
 from workers.engines.base import ValueEngine
 from workers.gather import gather
@@ -34,16 +35,24 @@ class CriticSaver:
     """Constructed, and called, by all ranks together."""
 
     def __init__(
-        self, engine: ValueEngine, words: Callable[[], TrainerWords], *, device: torch.device, timeout_s: float
+        self,
+        engine: ValueEngine,
+        words: Callable[[], TrainerWords],
+        run_dir: Path,
+        *,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
         """Args:
         engine: that is saved.
         words: makes the access of the saving thread.
+        run_dir: of the run.
         device: that holds the state.
         timeout_s: deadline of one save (s).
         """
         self._engine = engine
         self._words = words()
+        self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._copy = HostCopy(device)
@@ -118,10 +127,9 @@ class CriticSaver:
 
     def _shards(self, step: int, state: dict[str, Any]) -> dict[str, tuple[int, str]]:
         self._copy.wait()
-        place = self._words.place(step, timeout_s=self._timeout_s)
-        if not place:
+        if not self._words.begun(step, timeout_s=self._timeout_s):
             return {}
-        work = Path(place)
+        work = beside(checkpoint_path(self._run_dir, step))
         save_shards(state, work / CRITIC, group=self._group)
         own = describe(work, own_shards(work, CRITIC, dist.get_rank()))
         return {name: (entry.num_bytes, entry.xxh3) for name, entry in own.items()}

@@ -2,7 +2,7 @@
 
     actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank hears all of it
     critic rank 0   report 1 | report 2         | report 3                              figures, for the metrics
-    saving threads  place 2 -> the critic's shards are written there -> files 2
+    saving threads  begun 2 -> the critic's shards are written beside checkpoint 2 -> files 2
 
 A critic makes a step's first update when the actor committed to the step: all its rows are there, so nothing but a
 death, which takes both back, keeps the actor from finishing it. And since a `save` comes before the next `commit`, the
@@ -17,9 +17,10 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistStoreError
 
 from asyncflow.errors import CheckpointError
+from asyncflow.sealed_store import SealedStore
 
 _SLICE_S = 30.0
 """A store's wait is repeated so often: it has a deadline, and waiting for the other trainer has none here. Who does not
@@ -50,12 +51,12 @@ class Word:
 class TrainerWords:
     """One thread's access."""
 
-    def __init__(self, store: Store, *, lineage: int) -> None:
+    def __init__(self, store: SealedStore, *, lineage: int) -> None:
         """Args:
         store: a client of the job store that no other thread uses.
         lineage: of the run.
         """
-        self._keys = PrefixStore(f"critic/{lineage}", store)
+        self._keys = store.under(f"critic/{lineage}")
         self._next = 0
 
     def say(self, word: Word) -> None:
@@ -78,20 +79,18 @@ class TrainerWords:
         figures: dict[str, float] = self._wait(f"report/{step}")
         return figures
 
-    def give_place(self, step: int, directory: str) -> None:
-        """Say where the critic's part of a save goes; "": the save came to nothing."""
-        self._set(f"place/{step}", directory)
+    def tell_begun(self, step: int, *, begun: bool) -> None:
+        """Say whether the critic may write its part of a save, or the save came to nothing."""
+        self._set(f"begun/{step}", begun)
 
-    def place(self, step: int, *, timeout_s: float) -> str:
-        """Return what `give_place` says.
+    def begun(self, step: int, *, timeout_s: float) -> bool:
+        """Return what `tell_begun` says.
 
         Raises:
             CheckpointError: nothing within `timeout_s`.
         """
-        directory: str = self._wait(
-            f"place/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}"
-        )
-        return directory
+        begun: bool = self._wait(f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}")
+        return begun
 
     def give_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
         """Say what the critic wrote: path in the checkpoint -> size, checksum; or why it could not."""

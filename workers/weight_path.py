@@ -27,7 +27,7 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     """
     config, epoch = context.config.weightsync, f"{context.job.lineage}.{context.attempt}"
     plan = agree_on_plan(
-        context.new_store(),
+        context.sealed_store(),
         epoch,
         context.rank,
         describe(shards),

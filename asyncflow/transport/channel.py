@@ -5,7 +5,7 @@ timeout would kill the pair, so idle receives have none; deadlines are kept by w
 passed deadline means: drop the channel, open another.
 
     client                                server
-      |-- hello ------><------------ hello -|   who they are; each tries to map the other's memory
+      |-- hello ------><------------ hello -|   who they are, proved; each tries to map the other's memory
       |-- verdict ----><---------- verdict -|   whether it could
       |-- frame [body] [payload] ---------->|   any thread may send; body and payload may be in the frame,
       |<--------- frame [body] [payload] ---|   in shared memory, or follow; one thread per end receives
@@ -25,15 +25,14 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import DeadlineExceeded, TransportError
+from asyncflow.errors import DeadlineExceeded, SealBroken, TransportError
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK
+from asyncflow.sealed_store import GlooStore, SealedStore
 from asyncflow.transport.cuts import cut, cut_bytes, place
 from asyncflow.transport.frame import (
     FRAME_BYTES,
@@ -47,7 +46,7 @@ from asyncflow.transport.frame import (
     encode_frame,
     seal_frame,
 )
-from asyncflow.transport.hello import Hello, Verdict
+from asyncflow.transport.hello import Hello, Introductions, Verdict
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.pipes import Pipes
 from asyncflow.transport.posted import PostedFrames
@@ -113,18 +112,21 @@ def abort_gloo(group: dist.ProcessGroup) -> None:
 class Channel:
     """One end of a pair. Any thread may send; exactly one thread receives."""
 
-    def __init__(self, store: dist.Store, *, is_server: bool, peer: str, limits: Limits, timeout_s: float) -> None:
+    def __init__(
+        self, store: SealedStore, key: bytes, *, is_server: bool, peer: str, limits: Limits, timeout_s: float
+    ) -> None:
         """Connect; both ends must do so within the deadline.
 
         Args:
-            store: prefixed for this pair alone.
+            store: where the pair meets; for it alone.
+            key: the pair's, with which both ends prove themselves.
             is_server: takes rank 0.
             peer: the other end's name, for messages.
             limits: largest parts accepted, and whether memory is shared.
             timeout_s: deadline of the meeting (which has some seconds at least), and of the hellos.
 
         Raises:
-            TransportError: the peer did not come.
+            TransportError: the peer did not come, or somebody else did.
         """
         self.peer = peer
         self._limits = limits
@@ -138,13 +140,15 @@ class Channel:
         self._met = False
         self._sharing = Sharing(peer, limits)
         try:
-            self._group = gloo_group(store, 1 - self._other, 2, timeout=timedelta(seconds=timeout_s))
+            self._group = gloo_group(GlooStore(store), 1 - self._other, 2, timeout=timedelta(seconds=timeout_s))
             self._frames = PostedFrames(self._group, self._other, _FRAME_TAG, FRAME_BYTES)
             self._frames.post(_POSTED)
         except RuntimeError as error:
             raise TransportError(f"channel to {peer}: the peer did not connect") from error
+        except SealBroken as error:
+            raise TransportError(f"channel to {peer}: somebody else meets it ({error})") from error
         try:
-            self._meet(timeout_s)
+            self._meet(Introductions(key, is_server=is_server), timeout_s)
         except (TransportError, *UNREADABLE) as error:
             self.abort()
             raise TransportError(f"channel to {peer}: no proper hello ({error})") from error
@@ -252,13 +256,13 @@ class Channel:
         abort_gloo(self._group)
         self._sharing.end()
 
-    def _meet(self, timeout_s: float) -> None:
-        timeout = _timeout(timeout_s)
-        encode = msgspec.msgpack.encode
-        self._send(Frame(FrameKind.HELLO, body=encode(self._sharing.hello)), None, timeout_s)
-        verdict = self._sharing.judge(msgpack_decoder(Hello).decode(self._next_frame(timeout).body))
-        self._send(Frame(FrameKind.HELLO, body=encode(verdict)), None, timeout_s)
-        self._sharing.settle(msgpack_decoder(Verdict).decode(self._next_frame(timeout).body))
+    def _meet(self, introductions: Introductions, timeout_s: float) -> None:
+        """Prove who this end is; nothing is believed before the peer did."""
+        timeout, hello = _timeout(timeout_s), self._sharing.hello
+        self._send(Frame(FrameKind.HELLO, body=introductions.seal(hello)), None, timeout_s)
+        verdict = self._sharing.judge(introductions.open(self._next_frame(timeout).body, Hello))
+        self._send(Frame(FrameKind.HELLO, body=introductions.seal(verdict)), None, timeout_s)
+        self._sharing.settle(introductions.open(self._next_frame(timeout).body, Verdict))
         self._met = True
 
     def _send(self, frame: Frame, payload: Payload | None, timeout_s: float | None) -> None:

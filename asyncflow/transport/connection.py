@@ -72,7 +72,7 @@ class Connection:
             key = ask_for_channel(store, credentials.secret, service, client, timeout_s=wait_s, stop=stop)
             pair = pair_store(store, service, key)
             self._channel = Channel(
-                pair, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.meeting_s
+                pair, key, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.meeting_s
             )
         self._ids = itertools.count(1)
         self._lock = threading.Lock()

@@ -1,17 +1,17 @@
-"""Challenge-response before a channel exists: both ends prove that they know the job's secret.
+"""Challenge-response before a channel exists, and the key with which both ends prove themselves again inside it.
 
     client                         store                          server
       |- push ask(id, name, nonce_c) ->|                              |
       |                                |<- pop --- one thread each ---|
-      |                                |<- offer = nonce_s, HMAC("server", ...)
-      |<-------------------------------|                              |
-      |- answer = HMAC("client", ...) >|                              |
-      |                                |------------------------------> verify, only then the pair is built
+      |<------------------------- offer = nonce_s --------------------|
+      |- answer = nonce_s ------------>|------------------------------> it is the one, only then the pair is built
 
-The secret itself is never written to the store, to argv or to a log. Keys are deleted after use.
+All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and what he wrote down of one
+exchange is of no use in another, since both ends chose a nonce. From both the two derive the pair's key, which never
+leaves the processes: the first frames inside the pair are proved with it (`hello`), so whoever else got hold of its
+socket is found out. The secret is never written to the store, to argv or to a log. Keys are deleted after use.
 """
 
-import hashlib
 import hmac
 import secrets
 import threading
@@ -24,9 +24,9 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import DeadlineExceeded, PeerRefused, TransportError
-from asyncflow.transport.frame import UNREADABLE
+from asyncflow.errors import DeadlineExceeded, PeerRefused, SealBroken, TransportError
+from asyncflow.mac import Mac
+from asyncflow.sealed_store import SealedStore
 
 _NONCE_BYTES = 16
 _MEETING_S = 60.0
@@ -39,14 +39,6 @@ class Ask(msgspec.Struct):
     channel_id: str
     client: str
     nonce: bytes
-
-
-class Offer(msgspec.Struct):
-    """The server's challenge and its own proof. `refusal`: why it takes no further client; its proof covers that."""
-
-    nonce: bytes
-    proof: bytes
-    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,10 +54,18 @@ class Credentials:
     store: dist.TCPStore
     secret: bytes
     timeout_s: float = 60.0
-    _idle: list[dist.TCPStore] = field(default_factory=list, init=False, repr=False, compare=False)
+    _idle: list[SealedStore] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def own_store(self, timeout_s: float | None = None) -> dist.TCPStore:
+    def own_store(self, timeout_s: float | None = None) -> SealedStore:
         """Return a store client of its own, since a blocked wait stalls other calls on the same client.
+
+        Raises:
+            TransportError: the job store cannot be reached.
+        """
+        return SealedStore(self.group_store(timeout_s), self.secret)
+
+    def group_store(self, timeout_s: float | None = None) -> dist.TCPStore:
+        """Return a store client of its own for a process group of torch's, whose keys nobody seals.
 
         Raises:
             TransportError: the job store cannot be reached.
@@ -84,7 +84,7 @@ class Credentials:
         return min(self.timeout_s, _MEETING_S)
 
     @contextmanager
-    def borrowed_store(self) -> Iterator[dist.TCPStore]:
+    def borrowed_store(self) -> Iterator[SealedStore]:
         """Lend a store client that nobody else uses meanwhile; it is kept for the next borrower.
 
         A fresh one costs a reverse DNS lookup in PyTorch, which takes seconds where the resolver does not answer.
@@ -105,28 +105,21 @@ def ask_key(service: str) -> str:
     return f"channel/{service}/ask"
 
 
-def pair_store(store: dist.Store, service: str, pair_key: str) -> dist.PrefixStore:
-    """Return the store prefix under which the pair's two ends find each other."""
-    return dist.PrefixStore(f"channel/{service}/pair/{pair_key}", store)
-
-
-def prove(secret: bytes, side: str, service: str, ask: Ask, server_nonce: bytes) -> bytes:
-    """Return HMAC-SHA256 over who proves, to which service, in which exchange."""
-    fields = [side.encode(), service.encode(), ask.channel_id.encode(), ask.client.encode(), ask.nonce, server_nonce]
-    message = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-    return hmac.new(secret, message, hashlib.sha256).digest()
+def pair_store(store: SealedStore, service: str, key: bytes) -> SealedStore:
+    """Return where the two ends of the pair with this key find each other."""
+    return store.under(f"channel/{service}/pair/{Mac(key, 'name').of().hex()}")
 
 
 def ask_for_channel(
-    store: dist.TCPStore,
+    store: SealedStore,
     secret: bytes,
     service: str,
     client: str,
     *,
     timeout_s: float = 60.0,
     stop: threading.Event | None = None,
-) -> str:
-    """Run the client's side; returns the pair's key, which only who knows the secret can derive.
+) -> bytes:
+    """Run the client's side; returns the pair's key.
 
     Args:
         store: of this thread alone.
@@ -139,7 +132,7 @@ def ask_for_channel(
     Raises:
         DeadlineExceeded: no answer in time.
         PeerRefused: the server takes no further client.
-        TransportError: a stop, or the server does not know the secret.
+        TransportError: a stop, or somebody else answered.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"
@@ -149,54 +142,60 @@ def ask_for_channel(
             if stop is not None and stop.is_set():
                 raise TransportError(f"{client}: closed while {service} was asked for a channel")
             raise DeadlineExceeded(f"{client}: {service} did not answer; is it running? (waited {timeout_s:g} s)")
-        offer = msgpack_decoder(Offer).decode(store.get(f"{base}/offer"))
+        offer = store.get(f"{base}/offer")
     except dist.DistError as error:
         raise TransportError(f"{client}: {service} did not answer; is it running?") from error
-    except UNREADABLE as error:
-        raise TransportError(f"{client}: {service} sent an offer that cannot be read") from error
-    if not hmac.compare_digest(offer.proof, prove(secret, f"server{offer.refusal}", service, ask, offer.nonce)):
-        raise TransportError(f"{client}: {service} does not know the job's secret")
-    if offer.refusal:
+    except SealBroken as error:
+        raise TransportError(
+            f"{client}: who answered for {service} does not know the job's secret ({error})"
+        ) from error
+    nonce, refusal = offer[:_NONCE_BYTES], offer[_NONCE_BYTES:].decode()
+    if refusal:
         store.delete_key(f"{base}/offer")
-        raise PeerRefused(f"{client}: {offer.refusal}")
-    answer = prove(secret, "client", service, ask, offer.nonce)
+        raise PeerRefused(f"{client}: {refusal}")
     try:
-        store.set(f"{base}/answer", answer)  # type: ignore[arg-type]  # the stub lacks bytes
+        store.set(f"{base}/answer", nonce)
     except dist.DistError as error:
         raise TransportError(f"{client}: the job store is gone, so the launcher is") from error
-    return _pair_key(secret, service, ask, offer.nonce)
+    return pair_key(secret, service, ask, nonce)
 
 
-def accept_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask) -> str:
-    """Run the server's side for one ask; returns the pair's key when the client has proved itself.
+def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) -> bytes:
+    """Run the server's side for one ask; returns the pair's key when the client has answered.
 
     Raises:
         TransportError: the client vanished or does not know the secret; nobody else is affected.
     """
     base = f"channel/{service}/{ask.channel_id}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    offer = Offer(nonce, prove(secret, "server", service, ask, nonce))
-    store.set(f"{base}/offer", msgspec.msgpack.encode(offer))  # type: ignore[arg-type]  # the stub lacks bytes
+    store.set(f"{base}/offer", nonce)
     try:
         answer = store.get(f"{base}/answer")
     except dist.DistError as error:
         raise TransportError(f"{service}: {ask.client} asked for a channel and vanished") from error
+    except SealBroken as error:
+        raise TransportError(f"{service}: {ask.client} does not know the job's secret ({error})") from error
     finally:
         store.delete_key(f"{base}/offer")
     store.delete_key(f"{base}/answer")
-    if not hmac.compare_digest(answer, prove(secret, "client", service, ask, nonce)):
-        raise TransportError(f"{service}: {ask.client} does not know the job's secret")
-    return _pair_key(secret, service, ask, nonce)
+    if not hmac.compare_digest(answer, nonce):
+        raise TransportError(f"{service}: {ask.client} answered another offer")
+    return pair_key(secret, service, ask, nonce)
 
 
-def refuse_channel(store: dist.TCPStore, secret: bytes, service: str, ask: Ask, reason: str) -> None:
+def refuse_channel(store: SealedStore, service: str, ask: Ask, reason: str) -> None:
     """Tell a client at once that it gets no channel; it deletes the key."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    offer = Offer(nonce, prove(secret, f"server{reason}", service, ask, nonce), reason)
-    store.set(f"channel/{service}/{ask.channel_id}/offer", msgspec.msgpack.encode(offer))  # type: ignore[arg-type]
+    offer = secrets.token_bytes(_NONCE_BYTES) + reason.encode()
+    store.set(f"channel/{service}/{ask.channel_id}/offer", offer)
 
 
-def key_appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
+def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> bytes:
+    """Return what only the two ends of this exchange can know."""
+    who = (service.encode(), ask.channel_id.encode(), ask.client.encode())
+    return Mac(secret, "channel").of(*who, ask.nonce, server_nonce)
+
+
+def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
     """Wait for a key. Not with the store's own wait: nobody could wake that, and it prints a warning at its end."""
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S
@@ -205,8 +204,3 @@ def key_appears(store: dist.TCPStore, key: str, timeout_s: float, stop: threadin
             return False
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
     return True
-
-
-def _pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> str:
-    # Not the channel id, which is public: whoever else writes to the store must not meet either end under it.
-    return prove(secret, "pair", service, ask, server_nonce).hex()

@@ -1,4 +1,4 @@
-"""What two ends say before the first request, to find out whether they can share memory.
+"""What two ends say before the first request: who they are, proved, and whether they can share memory.
 
 Same host means: same boot, same namespaces of process ids and of the network (containers with addresses of their own
 are hosts of their own), and the peer's arena could really be mapped (which user ids, a sandbox or a limit on addresses
@@ -7,9 +7,13 @@ may forbid).
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.errors import TransportError
+from asyncflow.mac import MAC_BYTES, Mac
 from asyncflow.transport.arena import ArenaOffer
 from asyncflow.transport.pipes import PipeOffer
 
@@ -41,6 +45,42 @@ class Verdict(msgspec.Struct):
     """
 
     obstacle: str
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class Introductions:
+    """One end's hello and verdict, each with a proof of the pair's key: who sends them took part in the handshake.
+
+    Both ends chose a nonce that is in the key, so nobody has heard a proof with it before. A proof is of one side and
+    one kind of message, so nobody gets his own words back.
+    """
+
+    def __init__(self, key: bytes, *, is_server: bool) -> None:
+        """Args:
+        key: the pair's.
+        is_server: which end this is.
+        """
+        self._own, self._peers = (
+            Mac(key, side) for side in (("server", "client") if is_server else ("client", "server"))
+        )
+
+    def seal(self, message: Hello | Verdict) -> bytes:
+        """Return what to send."""
+        body = msgspec.msgpack.encode(message)
+        return self._own.of(type(message).__name__.encode(), body) + body
+
+    def open(self, data: bytes, kind: type[M]) -> M:
+        """Return what the peer sent.
+
+        Raises:
+            TransportError: it is not the peer.
+        """
+        body = data[MAC_BYTES:]
+        if not self._peers.proves(data[:MAC_BYTES], kind.__name__.encode(), body):
+            raise TransportError("it does not know the job's secret")
+        return msgpack_decoder(kind).decode(body)
 
 
 def wants_sharing(*, configured: bool) -> bool:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError
+from asyncflow.errors import AsyncFlowError, PeerRefused, SealBroken, TransportError
+from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
@@ -164,21 +165,20 @@ class ChannelServer:
             channel.abort()
 
     def _accept(self) -> None:
-        store: dist.TCPStore | None = None
+        store: SealedStore | None = None
         while True:
             try:
                 store = store or self._credentials.own_store(_IDLE.total_seconds())
                 data = store.queue_pop(ask_key(self._service))
+                if data == _CLOSE and self._closed:  # else it is of a former life of this service
+                    return
+                ask = msgpack_decoder(Ask).decode(data)
+            except (SealBroken, *UNREADABLE) as error:
+                logger.warning("%s: an ask was dropped (%s)", self._service, error)
+                continue
             except (TransportError, dist.DistError):
                 logger.warning("%s: the job store is gone; no further clients are accepted", self._service)
                 return
-            if data == _CLOSE:
-                return
-            try:
-                ask = msgpack_decoder(Ask).decode(data)
-            except UNREADABLE:
-                logger.warning("%s: an ask that cannot be read was dropped", self._service)
-                continue
             try:
                 threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
             except RuntimeError as error:  # no more threads: this one must go on, the client asks again
@@ -218,7 +218,7 @@ class ChannelServer:
         logger.warning("%s: %s was refused", reason, ask.client)
         try:
             with self._credentials.borrowed_store() as store:
-                refuse_channel(store, self._credentials.secret, self._service, ask, reason)
+                refuse_channel(store, self._service, ask, reason)
         except (TransportError, dist.DistError) as error:
             logger.warning("%s", error)
 
@@ -229,6 +229,7 @@ class ChannelServer:
             try:
                 return Channel(
                     pair,
+                    key,
                     is_server=True,
                     peer=ask.client,
                     limits=self._limits,

@@ -18,8 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
+from asyncflow.sealed_store import SealedStore
+from asyncflow.store_server import connect_store
 from tests.support.run_files import lines
 
 _COMMAND = "from launcher.cli import launch; launch()"
@@ -110,7 +112,7 @@ class FaultyRun:
         self._cwd = cwd
         self._mark = secrets.token_hex(8)
         self._lines: list[str] = []
-        self._store: TCPStore | None = None
+        self._store: SealedStore | None = None
         self._hurt_at = time.monotonic()
 
     def __enter__(self) -> "FaultyRun":
@@ -182,11 +184,10 @@ class FaultyRun:
         if self._store is None:
             job = self.job()
             timeout = timedelta(seconds=20)
-            self._store = TCPStore(
-                job["store_host"], job["store_port"], is_master=False, timeout=timeout, wait_for_workers=False
-            )
+            client = connect_store(job["store_host"], job["store_port"], timeout)
+            self._store = SealedStore(client, bytes.fromhex(job["secret"]))
         key = f"status/{gang}/{rank}"
-        status: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        status: dict[str, Any] = json.loads(self._store.look([key]).get(key, "{}"))
         return status
 
     def pid(self, gang: str, rank: int = 0) -> int:

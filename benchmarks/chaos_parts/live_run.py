@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncflow.job import Job
+from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
 from asyncflow.transport.handshake import Credentials
 from launcher.progress import Status
@@ -20,8 +21,12 @@ class LiveRun:
 
     def __init__(self, run_dir: Path) -> None:
         job = Job.load(run_dir)
-        self._store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
-        credentials = Credentials(self._store, bytes.fromhex(job.secret), _TIMEOUT_S)
+        store, secret = (
+            connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S)),
+            bytes.fromhex(job.secret),
+        )
+        self._store = SealedStore(store, secret)
+        credentials = Credentials(store, secret, _TIMEOUT_S)
         self._client = QueueClient(credentials, "onlooker", config=RunConfig.load(run_dir).tq)
 
     def __enter__(self) -> "LiveRun":

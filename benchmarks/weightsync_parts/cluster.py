@@ -14,6 +14,7 @@ from transferqueue_parts.child import Child
 
 from asyncflow.errors import TransportError
 from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import serve_store
 from tq.process_settings import serve_only
 from weightsync.agent.service import WeightAgent
@@ -68,6 +69,7 @@ class Cluster:
             port, secrets.token_bytes(32), shapes, config, num_receivers=num_receivers,
             masters=torch.float32, proves=proves, baselines=baselines, traces=traces,
         )  # fmt: skip
+        self._proofs = SealedStore(self._store, self.setup.secret)
         self.agent: Child | None = None
         self.trainers: list[Child] = []
         self.receivers: list[Child] = []
@@ -178,7 +180,8 @@ class Cluster:
 
     def _proof(self, version: Version) -> list[int] | None:
         keys = [proof_key(version, rank) for rank in range(self.setup.num_ranks)]
-        return [int(self._store.get(key)) for key in keys] if self._store.check(keys) else None
+        proofs = self._proofs.look(keys)
+        return [int(proofs[key]) for key in keys] if len(proofs) == len(keys) else None
 
 
 def tell(children: Iterable[Child], *order: Any) -> None:

@@ -112,8 +112,8 @@ class Generator:
         if setup.traces:
             self._spans.record_checksums("check")
         credentials, name, timeout_s = setup.credentials(), f"rollout-{place}", setup.config.timeout_s
-        self._store = credentials.own_store()
-        self._member = NotingMember(credentials.own_store(timeout_s), name, CPU)
+        self._groups = credentials.group_store()
+        self._member = NotingMember(credentials.group_store(timeout_s), name, CPU)
         self._receiver = WeightReceiver(
             credentials, AGENT, name, {key: Need(shape) for key, shape in setup.shapes.items()},
             device=CPU, adopts=True, member=self._member, lead=AGENT, timeout_s=timeout_s,
@@ -160,7 +160,7 @@ class Generator:
 
     def connect_raw(self, plan: TransferPlan) -> None:
         """Meet the trainer's ranks in groups of the raw broadcast's own."""
-        self._raw = RawReceiver(self._store, plan, self._place, self._setup.num_receivers)
+        self._raw = RawReceiver(self._groups, plan, self._place, self._setup.num_receivers)
 
     def raw(self, at_a_time: int) -> tuple[float, float]:
         """Receive the same bytes without the weight path; returns begin and end (s, monotonic)."""

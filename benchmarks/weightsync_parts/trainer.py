@@ -134,7 +134,7 @@ class TrainerRank:
 
     def connect_raw(self, plan: TransferPlan) -> None:
         """Meet the receivers in a group of the raw broadcast's own."""
-        self._raw = RawSender(self._store, plan, self._rank, self._setup.num_receivers)
+        self._raw = RawSender(self._credentials.group_store(), plan, self._rank, self._setup.num_receivers)
 
     def raw(self, at_a_time: int) -> tuple[float, float]:
         """Broadcast the same bytes without the weight path; returns begin and end (s, monotonic)."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from asyncflow.errors import QueueFull
+from asyncflow.sealed_store import GlooStore
 from asyncflow.transport.channel import gloo_group
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
@@ -115,12 +116,12 @@ def parked_client(port: int, pipe: Pipe, number: int, shared: bool) -> None:
 def silent_client(port: int, pipe: Pipe) -> None:
     """Prove the secret, build the pair, and say nothing."""
     store = credentials(port).own_store()
-    pair = pair_store(store, "here", ask_for_channel(store, SECRET, "here", "silent"))
+    pair = GlooStore(pair_store(store, "here", ask_for_channel(store, SECRET, "here", "silent")))
     group = gloo_group(pair, 1, 2, timeout=timedelta(seconds=20))
     pipe.send(group.size())
     pipe.recv()
 
 
-def early_server(port: int, pipe: Pipe, key: str) -> None:
+def early_server(port: int, pipe: Pipe, key: bytes) -> None:
     """Come to the meeting of a pair, and wait for the other end."""
-    gloo_group(pair_store(credentials(port).store, "early", key), 0, 2, timeout=timedelta(seconds=60))
+    gloo_group(GlooStore(pair_store(credentials(port).own_store(), "early", key)), 0, 2, timeout=timedelta(seconds=60))

@@ -13,9 +13,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 from asyncflow.job import Job
+from asyncflow.sealed_store import SealedStore
+from asyncflow.store_server import connect_store
 
 DEADLINE_S = 300.0
 SERVICES = ("controller", "storage")
@@ -147,13 +147,12 @@ def _stuck() -> None:
     ctypes.CDLL(None).sleep(int(DEADLINE_S))
 
 
-def _store(run_dir: str) -> TCPStore:
+def _store(run_dir: str) -> SealedStore:
     job = Job.load(Path(run_dir))
-    return TCPStore(
-        job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
-    )
+    client = connect_store(job.store_host, job.store_port, timedelta(seconds=30))
+    return SealedStore(client, bytes.fromhex(job.secret))
 
 
-def _report(store: TCPStore, gang: str, state: str, *, idle_s: float = 0.0) -> None:
+def _report(store: SealedStore, gang: str, state: str, *, idle_s: float = 0.0) -> None:
     status = {"state": state, "step": 1, "version": 0, "time": time.time(), "pid": os.getpid(), "idle_s": idle_s}
     store.set(f"status/{gang}/{os.environ['RANK']}", json.dumps(status))

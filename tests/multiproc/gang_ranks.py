@@ -16,7 +16,7 @@ from workers.gather import gather
 
 def gang_rank(port: int, pipe: Pipe, rank: int, num_ranks: int, timeout_s: float) -> None:
     """Meet the others, then gather whenever told, until that fails; then say why."""
-    store = credentials(port).own_store()
+    store = credentials(port).group_store()
     context: Any = SimpleNamespace(
         rank=rank,
         gang=SimpleNamespace(name="actor", num_ranks=num_ranks),

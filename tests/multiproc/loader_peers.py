@@ -77,7 +77,7 @@ class CountingQueue:
 
 def replica_of(port: int, rank: int, size: int, fetch: ReplicaFetch = ReplicaFetch.BROADCAST) -> Replica:
     """Connect the ranks."""
-    store = PrefixStore("replica", credentials(port).own_store())
+    store = PrefixStore("replica", credentials(port).group_store())
     return Replica(connect_group(store, rank, size, CPU), "replica 0", fetch=fetch)
 
 

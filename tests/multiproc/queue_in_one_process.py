@@ -53,7 +53,7 @@ def main() -> None:
     )
     broadcaster = Broadcaster(credentials, "weights-0", "actor/0", plan, 0, device=cpu, epoch="0", timeout_s=20)
     sender = WeightSender(credentials, "weights-0", "actor/0", plan, 0, device=cpu, broadcaster=broadcaster)
-    member = BroadcastMember(credentials.own_store(), "rollout-0", cpu)
+    member = BroadcastMember(credentials.group_store(), "rollout-0", cpu)
     receiver = WeightReceiver(
         credentials, "weights-0", "rollout-0", {"w": Need((4,))}, device=cpu, member=member, lead="weights-0"
     )

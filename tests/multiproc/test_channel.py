@@ -14,6 +14,7 @@ from echo_peers import SECRET, Credentials, Echo, Ping, Pong, early_server, vani
 from torch.distributed import TCPStore
 
 from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.sealed_store import GlooStore
 from asyncflow.transport import channel
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
@@ -24,6 +25,7 @@ from asyncflow.transport.server import ChannelServer
 
 Start = Callable[..., Any]
 Connect = Callable[..., Connection]
+KEY = b"of a pair"
 
 
 @pytest.mark.gate
@@ -71,17 +73,19 @@ def test_wrong_secret_is_refused_while_others_are_served(
     server: Any, connect: Connect, credentials: Credentials
 ) -> None:
     good = connect()
-    with pytest.raises(TransportError, match="does not know the job's secret"):
-        connect("stranger", proof=Credentials(credentials.store, b"guess", 10))
+    with pytest.raises(TransportError, match="echo did not answer; is it running"):
+        connect("stranger", proof=Credentials(credentials.store, b"guess", 1.0))
     assert good.call(Ping("still here"), timeout_s=10)[0].text == "still here"
     assert connect("next").call(Ping("me too"), timeout_s=10)[0].text == "me too"
 
 
 def test_client_that_asks_and_vanishes_blocks_nobody(
-    server: Any, start: Start, store: TCPStore, connect: Connect
+    server: Any, start: Start, store: TCPStore, credentials: Credentials, connect: Connect
 ) -> None:
-    store.queue_push(ask_key("echo"), msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16)))
-    store.queue_push(ask_key("echo"), "not an ask")
+    ask = msgspec.msgpack.encode(Ask("00", "ghost", b"n" * 16))
+    credentials.own_store().queue_push(ask_key("echo"), ask)
+    for stranger in (ask, b"not an ask", b"close"):
+        store.queue_push(ask_key("echo"), stranger)
     vanishing = start(vanishing_client)
     assert vanishing.hear() == "asked"
     vanishing.end()
@@ -95,9 +99,9 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     start: Start, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, came: bool
 ) -> None:
     monkeypatch.setattr(channel, "_LEAST_MEETING", timedelta(seconds=0.2))
-    pair = pair_store(credentials.store, "early", "key")
+    pair = pair_store(credentials.own_store(), "early", KEY)
     if came:
-        early = start(early_server, "key")
+        early = start(early_server, KEY)
         deadline, pause = time.monotonic() + 20, threading.Event()
         while not pair.list_keys():
             assert time.monotonic() < deadline
@@ -107,13 +111,55 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
 
     def connect() -> None:
         with pytest.raises(TransportError) as caught:
-            Channel(pair, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
+            Channel(pair, KEY, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
         ended.append(str(caught.value))
 
     connecting = threading.Thread(target=connect, daemon=True)
     connecting.start()
     connecting.join(10)
     assert ended == ["channel to early: the peer did not connect"]
+
+
+@pytest.mark.gate
+def test_address_that_a_stranger_put_in_the_place_of_the_servers_is_refused(
+    server: Any, connect: Connect, store: TCPStore, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo would connect to it, and whoever listens there could pass everything on, and change it."""
+    wait, attacks = GlooStore.wait, []
+
+    def wait_while_it_is_changed(self: GlooStore, keys: list[str], timeout: timedelta) -> None:
+        wait(self, keys, timeout)
+        if keys == ["0/0"] and not attacks:
+            (key,) = (key for key in store.list_keys() if "/pair/" in key and key.endswith(keys[0]))
+            attacks.append(key)
+            genuine = store.get(key)
+            store.set(key, genuine[:-16] + bytes(16))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    monkeypatch.setattr(GlooStore, "wait", wait_while_it_is_changed)
+    with pytest.raises(TransportError, match="channel to echo: somebody else meets it .*channel/echo/pair/.*/0/0"):
+        connect("first")
+    assert len(attacks) == 1
+    assert connect("second").call(Ping("hello"), timeout_s=20)[0].text == "hello"
+
+
+@pytest.mark.gate
+def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: Credentials) -> None:
+    """Whoever got into a pair whose handshake he did not see."""
+    ended: dict[bool, str] = {}
+
+    def meet(is_server: bool, key: bytes) -> None:
+        pair = pair_store(credentials.own_store(), "here", KEY)
+        with pytest.raises(TransportError) as caught:
+            Channel(pair, key, is_server=is_server, peer="other", limits=Limits(), timeout_s=20.0)
+        ended[is_server] = str(caught.value)
+
+    ends = [threading.Thread(target=meet, args=arguments) for arguments in ((True, KEY), (False, b"a guess"))]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(40)
+    refusal = "channel to other: no proper hello (it does not know the job's secret)"
+    assert len(ended) == 2 and refusal in ended.values(), ended
 
 
 def test_oversized_message_ends_only_the_channel_that_carried_it(server: Any, connect: Connect) -> None:

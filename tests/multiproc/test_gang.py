@@ -16,6 +16,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
+from asyncflow.sealed_store import SealedStore
+from asyncflow.store_server import connect_store
 from launcher.stop_signals import SAME_PRESS_S
 
 HERE = Path(__file__).parent
@@ -52,12 +54,14 @@ class Launcher:
         self.collect()
         return {name: json.loads(store.get(f"status/{name}"))["pid"] for name in reported()}
 
-    def store(self) -> TCPStore:
-        """Connect to the job store."""
+    def store(self) -> SealedStore:
+        """Connect to the job store, as one of the job."""
+        return SealedStore(self.strangers_store(), bytes.fromhex(Job.load(self.run_dir).secret))
+
+    def strangers_store(self) -> TCPStore:
+        """Connect to the job store, as anybody can who reaches its port."""
         job = Job.load(self.run_dir)
-        return TCPStore(
-            job.store_host, job.store_port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
-        )
+        return connect_store(job.store_host, job.store_port, timedelta(seconds=30))
 
     def read_until(self, text: str) -> str:
         """Read lines of the output up to one that holds `text`; returns it."""
@@ -394,9 +398,14 @@ def test_external_gang_is_waited_for(launch: Launch) -> None:
     assert not (launcher.run_dir / "logs" / "rollout" / "1.log").exists()
 
 
-def test_failure_of_an_external_gang_is_named(launch: Launch) -> None:
+def test_failure_of_an_external_gang_is_named_and_that_of_a_stranger_is_not_believed(launch: Launch) -> None:
     launcher = launch("obey_phase", external_gangs=["rollout-1"])
     launcher.wait_for_workers(4)
+    stranger = launcher.strangers_store()
+    for key, value in (("left/rollout-1/0", "error: all is lost"), ("done", "1"), ("warning/actor/0", "{}")):
+        stranger.set(key, value)
+    log = launcher.run_dir / "logs" / "launcher.log"
+    eventually(lambda: "'left/rollout-1/0' was not written by this job" in log.read_text(), "refusal", launcher)
     launcher.store().set("left/rollout-1/0", "error: OSError: no space")
     code, output = launcher.finish()
     assert code == 1

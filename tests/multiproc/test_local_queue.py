@@ -506,7 +506,7 @@ def test_a_consumer_that_was_silent_for_too_long_hears_that_its_fetch_is_over(qu
 def test_a_consumer_that_never_comes_back_is_waited_for_once(tmp_path: Path) -> None:
     with tq.start({"score": ["prompt"]}, num_units=1, config=FAST, log_dir=tmp_path) as queue:
         client = queue.client("me")
-        store = QueueAddress.load(queue.address).credentials().store
+        store = QueueAddress.load(queue.address).credentials().own_store()
         ghost = "tq/0/controller-0/owner/ghost@1"
         store.set(ghost, "1")
         os.kill(queue.pids()["controller-0"], signal.SIGKILL)

@@ -43,7 +43,7 @@ class Run:
     """Node 0 of a run on two nodes, and what it was told."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.store = JobStore()
+        self.store = JobStore(SECRET)
         self.job = Job(self.store.host, self.store.port, SECRET, os.getpid(), (REF,), 0, "", 3, 4.5, CLOCK, revision=7)
         self.job.save(run_dir)
         self.told: SimpleQueue[Any] = SimpleQueue()

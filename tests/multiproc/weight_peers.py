@@ -231,7 +231,7 @@ class Receiver:
         self._built = _count_groups("connect_receiver")
         self._wanted = wanted
         mine = credentials(port)
-        member = BroadcastMember(mine.own_store(setup.timeout_s), name, CPU) if setup.broadcast else None
+        member = BroadcastMember(mine.group_store(setup.timeout_s), name, CPU) if setup.broadcast else None
         self._receiver = WeightReceiver(
             mine, agent, name, needs(setup.wide) if wanted is None else wanted,
             device=CPU, whole=wanted is None, adopts=setup.adopts, takes_turns=setup.takes_turns,

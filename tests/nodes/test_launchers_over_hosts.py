@@ -28,9 +28,10 @@ def at_work(host: Host, run_dir: Path) -> dict[str, int]:
     """Wait until all ranks are at work; returns the process id of each. The store is asked from its own host."""
     code = (
         "import json, sys; from datetime import timedelta; from pathlib import Path; from asyncflow.job import Job; "
-        "from launcher.job_store import JobStoreClient\n"
+        "from asyncflow.sealed_store import SealedStore; from asyncflow.store_server import connect_store\n"
         "job = Job.load(Path(sys.argv[1]))\n"
-        "store = JobStoreClient(job.store_host, job.store_port).client(timedelta(seconds=120))\n"
+        "client = connect_store(job.store_host, job.store_port, timedelta(seconds=120))\n"
+        "store = SealedStore(client, bytes.fromhex(job.secret))\n"
         "names = [f'{gang.name}/{rank}' for gang in job.gangs for rank in range(gang.num_ranks)]\n"
         "print(json.dumps({name: json.loads(store.get(f'status/{name}')).get('pid', 0) for name in names}))"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from asyncflow.sealed_store import SealedStore
 from workers.context import WorkerContext
 
 
@@ -25,13 +26,37 @@ def test_whoever_waits_for_something_else_is_woken_to_stop(phase: str, woken: bo
     assert wake.is_set() == woken
 
 
+def test_phase_that_a_stranger_wrote_is_not_obeyed(caplog: pytest.LogCaptureFixture) -> None:
+    store, said = HashStore(), threading.Event()
+    sealed = SealedStore(store, b"secret")
+    context: Any = object.__new__(WorkerContext)
+    context.name, context.rank, context.gang = "actor/0", 0, SimpleNamespace(name="actor", role="actor")
+    context.stopping, context.exiting, context._woken_to_stop = threading.Event(), threading.Event(), []
+    context._status, context._progress_at, context._closed = SimpleNamespace(), 0.0, threading.Event()
+    context.timeline = SimpleNamespace(waiting_s=0.0, flush=said.set)
+    context.sealed_store = lambda _: sealed
+    store.set("phase", "exit")
+    heart = threading.Thread(target=context._beat, daemon=True)
+    heart.start()
+    for _ in range(3):  # the second one comes after the first look at the phase
+        assert said.wait(30)
+        said.clear()
+    assert not context.stopping.is_set() and not context.exiting.is_set()
+    assert "what is in 'phase' was not written by this job" in caplog.text
+    sealed.set("phase", "stop")
+    assert context.stopping.wait(30)
+    assert not context.exiting.is_set()
+    context._closed.set()
+    heart.join(30)
+
+
 def test_rank_that_just_starts_again_has_not_waited_yet() -> None:
     """The launcher says so in its place; whoever asks then, a trainer at the end of a step, goes on."""
     context: Any = object.__new__(WorkerContext)
     gangs = [
         SimpleNamespace(name=name, role="rollout", num_ranks=1) for name in ("rollout-0", "rollout-1", "rollout-2")
     ]
-    context.job, context._store = SimpleNamespace(gangs=gangs), HashStore()
+    context.job, context._store = SimpleNamespace(gangs=gangs), SealedStore(HashStore(), b"secret")
     context._store.set("status/rollout-0/0", json.dumps({"state": "generating", "time": 2.0, "waiting_s": 1.5}))
     context._store.set("status/rollout-1/0", json.dumps({"state": "starting", "time": 3.0}))
     assert context.waiting_seconds() == {"rollout": [(2.0, 1.5)]}

@@ -8,13 +8,14 @@ import pytest
 from torch.distributed import HashStore
 
 from asyncflow.errors import ConfigError
+from asyncflow.sealed_store import SealedStore
 from workers.checkpoint_files import CheckpointMeta
 from workers.context import WorkerContext
 from workers.data import data_hash
 from workers.run_data import check_data, first_data_hash
 
 
-def context(store: HashStore, data: Path, *, resume_from: str = "") -> Any:
+def context(store: SealedStore, data: Path, *, resume_from: str = "") -> Any:
     """A worker that starts, as far as these functions look at it."""
     made: Any = object.__new__(WorkerContext)
     made._store = store
@@ -31,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_file_that_changed_while_the_run_goes_on_is_refused_by_whoever_starts_again(data: Path) -> None:
-    store = HashStore()
+    store = SealedStore(HashStore(), b"secret")
     began = data_hash(data)
     check_data(context(store, data))
     check_data(context(store, data))
@@ -44,7 +45,7 @@ def test_file_that_changed_while_the_run_goes_on_is_refused_by_whoever_starts_ag
 def test_resumed_run_began_with_what_its_checkpoint_names(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"hash": data_hash(data)}
     monkeypatch.setattr(CheckpointMeta, "read", lambda _: SimpleNamespace(data_hash=named["hash"]))
-    check_data(context(HashStore(), data, resume_from="step_000005"))
+    check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))
     named["hash"] = "of another file"
     with pytest.raises(ConfigError, match="is not what the run began with"):
-        check_data(context(HashStore(), data, resume_from="step_000005"))
+        check_data(context(SealedStore(HashStore(), b"secret"), data, resume_from="step_000005"))

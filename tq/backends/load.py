@@ -1,7 +1,6 @@
 """From settings to a backend. Client libraries are imported only when they are asked for."""
 
-import torch.distributed as dist
-
+from asyncflow.sealed_store import SealedStore
 from tq.backends.backend import Backend, MemoryBackend
 from tq.backends.config import BackendConfig, BackendKind
 
@@ -38,7 +37,6 @@ def key_prefix(run_id: str, unit_name: str) -> str:
     return f"asyncflow:{run_id}:{unit_name}"
 
 
-def agree_on_run_id(store: dist.Store, proposal: str) -> str:
+def agree_on_run_id(store: SealedStore, proposal: str) -> str:
     """Return the id that all units of this run use: the first one proposed."""
-    agreed: bytes = store.compare_set(_RUN_ID, "", proposal)
-    return agreed.decode()
+    return store.set_first(_RUN_ID, proposal).decode()

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from asyncflow.errors import DeadlineExceeded, PeerRefused, Superseded, TransportError
+from asyncflow.errors import DeadlineExceeded, PeerRefused, SealBroken, Superseded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -200,7 +200,7 @@ class QueueServices:
         while True:
             try:
                 return attempt()
-            except (PeerRefused, Superseded):
+            except (PeerRefused, Superseded, SealBroken):
                 raise
             except TransportError as error:
                 if deadline.passed:

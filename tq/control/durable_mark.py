@@ -7,7 +7,8 @@
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
-A queue that begins anew (the next lineage) reads nothing of the one before.
+A queue that begins anew (the next lineage) reads nothing of the one before. What was not written by this job ends the
+controller: it cannot do without these facts, nor guess them.
 Called by the controller's shell. One owner per service name; thread-safe.
 """
 
@@ -111,7 +112,10 @@ class DurableMark:
     def names(self, kind: str) -> list[str]:
         """Return the owners or units that were there when the last incarnation ended."""
         prefix = f"{self._base}/{kind}/"
-        return [key.removeprefix(prefix) for key in self._call("list_keys") if key.startswith(prefix)]
+        keys = [key for key in self._call("list_keys") if key.startswith(prefix)]
+        if keys:
+            self._call("multi_get", keys)  # their seals: anybody can add a key
+        return [key.removeprefix(prefix) for key in keys]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:

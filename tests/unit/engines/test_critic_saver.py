@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -24,15 +25,15 @@ class Engine:
 
 
 class Words:
-    """The actor says where to save when it is told to."""
+    """The actor says whether to save when it is told to."""
 
     def __init__(self) -> None:
-        self.says_where = threading.Event()
+        self.says = threading.Event()
 
-    def place(self, _step: int, *, timeout_s: float) -> str:
-        """See `TrainerWords`; an empty place: nothing is to be saved."""
-        assert self.says_where.wait(30 * timeout_s + 30)
-        return ""
+    def begun(self, _step: int, *, timeout_s: float) -> bool:
+        """See `TrainerWords`; nothing is to be saved."""
+        assert self.says.wait(30 * timeout_s + 30)
+        return False
 
     def give_files(self, *_: object) -> None:
         """See `TrainerWords`."""
@@ -41,13 +42,17 @@ class Words:
 def test_a_save_that_does_not_end_is_an_error_and_no_other_begins_beside_it() -> None:
     words = Words()
     saver = CriticSaver(
-        cast(ValueEngine, Engine()), lambda: cast(TrainerWords, words), device=torch.device("cpu"), timeout_s=0.2
+        cast(ValueEngine, Engine()),
+        lambda: cast(TrainerWords, words),
+        Path(),
+        device=torch.device("cpu"),
+        timeout_s=0.2,
     )
     saver.begin(3)
     for again in (saver.wait, lambda: saver.begin(4)):
         with pytest.raises(CheckpointError, match=r"checkpoint of step 3 is not written after 0\.2 s"):
             again()
-    words.says_where.set()
+    words.says.set()
     wait_long(saver)
     saver.begin(4)
     wait_long(saver)  # its thread needs the process group, which goes with the test
@@ -61,10 +66,14 @@ def test_actor_that_is_gone_when_a_save_ends_costs_a_line_in_the_log(
         raise TransportError("the job store is gone")
 
     words = Words()
-    words.says_where.set()
+    words.says.set()
     monkeypatch.setattr(words, "give_files", gone)
     saver = CriticSaver(
-        cast(ValueEngine, Engine()), lambda: cast(TrainerWords, words), device=torch.device("cpu"), timeout_s=60.0
+        cast(ValueEngine, Engine()),
+        lambda: cast(TrainerWords, words),
+        Path(),
+        device=torch.device("cpu"),
+        timeout_s=60.0,
     )
     saver.begin(3)
     saver.wait()

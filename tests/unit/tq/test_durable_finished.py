@@ -10,6 +10,8 @@ import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from asyncflow.errors import TransportError
+from asyncflow.mac import MAC_BYTES
+from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
 from tq.control.controller import ControllerService
@@ -51,7 +53,7 @@ def _store() -> CountingStore:
 
 def memory_in(store: CountingStore) -> Memory:
     credentials = Credentials(store, b"secret")  # type: ignore[arg-type]
-    credentials._idle.append(store)  # type: ignore[arg-type]
+    credentials._idle.append(SealedStore(store, b"secret"))
     return Memory(DurableMark(credentials, "controller-0"), version=0)
 
 
@@ -92,7 +94,7 @@ def test_no_value_is_larger_than_the_store_takes(store: CountingStore, rows: Seq
     memory_in(store).remember_finished(newly({1: rows}))
     assert len(store.written) <= 256
     assert max(store.written.values()) < _STORE_LIMIT // 50
-    assert sum(store.written.values()) < len(msgspec.msgpack.encode(RowSet(rows).spans())) + 256 * 5
+    assert sum(store.written.values()) < len(msgspec.msgpack.encode(RowSet(rows).spans())) + 256 * (5 + MAC_BYTES)
 
 
 def test_oldest_partitions_are_forgotten(store: CountingStore) -> None:

@@ -19,6 +19,7 @@ from asyncflow.errors import (
     Superseded,
     TransportError,
 )
+from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
@@ -158,7 +159,7 @@ def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
 def _client(services: Services) -> QueueClient:
     config = QueueConfig(request_timeout_s=TIMEOUT_S)
     credentials = Credentials(store := HashStore(), b"secret")  # type: ignore[arg-type]
-    credentials._idle.append(store)  # type: ignore[arg-type]
+    credentials._idle.append(SealedStore(store, b"secret"))
     client = QueueClient(credentials, "me", config=config)
     client._services._links = services  # type: ignore[assignment]
     client._services._clock = lambda: services.now

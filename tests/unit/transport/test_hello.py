@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import TransportError
 from asyncflow.transport.frame import Frame, FrameKind, Limits, Route
-from asyncflow.transport.hello import SWITCH, Verdict, this_host
+from asyncflow.transport.hello import SWITCH, Hello, Introductions, Verdict, this_host
 from asyncflow.transport.sharing import Sharing
 
 LIMITS = Limits(arena_bytes=2**20)
@@ -66,3 +66,15 @@ def test_host_is_named_by_its_boot_and_its_namespaces() -> None:
     boot, *spaces = this_host().split("/")
     assert len(boot) == 36
     assert spaces == [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]
+
+
+def test_introductions_are_believed_of_the_other_end_of_this_pair_only() -> None:
+    key, hello, verdict = b"of the pair", Hello("host", 1, None), Verdict("")
+    client, server = Introductions(key, is_server=False), Introductions(key, is_server=True)
+    assert server.open(client.seal(hello), Hello) == hello
+    assert client.open(server.seal(verdict), Verdict) == verdict
+    other = Introductions(b"of another", is_server=False)
+    changed = client.seal(hello)[:-1] + b"\x00"
+    for said in (other.seal(hello), server.seal(hello), client.seal(verdict), changed, b""):
+        with pytest.raises(TransportError, match="does not know the job's secret"):
+            server.open(said, Hello)

@@ -1,0 +1,184 @@
+"""The job store as processes of the job use it: what they read was written by one of them, under that very key.
+
+Whoever reaches the store's port can list, read, write and delete keys. So every value begins with an HMAC, by a key
+derived from the job's secret, over the whole key (with all prefixes) and the value: nothing can be made up, changed, or
+moved to another key or another job. Names of keys are not secret.
+
+What a seal cannot tell is whether a genuine value is the newest of its key, or that a key was deleted. Keys that are
+written once (most are: they carry a lineage, an attempt or a number) have no older value.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from asyncflow.errors import SealBroken
+from asyncflow.mac import MAC_BYTES, Mac
+
+logger = logging.getLogger(__name__)
+
+_VALUE, _ITEM = b"value", b"item"  # an item of a queue is no value
+_NONCE_BYTES = 8
+
+
+class SealedStore:
+    """One client of the store; as with every client, calls of several threads stall each other.
+
+    Not a `torch.distributed.Store`, so that nobody builds a process group on it by mistake; see `GlooStore`.
+    """
+
+    def __init__(self, store: dist.Store, secret: bytes, *, prefix: str = "") -> None:
+        """Args:
+        store: without a prefix of its own, which the seals would not cover.
+        secret: the job's.
+        prefix: of all keys.
+        """
+        self._store = store
+        self._secret = secret
+        self._mac = Mac(secret, "store")
+        self._prefix = prefix
+        self._told: set[str] = set()
+
+    def under(self, prefix: str) -> "SealedStore":
+        """Return the same client for the keys below `prefix`."""
+        return SealedStore(self._store, self._secret, prefix=f"{self._prefix}{prefix}/")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits."""
+        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # the stub lacks it
+        return timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let calls wait so long."""
+        self._store.set_timeout(timeout)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Write."""
+        self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    def get(self, key: str) -> bytes:
+        """Return the value, once there is one.
+
+        Raises:
+            SealBroken: it is not the job's.
+            DistError: none came in time, or the store is gone.
+        """
+        return self._open(_VALUE, key, self._store.get(self._prefix + key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Like `get`, in one round trip."""
+        values = self._store.multi_get([self._prefix + key for key in keys])
+        return [self._open(_VALUE, key, value) for key, value in zip(keys, values, strict=True)]
+
+    def look(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values that are there and the job's own.
+
+        For what is only shown, or told again and again: others are passed over, with an error in the log for each key.
+        """
+        there = keys if self.check(keys) else [key for key in keys if self.check([key])]
+        values = self._store.multi_get([self._prefix + key for key in there]) if there else []
+        found = {}
+        for key, value in zip(there, values, strict=True):
+            try:
+                found[key] = self._open(_VALUE, key, value)
+            except SealBroken as error:
+                if key not in self._told:
+                    logger.error("%s; it is passed over", error)
+                self._told.add(key)
+        return found
+
+    def set_first(self, key: str, value: bytes | str) -> bytes:
+        """Write, unless there is a value already; returns what is there now."""
+        sealed = self._seal(_VALUE, key, _bytes(value))
+        return self._open(_VALUE, key, self._swap(key, b"", sealed))
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins with 0; returns the sum.
+
+        The store cannot count what is sealed, so whoever finds that another one was faster tries again.
+        """
+        while True:
+            old = self._store.get(self._prefix + key) if self.check([key]) else b""
+            sum_ = number + (int(self._open(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
+            # The nonce tells our sum from the same one of somebody else's.
+            new = self._seal(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
+            if self._swap(key, old, new) == new:
+                return sum_
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all these keys are there, whoever wrote them."""
+        return bool(self._store.check([self._prefix + key for key in keys]))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Wait until all these keys are there, whoever wrote them.
+
+        Raises:
+            DistStoreError: not in time.
+        """
+        self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove; returns whether it was there."""
+        return bool(self._store.delete_key(self._prefix + key))
+
+    def list_keys(self) -> list[str]:
+        """Return the keys below this prefix, whoever wrote them."""
+        keys: list[str] = self._store.list_keys()  # type: ignore[attr-defined]  # the stub lacks it
+        return [key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix)]
+
+    def queue_push(self, key: str, item: bytes) -> None:
+        """Add to a queue."""
+        self._store.queue_push(self._prefix + key, self._seal(_ITEM, key, item))
+
+    def queue_pop(self, key: str) -> bytes:
+        """Take from a queue, once there is something.
+
+        Raises:
+            SealBroken: it was not the job's; it is gone.
+            DistError: nothing came in time, or the store is gone.
+        """
+        return self._open(_ITEM, key, self._store.queue_pop(self._prefix + key))
+
+    def _swap(self, key: str, old: bytes, new: bytes) -> bytes:
+        found: bytes = self._store.compare_set(self._prefix + key, old, new)
+        return found
+
+    def _seal(self, kind: bytes, key: str, body: bytes) -> bytes:
+        return self._mac.of(kind, (self._prefix + key).encode(), body) + body
+
+    def _open(self, kind: bytes, key: str, sealed: bytes) -> bytes:
+        key, body = self._prefix + key, sealed[MAC_BYTES:]
+        if not self._mac.proves(sealed[:MAC_BYTES], kind, key.encode(), body):
+            raise SealBroken(
+                f"job store: what is in {key!r} was not written by this job; somebody else writes to the store, so let "
+                f"only the job's processes reach its port"
+            )
+        return body
+
+
+class GlooStore(dist.Store):
+    """A sealed store as Gloo wants it, while a pair is connected; who connects holds on to it meanwhile."""
+
+    def __init__(self, store: SealedStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub lacks bytes
+        """Write."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value, once there is one."""
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # Gloo always says how long
+        """Wait until all these keys are there."""
+        self._store.wait(keys, timeout)
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value
