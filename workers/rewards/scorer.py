@@ -1,4 +1,9 @@
-"""Scores answers in threads, so that a slow reward does not hold up generation."""
+"""Decodes and scores answers beside generation, so that neither a slow reward nor a slow tokenizer holds it up.
+
+submit -> score thread: decode -> built-in or remote: score -----------------.
+                               -> child processes: submit -> the pool's ------+-> future
+                                                             thread
+"""
 
 import contextlib
 import logging
@@ -6,7 +11,8 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +22,8 @@ from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
-from workers.rewards.isolated import IsolatedReward
 from workers.rewards.load import load_reward
+from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
 from workers.tokenizer import TextDecoder
 
@@ -25,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 4
 _MANY = 64
-_Work = tuple["Future[ScoredAnswer]", tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,18 @@ class ScoredAnswer:
     correct: bool
 
 
-class Scorer:
-    """Decodes and scores; close it to end its threads.
+@dataclass(frozen=True)
+class _Work:
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    answer: str
+    scored: "Future[ScoredAnswer]" = field(default_factory=Future)
 
-    They are no executor's: at its end a process would wait for those, and a user's function may take its time.
+
+class Scorer:
+    """Decodes and scores; close it to end its threads and children.
+
+    The threads are no executor's: at its end a process would wait for those, and a remote scorer may take its time.
     """
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,7 +71,9 @@ class Scorer:
         self._counting = threading.Lock()
         self._decoder = TextDecoder(tokenizer)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
+        self._num_threads = _THREADS
+        if not isinstance(self._function, PooledReward):
+            self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
@@ -69,9 +84,9 @@ class Scorer:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
         """
-        future: Future[ScoredAnswer] = Future()
-        self._work.put((future, tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer))
-        return future
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer)
+        self._work.put(work)
+        return work.scored
 
     def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
         """Score several answers and wait for all."""
@@ -79,35 +94,51 @@ class Scorer:
         return [future.result() for future in [self.submit(*row) for row in rows]]
 
     def close(self) -> None:
-        """Cancel what is not begun and end the threads; a reward that hangs is left behind. Idempotent."""
+        """Cancel what is not scored and end threads and children; a remote scorer that hangs is left behind.
+        Idempotent."""
         with contextlib.suppress(queue.Empty):
             while True:
                 work = self._work.get_nowait()
                 if work is not None:
-                    work[0].cancel()
+                    work.scored.cancel()
         for _ in range(self._num_threads):
             self._work.put(None)
-        if isinstance(self._function, IsolatedReward):
+        if isinstance(self._function, PooledReward):
             self._function.close()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            future, prompt, response, answer = work
-            if not future.set_running_or_notify_cancel():
+            if not work.scored.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._score(prompt, response, answer))
+                prompt, response = self._decoder.prompt(work.prompt), self._decoder.response(work.response)
+                score = self._score(prompt, response, work.answer)
+                score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever asks for the result raises it
-                future.set_exception(error)
+                work.scored.set_exception(error)
 
-    def _score(self, prompt: tuple[int, ...], response: tuple[int, ...], answer: str) -> ScoredAnswer:
-        prompt_text, response_text = self._decoder.prompt(prompt), self._decoder.response(response)
-        score = self._score_text(prompt_text, response_text, answer)
-        return ScoredAnswer(prompt_text, response_text, answer, score.reward, score.correct)
-
-    def _score_text(self, prompt: str, response: str, answer: str) -> Score:
+    def _score(self, prompt: str, response: str, answer: str) -> "Future[Score]":
+        if isinstance(self._function, PooledReward):
+            return self._function.submit(prompt, response, answer)
+        score: Future[Score] = Future()
         try:
-            score = self._function(prompt, response, answer)
+            score.set_result(self._function(prompt, response, answer))
+        except Exception as error:  # noqa: BLE001 - as above
+            score.set_exception(error)
+        return score
+
+    def _settle(
+        self, scored: "Future[ScoredAnswer]", prompt: str, response: str, answer: str, done: "Future[Score]"
+    ) -> None:
+        try:
+            score = self._score_or_none(done)
+            scored.set_result(ScoredAnswer(prompt, response, answer, score.reward, score.correct))
+        except Exception as error:  # noqa: BLE001 - as above
+            scored.set_exception(error)
+
+    def _score_or_none(self, done: "Future[Score]") -> Score:
+        try:
+            score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
             logger.warning("%s; counted as 0", error)
             self._count_failure(error)
