@@ -215,6 +215,7 @@ class _Run:
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
         self._warnings: dict[str, str] = {}
+        self._reward_failure = ""
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -332,8 +333,11 @@ class _Run:
         self._status.tell(self._statuses, self._restarts)
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers and controllers complain about since the last look."""
+        """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
         new = []
+        if not self._reward_failure and (text := self._store.first_reward_failure()):
+            self._reward_failure = text
+            new.append(f"{text}; such answers have no weight (reward_failures in metrics.jsonl counts them)")
         for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
             text = self._store.warning(name, 0)
             if text != self._warnings.get(name, ""):

@@ -3,6 +3,8 @@
     phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
+    first/reward_failure   why an answer could not be scored, the first time     worker -> launcher
+    reward_failure         the same, the last time                               worker -> actor
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
@@ -84,6 +86,11 @@ class JobStore(JobStoreClient):
         """Return the trouble that a rank told of last and that is not over; "" when there is none."""
         key = f"warning/{gang}/{rank}"
         return str(json.loads(self._store.get(key))["text"]) if self._store.check([key]) else ""
+
+    def first_reward_failure(self) -> str:
+        """Return why an answer of the run could not be scored first; "" while all could."""
+        key = "first/reward_failure"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""

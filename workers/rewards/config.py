@@ -57,3 +57,8 @@ class RewardConfig(Settings):
     nothing but zeros. 0: never."""
     model: RewardModelConfig | None = None
     """A model that scores answers, too; needs the role `reward`."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the function is a user's, here or behind a URL; it may say what its rewards are made of."""
+        return ":" in self.function

@@ -7,9 +7,10 @@ submit -> score thread: decode -> built-in or remote: score -----------------.
 
 import contextlib
 import logging
+import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
+from workers.dataflow import REWARD_PARTS
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
@@ -39,8 +41,10 @@ class ScoredAnswer:
 
     Attributes:
         prompt, response, answer: what was asked, what came, what is right.
-        reward: of the response.
+        reward: of the response; NaN: scoring failed, and the answer has no weight.
         correct: whether it is exactly right.
+        parts: of the reward, by name.
+        failure: why there is no reward; "" if there is one.
     """
 
     prompt: str
@@ -48,6 +52,8 @@ class ScoredAnswer:
     answer: str
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,21 @@ class Scorer:
     The threads are no executor's: at its end a process would wait for those, and a remote scorer may take its time.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        failed: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """Args:
+        config: of the reward.
+        tokenizer: of the policy.
+        failed: is told of every answer that could not be scored, in one line, by any thread.
+        """
         self._function = load_reward(config)
+        self._has_parts = config.is_users
+        self._failed = failed
         self._most_failures = config.max_failures_in_a_row
         self._failures = 0
         self._counting = threading.Lock()
@@ -92,6 +111,17 @@ class Scorer:
         """Score several answers and wait for all."""
         rows = zip(prompts, responses, answers, strict=True)
         return [future.result() for future in [self.submit(*row) for row in rows]]
+
+    def columns(self, scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
+        """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
+        say what its rewards are made of, `reward_parts`."""
+        columns = {
+            "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
+            "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
+        }
+        if self._has_parts:
+            columns[REWARD_PARTS] = Column.of_values([dict(score.parts) for score in scores])
+        return columns
 
     def close(self) -> None:
         """Cancel what is not scored and end threads and children; a remote scorer that hangs is left behind.
@@ -131,20 +161,20 @@ class Scorer:
         self, scored: "Future[ScoredAnswer]", prompt: str, response: str, answer: str, done: "Future[Score]"
     ) -> None:
         try:
-            score = self._score_or_none(done)
-            scored.set_result(ScoredAnswer(prompt, response, answer, score.reward, score.correct))
+            scored.set_result(self._scored(prompt, response, answer, done))
         except Exception as error:  # noqa: BLE001 - as above
             scored.set_exception(error)
 
-    def _score_or_none(self, done: "Future[Score]") -> Score:
+    def _scored(self, prompt: str, response: str, answer: str, done: "Future[Score]") -> ScoredAnswer:
         try:
             score = done.result()
         except UserCodeFailed as error:  # costs one sample, not the run
-            logger.warning("%s; counted as 0", error)
+            logger.warning("%s; the answer has no weight", error)
+            self._failed(str(error))
             self._count_failure(error)
-            return Score(0.0, False)
+            return ScoredAnswer(prompt, response, answer, math.nan, correct=False, failure=str(error))
         self._failures = 0
-        return score
+        return ScoredAnswer(prompt, response, answer, score.reward, score.correct, score.parts)
 
     def _count_failure(self, error: UserCodeFailed) -> None:
         """Raise if nothing was scored for too long: the reward is broken, or its server gone."""
@@ -157,9 +187,11 @@ class Scorer:
                 )
 
 
-def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
-    """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N]."""
-    return {
-        "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
-        "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
-    }
+def no_rewards(where: str, why: str) -> UserCodeFailed:
+    """Return the error for answers of which none could be scored.
+
+    Args:
+        where: what they are of.
+        why: the last one could not be.
+    """
+    return UserCodeFailed(f"{where}: none of its answers could be scored; {why}; correct the reward and resume")
