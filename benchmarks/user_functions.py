@@ -14,7 +14,6 @@ rounds, one way after the other in each round:
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from json_option import add_json_option, report
 
 from workers.calls.pool import CallPool, Entry
 
@@ -107,7 +108,7 @@ def measure(num_calls: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="figures as one JSON object")
+    add_json_option(parser)
     parser.add_argument("--calls", type=int, default=2000, help="calls a round")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
@@ -115,9 +116,7 @@ def main() -> None:
         (Path(directory) / "timed_rewards.py").write_text(SOURCE)
         sys.path.append(directory)  # children seek modules where their parent does
         figures = measure(given.calls, given.rounds)
-    if given.json and given.json != "-":
-        Path(given.json).write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures) if given.json == "-" else "\n".join(f"{n:14} {v:8.3g}" for n, v in figures.items()))
+    report(given.json, figures, "\n".join(f"{name:14} {value:8.3g}" for name, value in figures.items()))
 
 
 def _us(num_calls: int, run: Callable[[], object]) -> float:

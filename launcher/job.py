@@ -215,7 +215,6 @@ class _Run:
         self._all_ready = False
         self._statuses: dict[tuple[str, int], Status] = {}
         self._warnings: dict[str, str] = {}
-        self._reward_failure = ""
         self._next_poll = 0.0
 
     def until_finished(self) -> Finish:
@@ -335,8 +334,7 @@ class _Run:
     def _new_warnings(self) -> list[str]:
         """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
         new = []
-        if not self._reward_failure and (text := self._store.first_reward_failure()):
-            self._reward_failure = text
+        if text := self._store.first_reward_failure():
             new.append(f"{text}; such answers have no weight (reward_failures in metrics.jsonl counts them)")
         for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
             text = self._store.warning(name, 0)

@@ -65,6 +65,7 @@ class JobStore(JobStoreClient):
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, server)
         self._seen: list[str] = []
+        self._told_reward_failure = False
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -88,9 +89,12 @@ class JobStore(JobStoreClient):
         return str(json.loads(self._store.get(key))["text"]) if self._store.check([key]) else ""
 
     def first_reward_failure(self) -> str:
-        """Return why an answer of the run could not be scored first; "" while all could."""
+        """Return, once, why an answer could not be scored the first time; "" before and after."""
         key = "first/reward_failure"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+        if self._told_reward_failure or not self._store.check([key]):
+            return ""
+        self._told_reward_failure = True
+        return bytes(self._store.get(key)).decode()
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; one round trip once all of them have."""
