@@ -335,8 +335,10 @@ class _Run:
         self._status.tell(self._statuses, self._restarts)
 
     def _new_warnings(self) -> list[str]:
-        """Return what trainers and controllers complain about since the last look."""
+        """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
         new = []
+        if text := self._store.first_reward_failure():
+            new.append(f"{text}; such answers have no weight (reward_failures in metrics.jsonl counts them)")
         for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
             text = self._store.warning(name, 0)
             if text != self._warnings.get(name, ""):

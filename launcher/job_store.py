@@ -3,6 +3,8 @@
     phase              run | evaluate | stop | exit                             launcher -> workers
     status/GANG/RANK   JSON of `launcher.progress.Status`, about twice a second  worker -> launcher
     warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
+    first/reward_failure   why an answer could not be scored, the first time     worker -> launcher
+    reward_failure         the same, the last time                               worker -> actor
     done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
     left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
                        `error:` carries the failure
@@ -71,6 +73,7 @@ class JobStore(JobStoreClient):
         """
         server, port = serve_store(host, TIMEOUT, port)
         super().__init__(host, port, secret, server)
+        self._told_reward_failure = False
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase."""
@@ -92,6 +95,14 @@ class JobStore(JobStoreClient):
         key = f"warning/{gang}/{rank}"
         said = self._store.look([key]).get(key)
         return "" if said is None else str(json.loads(said)["text"])
+
+    def first_reward_failure(self) -> str:
+        """Return, once, why an answer could not be scored the first time; "" before and after."""
+        key = "first/reward_failure"
+        if self._told_reward_failure or (said := self._store.look([key]).get(key)) is None:
+            return ""
+        self._told_reward_failure = True
+        return said.decode()
 
     def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
         """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""

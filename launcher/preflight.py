@@ -19,9 +19,11 @@ from launcher.paths import check_makeable
 from launcher.placement import place_gangs
 from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
+from launcher.trial_call import try_reward
 from workers.algorithms.config import DAPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
+from workers.data import PromptRow
 from workers.dataflow import PlacedTask, place_tasks
 from workers.module_search import search_beside
 from workers.prompt_check import ShownPrompt, check_prompts
@@ -69,8 +71,9 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     tasks = _check_settings(config)
     devices = _usable_devices(config)
     gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
-    num_prompts, num_held_out, first_prompt = _check_files(config)
+    num_prompts, num_held_out, first_row, first_prompt = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
+    try_reward(config, first_row)
     model = config.reward.model
     return Preflight(
         config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_prompt, num_nodes,
@@ -135,11 +138,11 @@ def _usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig) -> tuple[int, int, ShownPrompt]:
+def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     """Check users' functions, the model and the data.
 
     Returns:
-        The numbers of prompts and of held-out prompts; the first prompt.
+        The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
     """
     from workers.data import read_prompt_rows
     from workers.model_files import BACKBONE, check_dense, check_model_dir, check_other_model_dir
@@ -159,7 +162,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, ShownPrompt]:
     check_tensor_parallel(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
     first_prompt = check_prompts(rows, config.data, model_dir=Path(config.model.path))
-    return len(rows), _check_held_out(config), first_prompt
+    return len(rows), _check_held_out(config), rows[0], first_prompt
 
 
 def _check_evaluate(config: RunConfig) -> None:

@@ -21,13 +21,14 @@ from workers.context import WorkerContext
 from workers.dataflow import CRITIC_TRAIN, PlacedTask
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.gang_peers import meet_peers
-from workers.gather import gather
+from workers.gather import gather, sum_over_ranks
 from workers.learner import critic_learner, policy_learner
 from workers.ledger import check_staleness, ledger_lines
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
 from workers.replicas import ReplicaPeers, ReplicaPlace, open_replica
+from workers.rewards.scorer import no_rewards
 from workers.run_data import first_data_hash
 from workers.step_trainer import StepTrainer
 from workers.tasks import task_of
@@ -150,12 +151,20 @@ class Actor:
             self._recorder.refilled(self._client.publish_version(step, refills_known=known))
         return held_up_s
 
-    def _commits(self, step: int, stopped: bool) -> bool:
-        """Whether this step is finished; a critic in a role of its own is told, once all ranks have all their rows."""
-        if not stopped and self._context.job.of_role("critic"):
-            gather(step, device=self._context.device)
-            self._say(Word(Kind.COMMIT, step))
-        return not stopped
+    def _commits(self, record: StepRecord, stopped: bool) -> bool:
+        """Whether this step is finished; a critic in a role of its own is told, once all ranks have all their rows.
+
+        Raises:
+            UserCodeFailed: no answer of the step has a reward, on all ranks, before anything was updated.
+        """
+        if stopped:
+            return False
+        if not sum_over_ranks(record.num_scored, device=self._context.device):
+            why = self._context.last_reward_failure() or "see the logs of the ranks that score"
+            raise no_rewards(f"step {record.step}", why)
+        if self._context.job.of_role("critic"):
+            self._say(Word(Kind.COMMIT, record.step))
+        return True
 
     def _say(self, word: Word) -> None:
         if self._words is not None:

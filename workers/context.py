@@ -162,6 +162,16 @@ class WorkerContext:
             logger.warning("%s", text)
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
+    def reward_failed(self, why: str) -> None:
+        """Say why an answer could not be scored: the launcher shows the first time, the trainer the last. Any thread
+        may call this."""
+        self.said_first("reward_failure", why)
+        self._store.set("reward_failure", why)
+
+    def last_reward_failure(self) -> str:
+        """Return why, so far, an answer could not be scored last; "" if no rank said so."""
+        return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
+
     def said_first(self, key: str, value: str) -> str:
         """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
         return self._store.set_first(f"first/{key}", value).decode()

@@ -103,12 +103,13 @@ class Critic:
         """Pass on what others read."""
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
-    def _committed(self, step: int, stopped: bool) -> bool:
+    def _committed(self, record: StepRecord, stopped: bool) -> bool:
         """Wait until the actor trains this step, or will not; what it wants saved is of the step before."""
         stopped = sum_over_ranks(int(stopped), device=self._context.device) > 0
         while not self._over:
             if (committed := self._hear()) is not None:
-                assert committed == step and not stopped, f"the actor is at step {committed}, the critic at {step}"
+                at = record.step
+                assert committed == at and not stopped, f"the actor is at step {committed}, the critic at {at}"
                 return True
         return False
 

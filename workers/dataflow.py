@@ -32,6 +32,8 @@ TEXT_COLUMNS = ("prompts", "responses", "answers")
 """Columns that are texts to a person."""
 LOSS_MASKS = "loss_masks"
 """Written by users' tasks: the weight of an answer's loss, 0 to 1."""
+REWARD_PARTS = "reward_parts"
+"""What a user's reward is made of: numbers by name, for the metrics."""
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 """Tasks that train; the second is folded into the first where there is no role `critic`."""
 TOKEN_COLUMNS = (

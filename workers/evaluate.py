@@ -26,7 +26,7 @@ from workers.engines.load import load_generate_engine
 from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line
 from workers.json_lines import JsonLines
 from workers.prompt_dataset import PromptDataset
-from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
 from workers.samples import SampleLog
 from workers.tokenizer import load_tokenizer
 from workers.weight_path import open_receiver
@@ -83,7 +83,7 @@ class Evaluator:
         ]
         sampling = config.evaluate.sampling(config.rollout)
         self._engine = load_generate_engine(config, sampling, device=context.device)
-        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset),
@@ -112,15 +112,22 @@ class Evaluator:
         return self._version
 
     def evaluate(self, version: Version) -> None:
-        """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops."""
+        """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
+
+        Raises:
+            UserCodeFailed: no answer could be scored.
+        """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
             answers = self._generate(version)
             if not self._wait_scores(answers):
                 return
+        scores = [score.result() for _, score in answers]
+        if all(score.failure for score in scores):
+            raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
         line = evaluation_line(
             [answer for answer, _ in answers],
-            [score.result() for _, score in answers],
+            scores,
             version=version,
             num_prompts=len(self._dataset),
             time_s=self._context.elapsed_s,

@@ -44,22 +44,23 @@ def evaluation_line(
     The interval of the accuracy counts prompts, not answers: several answers to one prompt are no independent trials.
 
     Args:
-        answers, scores: of all prompts, equally many of each, in any order.
+        answers, scores: of all prompts, equally many of each, in any order; at least one could be scored.
         version: of the weights that gave all of them.
         num_prompts: that were answered.
         time_s: since the command started.
         seconds: that the evaluation took.
     """
-    num_samples = len(answers)
-    accuracy = sum(score.correct for score in scores) / num_samples
-    low, high = wilson_interval(accuracy, num_prompts)
+    num_samples, known = len(answers), [score for score in scores if not score.failure]
+    accuracy = sum(score.correct for score in known) / len(known)
+    low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
     return {
         "step": version.step,
         "lineage": version.lineage,
         "accuracy": round(accuracy, 6),
         "accuracy_low": round(low, 6),
         "accuracy_high": round(high, 6),
-        "reward_mean": round(sum(score.reward for score in scores) / num_samples, 6),
+        "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
+        "reward_failures": num_samples - len(known),
         "response_tokens_mean": round(sum(answer.response_R.numel() for answer in answers) / num_samples, 3),
         "truncated_fraction": round(sum(answer.truncated for answer in answers) / num_samples, 6),
         "num_prompts": num_prompts,

@@ -17,6 +17,7 @@ from workers.dataflow import (
     CRITIC_TRAIN,
     LOSS_MASKS,
     PROMPT_COLUMNS,
+    REWARD_PARTS,
     ROLES,
     SERVICES,
     TEXT_COLUMNS,
@@ -32,9 +33,20 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
         ConfigError: a task of the user's own cannot be in this graph.
     """
     graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
+    if config.reward.is_users:
+        graph = with_reward_parts(graph)
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
+
+
+def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the graph with a column of what rewards are made of, which the training task reads for the metrics."""
+    *others, train = graph
+    scored = (
+        replace(task, outputs=(*task.outputs, REWARD_PARTS)) if task.name == "rewards" else task for task in others
+    )
+    return (*scored, replace(train, inputs=(*train.inputs, REWARD_PARTS)))
 
 
 def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
@@ -96,7 +108,7 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
         if role in SERVICES or role in ROLES or role in ALIASES:
             kind = "a service" if role in SERVICES else "a role"
             raise ConfigError(f"tasks.{number}.role: {role!r} is {kind} of AsyncFlow's own; take another name")
-        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS):
+        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS, REWARD_PARTS):
             raise ConfigError(
                 f"tasks.{number}.output: column {user.output!r} is written by another task; take another name"
             )
@@ -110,6 +122,8 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
         for name in user.inputs:
             if name not in written:
                 raise ConfigError(f"tasks.{number}.inputs: nobody writes column {name!r}; {_hint(name, written)}")
+            if name == REWARD_PARTS:
+                raise ConfigError(f"tasks.{number}.inputs: column {name!r} is for the metrics alone; leave it out")
             if name in TOKEN_COLUMNS and name not in TEXT_COLUMNS:
                 numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
                 raise ConfigError(

@@ -6,12 +6,14 @@
                                                         gets a line
 
 Who scores asks: the rollout's outbox, or the role `reward`. Whole groups come to it, and it lets nothing of one out
-before it has judged it. Only after a crash in the middle of a put a part of a group may be all that is left to score;
-it is let through, and its advantages are zero if its rewards are equal.
+before it has judged it. Answers whose reward failed (NaN) are no part of the judgement; a group of nothing else is put,
+so that the trainer sees it. Only after a crash in the middle of a put a part of a group may be all that is left to
+score; it is let through, and its advantages are zero if its rewards are equal.
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
 """
 
+import math
 from collections.abc import Sequence
 
 
@@ -20,10 +22,16 @@ def uniform_groups(groups: Sequence[int], rewards: Sequence[float], *, group_siz
 
     Args:
         groups: id of each answer's group.
-        rewards: of each answer.
+        rewards: of each answer; NaN: there is none.
         group_size: G.
     """
     members: dict[int, list[float]] = {}
     for group, reward in zip(groups, rewards, strict=True):
         members.setdefault(group, []).append(reward)
-    return frozenset(group for group, known in members.items() if len(known) == group_size and min(known) == max(known))
+    whole = {group: rewards for group, rewards in members.items() if len(rewards) == group_size}
+    return frozenset(group for group, rewards in whole.items() if _teaches_nothing(rewards))
+
+
+def _teaches_nothing(rewards: Sequence[float]) -> bool:
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return bool(known) and min(known) == max(known)

@@ -28,7 +28,7 @@ from tq.client.queue_client import QueueClient
 from tq.messages import Granted
 from workers.engines.base import Generation
 from workers.group_filter import uniform_groups
-from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns
+from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.samples import SampleLog
 
 logger = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ class Outbox:
         rows = [one.index for one in generations]
         columns = _answer_columns(generations)
         scores = [one.score.result() for one in finished if one.score is not None]
-        if scores:
-            columns |= score_columns(scores)
+        if scores and self._scorer is not None:
+            columns |= self._scorer.columns(scores)
             self._show(lease, generations, scores)
         try:
             if self._teaches_nothing(lease, rows, scores):

@@ -132,6 +132,11 @@ class StepRecord:
         return self.policy if model is Model.POLICY else self.critic
 
     @property
+    def num_scored(self) -> int:
+        """Rows that this rank got and that have a reward."""
+        return int(self.totals.sums.get("scored", 0))
+
+    @property
     def num_updates(self) -> int:
         """Updates that were made of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))

@@ -70,7 +70,7 @@ class Rollout:
         task = task_of("rollout", config, context.job)
         self._scorer = None
         if "rewards" in task.fused:
-            self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+            self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,

@@ -51,7 +51,7 @@ class SampleLog:
             "prompt": scored.prompt,
             "response": scored.response,
             "answer": scored.answer,
-            "reward": scored.reward,
+            "reward": None if scored.failure else scored.reward,
             "correct": scored.correct,
             "response_tokens": generation.response_R.numel(),
             "truncated": generation.truncated,

@@ -8,7 +8,7 @@ Legend of shapes: N samples.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tq.batch import PackedBatch
 from workers.algorithms.losses import LossCounts
+from workers.dataflow import REWARD_PARTS
 
 
 @dataclass
@@ -73,18 +74,20 @@ class StepTotals:
         """Count the samples of a batch.
 
         Args:
-            batch: columns `responses rewards correct truncated versions prompts`, N >= 1 rows.
+            batch: columns `responses rewards correct truncated versions prompts`, maybe `reward_parts`, N >= 1 rows.
             step: that trains it.
             admitted_step: that it was admitted for.
         """
         oldest_N, _ = batch["versions"].extremes()
         staleness_N = step - 1 - oldest_N
-        rewards = batch["rewards"].values.double()
+        has_reward = batch["rewards"].values.isfinite()
+        rewards = batch["rewards"].values[has_reward].double()
         lengths = batch["responses"].lengths.double()
         self.add("samples", len(batch))
+        self.add("scored", len(rewards))
         self.add("reward", float(rewards.sum()))
         self.add("reward_squared", float((rewards**2).sum()))
-        self.add("correct", float(batch["correct"].values.sum()))
+        self.add("correct", float(batch["correct"].values[has_reward].sum()))
         self.add("truncated", float(batch["truncated"].values.sum()))
         self.add("response_tokens", float(lengths.sum()))
         self.add("response_tokens_squared", float((lengths**2).sum()))
@@ -92,7 +95,15 @@ class StepTotals:
         self.add("staleness", float(staleness_N.sum()))
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
+        if REWARD_PARTS in batch.columns:
+            self._add_parts(batch[REWARD_PARTS].objects())
         self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
+
+    def _add_parts(self, each: Sequence[Mapping[str, float]]) -> None:
+        for parts in each:
+            for name, value in parts.items():
+                self.add(f"part/{name}", value)
+                self.add(f"parts/{name}", 1)
 
     def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
         """Add a loss's own sums over tokens: of the policy's, or of `critic`."""
@@ -112,17 +123,19 @@ class StepTotals:
     def metrics(self) -> dict[str, float]:
         """Return means and population deviations under their public names.
 
-        Loss terms are means over the tokens whose loss counts, of all passes; everything else is over all samples.
+        Loss terms are means over the tokens whose loss counts, of all passes, rewards over the samples that have one;
+        everything else is over all samples.
         """
         sums = defaultdict(float, self.sums)  # in a step of the critic alone the policy has no loss
-        samples = sums["samples"]
+        samples, scored = sums["samples"], max(1.0, sums["scored"])
         tokens = max(1.0, sums["loss/tokens"])
-        reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], samples)
+        reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], scored)
         tokens_mean, tokens_std = _moments(sums["response_tokens"], sums["response_tokens_squared"], samples)
         return {
             "reward_mean": reward_mean,
             "reward_std": reward_std,
-            "accuracy": sums["correct"] / samples,
+            "accuracy": sums["correct"] / scored,
+            "reward_failures": int(samples - sums["scored"]),
             "response_tokens_mean": tokens_mean,
             "response_tokens_std": tokens_std,
             "samples": int(samples),
@@ -140,7 +153,13 @@ class StepTotals:
             "staleness_max": self.staleness_max,
             "late_fraction": sums["late"] / samples,
             "early_fraction": sums["early"] / samples,
+            **self._part_means(),
         }
+
+    def _part_means(self) -> dict[str, float]:
+        """Return the mean of each part of the reward over the answers that have it."""
+        names = sorted(name.removeprefix("parts/") for name in self.sums if name.startswith("parts/"))
+        return {f"reward/{name}_mean": self.sums[f"part/{name}"] / self.sums[f"parts/{name}"] for name in names}
 
     def critic_metrics(self) -> dict[str, float]:
         """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.

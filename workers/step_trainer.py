@@ -29,7 +29,7 @@ from workers.step_totals import UpdateTotals
 from workers.tri_model import TriModel
 
 
-def _unless_stopped(_: int, stopped: bool) -> bool:
+def _unless_stopped(_: StepRecord, stopped: bool) -> bool:
     return not stopped
 
 
@@ -45,7 +45,7 @@ class StepTrainer:
         columns: TaskChain,
         training: ActorConfig,
         tri_model: TriModel | None = None,
-        commit: Callable[[int, bool], bool] = _unless_stopped,
+        commit: Callable[[StepRecord, bool], bool] = _unless_stopped,
         taken: Callable[[PackedBatch, StepRecord], None],
         before_update: Callable[[], float],
         after_update: Callable[[int, int, int], None],
@@ -58,8 +58,8 @@ class StepTrainer:
         columns: the tasks that this process computes before it trains.
         training: how rounds are cut into micro-batches, and how many updates a step makes.
         tri_model: scores the policy's micro-batches with its older copies and the reference.
-        commit: (step, whether a stop came) -> whether the step is finished, once all its rows were asked for; all ranks
-            call it, and get the same.
+        commit: (the step, whether a stop came) -> whether the step is finished, once all its rows were asked for; all
+            ranks call it, and get the same.
         taken: is given every round with its columns, once; rows of whole groups, maybe none.
         before_update: waits until nobody reads the weights any more; returns the seconds that it took.
         after_update: is told of every update of the policy at once: its step, its number there, and how many the engine
@@ -99,7 +99,7 @@ class StepTrainer:
         for arrived in self._arriving(record):
             if rounds.add(arrived):
                 self._train_round(arrived, record)
-        if not self._commit(step, self._loader.stopped):
+        if not self._commit(record, self._loader.stopped):
             for learner in self._learners:
                 learner.engine.zero_grad()
             return None

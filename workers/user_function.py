@@ -1,29 +1,22 @@
 """Finds a user's function, named `module:function`. Torch-free until the user's own module is imported.
 
-Used for rewards and for users' tasks; every message begins with the configuration's field. Where modules
-are looked for: `workers.module_search`.
+For rewards, users' tasks and the like, which `workers.calls` calls; every message begins with the configuration's
+field. Where modules are looked for: `workers.module_search`.
 """
 
-import _thread
 import ast
 import importlib
 import importlib.util
 import inspect
 import reprlib
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from asyncflow.awake import awake_slices
-from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from workers.coroutines import CoroutineThread
+from asyncflow.errors import ConfigError, one_line
 from workers.module_search import extend_path, hidden_module
-
-_COROUTINES = CoroutineThread()
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -83,54 +76,6 @@ def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
     # What a decorator makes of a function may take other arguments.
     if last is not None and not last.decorator_list and not _takes(last.args, len(arguments)):
         raise ConfigError(f"{field}: {source}:{last.lineno}: {attribute} must take {', '.join(arguments)}")
-
-
-def call(function: Callable[..., Any], *arguments: object, what: str, limit: str, timeout_s: float, on: str) -> object:
-    """Call a user's function in a thread of its own, which is left behind when it passes the deadline.
-
-    An `async def` runs in the event loop that all users' coroutines share, and is cancelled at its deadline.
-
-    Args:
-        function: the user's.
-        arguments: of the call.
-        what: begins every message, e.g. `reward.function: my_rewards:score`.
-        limit: name of the setting that holds the deadline.
-        timeout_s: the deadline (s).
-        on: what it is called on, in words, e.g. `response '7'`.
-
-    Raises:
-        UserCodeFailed: it raised, or did not return in time.
-    """
-    outcome: list[tuple[object, BaseException | None]] = []
-    begun: list[Future[object]] = []
-    late, ended = threading.Event(), threading.Event()
-
-    def run() -> None:
-        try:
-            value = function(*arguments)
-            if inspect.iscoroutine(value):
-                begun.append(_COROUTINES.start(value))
-                if late.is_set():  # this thread got to it after the deadline: nobody else has seen it
-                    _COROUTINES.give_up(begun[0])
-                value = begun[0].result()
-            outcome.append((value, None))
-        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
-            outcome.append((None, error))
-        ended.set()
-
-    # Not a `Thread`: its start waits, without a deadline, for one that may die first where memory is short.
-    _thread.start_new_thread(run, ())
-    if not any(ended.wait(slice_s) for slice_s in awake_slices(timeout_s)):
-        late.set()
-        for future in begun:
-            _COROUTINES.give_up(future)
-        raise UserCodeFailed(
-            f"{what} took longer than {limit} = {timeout_s:g} s on {on}; make it faster or raise the limit"
-        )
-    value, error = outcome[0]
-    if error is not None:
-        raise UserCodeFailed(f"{what} raised {one_line(error)} on {on}") from error
-    return value
 
 
 def excerpt(text: str) -> str:

@@ -60,43 +60,43 @@ def _scored(lab: Lab, imports: str, deed: str, *, says: str = "", settings: Mapp
 
 
 def poison_prompt_kills_the_rollout(lab: Lab) -> Seen:
-    """On one prompt the process dies of SIGSEGV, whoever generates it: its group goes into quarantine."""
-    return _scored(lab, "ctypes", "ctypes.string_at(0)", says="SIGSEGV")
+    """On one prompt the process that generates it dies of SIGSEGV: its group goes into quarantine."""
+    return _scored(lab, "os", "os.kill(os.getppid(), 11)", says="SIGSEGV")
 
 
 def reward_ends_the_process(lab: Lab) -> Seen:
-    """On one prompt the reward calls os._exit: as good as a crash."""
-    return _scored(lab, "os", "os._exit(3)", says="code 3")
+    """On one prompt the reward calls os._exit, as good as a crash: these answers have no reward."""
+    return _scored(lab, "os", "os._exit(3)", says="ended its process on response")
 
 
 def reward_calls_exit(lab: Lab) -> Seen:
-    """On one prompt the reward calls sys.exit: these answers count as 0."""
+    """On one prompt the reward calls sys.exit: these answers have no reward."""
     return _scored(lab, "sys", "sys.exit(3)")
 
 
 def reward_raises(lab: Lab) -> Seen:
-    """On one prompt the reward raises: these answers count as 0."""
+    """On one prompt the reward raises: these answers have no reward."""
     return _scored(lab, "math", "1 / 0")
 
 
 def reward_returns_no_number(lab: Lab) -> Seen:
-    """On one prompt the reward is NaN: these answers count as 0."""
+    """On one prompt the reward is NaN: these answers have no reward."""
     return _scored(lab, "math", "math.nan")
 
 
 def reward_hangs(lab: Lab) -> Seen:
-    """On one prompt the reward never returns: after reward.timeout_s these answers count as 0."""
+    """On one prompt the reward never returns: after reward.timeout_s these answers have no reward."""
     return _scored(lab, "threading", "threading.Event().wait()", settings={"reward.timeout_s": 0.5})
 
 
 def reward_hangs_with_the_interpreters_lock(lab: Lab) -> Seen:
-    """On one prompt native code holds Python's lock: silent for silence_timeout_s, so it starts again; quarantine."""
-    settings = {"launcher.silence_timeout_s": 3, "tq.lease_timeout_s": 2}
-    return _scored(lab, "ctypes", "ctypes.PyDLL(None).sleep(3600)", says="no sign of life", settings=settings)
+    """On one prompt native code holds Python's lock: its child is killed, and these answers have no reward."""
+    settings = {"launcher.silence_timeout_s": 3, "tq.lease_timeout_s": 2, "reward.timeout_s": 1}
+    return _scored(lab, "ctypes", "ctypes.PyDLL(None).sleep(3600)", says="took longer than", settings=settings)
 
 
 def reward_eats_all_memory(lab: Lab) -> Seen:
-    """On one prompt the reward takes all memory that the process may have, and keeps it; what fails starts again."""
+    """On one prompt the reward takes all memory that its child may have, and keeps it: another child takes over."""
     lab.module("deeds", _GLUTTON.format(suspect=_SUSPECT))
     with lab.run(steps=_ONE_EPOCH, settings={"reward.function": "deeds:score"}) as run:
         run.wait_for_step(1)

@@ -60,7 +60,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             config=load_config(find_recipe("quickstart"), overrides=overrides),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
             elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=threading.Event(),
-            report=lambda *_, **__: None,
+            report=lambda *_, **__: None, reward_failed=lambda why: None,
         )  # fmt: skip
         receivers = []
 

@@ -9,7 +9,7 @@ from workers.algorithms.config import GRPOConfig
 from workers.algorithms.graph import algorithm_tasks
 from workers.columns.config import UserTaskConfig
 from workers.dataflow import PlacedTask, place_tasks
-from workers.graph import with_user_tasks
+from workers.graph import with_reward_parts, with_user_tasks
 
 GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
 
@@ -83,6 +83,19 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
 def test_tasks_that_cannot_be_are_refused(users: list[UserTaskConfig], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         with_user_tasks(GRPO, users)
+
+
+def test_parts_of_a_users_reward_travel_to_the_trainer_and_are_for_nobody_else() -> None:
+    graph = with_reward_parts(GRPO)
+    for roles in (("rollout", "actor", "ref"), ("rollout", "actor", "ref", "reward")):
+        tasks = place_tasks(graph, roles)
+        (writer,) = (task for task in tasks if "reward_parts" in task.outputs)
+        assert writer.role == ("reward" if "reward" in roles else "rollout")
+        assert [task.name for task in tasks if "reward_parts" in task.inputs] == ["actor_train"]
+    with pytest.raises(ConfigError, match="column 'reward_parts' is for the metrics alone"):
+        with_user_tasks(graph, [user(inputs=["reward_parts"])])
+    with pytest.raises(ConfigError, match="column 'reward_parts' is written by another task"):
+        with_user_tasks(GRPO, [user(output="reward_parts")])
 
 
 def test_roles_that_wait_for_each_other_are_refused() -> None:

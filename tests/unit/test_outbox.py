@@ -1,5 +1,6 @@
 """Finished answers are scored and put while generation goes on."""
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from asyncflow.errors import Superseded
+from asyncflow.errors import Superseded, UserCodeFailed
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
@@ -17,6 +18,7 @@ from workers.engines.base import Generation
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
+from workers.rewards.exact import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
 from workers.tokenizer import load_tokenizer
@@ -53,11 +55,12 @@ class GatedScorer(Scorer):
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(RewardConfig(function="exact"), tokenizer)
         self.open = threading.Event()
+        self._function = self._gated
 
-    def _score_text(self, prompt: str, response: str, answer: str):  # type: ignore[no-untyped-def]
+    def _gated(self, prompt: str, response: str, answer: str) -> Score:
         if prompt == self._decoder.response((self.blocked,)):
             assert self.open.wait(DEADLINE_S)
-        return super()._score_text(prompt, response, answer)
+        return exact_reward(prompt, response, answer)
 
 
 @pytest.fixture(scope="module")
@@ -195,16 +198,23 @@ def leased_groups(*groups: int) -> RolloutLease:
 
 
 class GradedScorer(Scorer):
-    """Rewards 1 only for the responses that are named."""
+    """Rewards 1 only for the responses that are named; cannot score others."""
 
     good: frozenset[str] = frozenset()
+    bad: frozenset[str] = frozenset()
 
-    def _score_text(self, prompt: str, response: str, answer: str):  # type: ignore[no-untyped-def]
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(RewardConfig(), tokenizer)
+        self._function = self._graded
+
+    def _graded(self, prompt: str, response: str, answer: str) -> Score:
+        if response in self.bad:
+            raise UserCodeFailed("no idea")
         return Score(float(response in self.good), False)
 
 
 def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:
-    client, scorer = Queue(), GradedScorer(RewardConfig(), load_tokenizer(model_dir))
+    client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
     scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
     one = leased_groups(0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
     outbox = Outbox(client, scorer=scorer, samples=samples, rows_per_put=2, filter_size=2)  # type: ignore[arg-type]
@@ -217,3 +227,27 @@ def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model
     scorer.close()
     assert sorted(sorted(rows) for rows, _ in client.puts) == [[10, 11], [16]]
     assert sorted(sorted(rows) for rows in client.filtered) == [[12, 13], [14, 15]]
+
+
+def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
+    model_dir: Path, samples: SampleLog
+) -> None:
+    client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
+    text = {token: scorer._decoder.response((token, 1)) for token in (4, 5, 6, 7)}
+    scorer.good, scorer.bad = frozenset({text[4]}), frozenset({text[6], text[7]})
+    one = leased_groups(*[0] * 3, *[1] * 3, *[2] * 3)
+    outbox = Outbox(client, scorer=scorer, samples=samples, rows_per_put=3, filter_size=3)  # type: ignore[arg-type]
+    versions = torch.tensor([3, 4], dtype=torch.int32)
+    for index, token in enumerate((4, 5, 6, 4, 4, 6, 6, 7, 6), start=10):
+        response = torch.tensor([token, 1])
+        outbox.add(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+    outbox.close(stop=threading.Event())
+    scorer.close()
+    assert [sorted(rows) for rows in client.filtered] == [[13, 14, 15]], "both that have a reward have the same one"
+    put = {
+        row: reward
+        for rows, columns in client.puts
+        for row, reward in zip(rows, columns["rewards"].values.tolist(), strict=True)
+    }
+    assert {row for row, reward in put.items() if math.isnan(reward)} == {12, 16, 17, 18}
+    assert (put[10], put[11]) == (1.0, 0.0)

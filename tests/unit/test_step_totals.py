@@ -1,5 +1,6 @@
 """What a step adds up, against its definitions."""
 
+import math
 import statistics
 
 import pytest
@@ -80,3 +81,17 @@ def test_an_update_counts_what_all_ranks_trained_for_it() -> None:
     whole = UpdateTotals.merged(ranks)
     assert whole.counts == LossCounts(tokens=9, sequences=4, answers=5)
     assert whole.loss == pytest.approx(1.0)
+
+
+def test_answers_without_a_reward_are_counted_and_left_out_of_rewards() -> None:
+    totals = StepTotals()
+    columns = {
+        "rewards": Column.of_scalars(torch.tensor([1.0, math.nan, 0.5])),
+        "correct": Column.of_scalars(torch.tensor([True, False, False])),
+        "reward_parts": Column.of_values([{"format": 1.0}, {}, {"format": 0.0, "length": 2.0}]),
+    }
+    totals.add_batch(make_batch([0, 1, 2]).with_columns(columns), step=5, admitted_step=5)
+    metrics = StepTotals.merged([totals, StepTotals()]).metrics()
+    assert (metrics["reward_mean"], metrics["reward_std"], metrics["accuracy"]) == (0.75, 0.25, 0.5)
+    assert (metrics["reward_failures"], metrics["samples"]) == (1, 3)
+    assert (metrics["reward/format_mean"], metrics["reward/length_mean"]) == (0.5, 2.0)

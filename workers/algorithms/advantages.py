@@ -13,20 +13,27 @@ def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float
     Computed in float64, so that rounding of a mean is never divided by `eps`.
 
     Args:
-        reward_BG: floating [B, G]; with G of 1 there is nothing to compare with, and all is zero.
+        reward_BG: floating [B, G]; NaN: there is none, and the group is the others. With one there is nothing to
+            compare with, and all is zero.
         scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as TRL and verl do).
         eps: added to the deviation.
     Returns:
-        float32 [B, G], mean 0 over G; zeros for a group of equal rewards.
+        float32 [B, G], mean 0 over G; zeros for a group of equal rewards, and where there is none.
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; without scaling Liu et al. 2025 (arXiv 2503.20783),
         section 3.2 (Dr. GRPO).
     """
     assert reward_BG.dim() == 2 and reward_BG.shape[1], f"no group: rewards of shape {tuple(reward_BG.shape)}"
-    if reward_BG.shape[1] == 1:
-        return torch.zeros_like(reward_BG, dtype=torch.float32)
     reward_BG = reward_BG.double()
-    centered_BG = reward_BG - reward_BG.mean(1, keepdim=True)
+    number_B1 = reward_BG.isfinite().sum(1, keepdim=True)
+    centered_BG = (reward_BG - reward_BG.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
     if scale_by_std:
-        centered_BG = centered_BG / (reward_BG.std(1, keepdim=True) + eps)
-    constant_B1 = reward_BG.amax(1, keepdim=True) == reward_BG.amin(1, keepdim=True)
-    return torch.where(constant_B1, 0.0, centered_BG).float()
+        variance_B1 = centered_BG.square().sum(1, keepdim=True) / (number_B1 - 1).clamp(min=1)
+        centered_BG = centered_BG / (variance_B1.sqrt() + eps)
+    return torch.where(has_equal_rewards(reward_BG), 0.0, centered_BG).float()
+
+
+def has_equal_rewards(reward_BG: Tensor) -> Tensor:
+    """Return bool [B, 1]: whether all rewards of a group are the same; those that are NaN are none."""
+    return reward_BG.nan_to_num(nan=-torch.inf).amax(1, keepdim=True) <= reward_BG.nan_to_num(nan=torch.inf).amin(
+        1, keepdim=True
+    )

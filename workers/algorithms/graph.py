@@ -98,7 +98,7 @@ def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
         name=CRITIC_TRAIN,
         role="critic",
         host="actor",
-        inputs=("prompts", "responses", "values", "returns", "truncated"),
+        inputs=("prompts", "responses", "values", "returns", "truncated", "rewards"),
         outputs=(),
         whole_groups=True,
         passes_on=True,

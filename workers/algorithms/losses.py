@@ -26,7 +26,7 @@ class LossCounts:
     Attributes:
         tokens: answer tokens whose loss counts.
         sequences: answers whose loss counts.
-        answers: all answers, masked ones included.
+        answers: all answers with a reward, masked ones included.
     """
 
     tokens: int

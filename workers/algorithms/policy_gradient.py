@@ -64,18 +64,20 @@ class PolicyGradient(ABC, Generic[Config]):
         raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated` and, if there, `loss_masks`."""
+        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated`, `rewards` and, if there,
+        `loss_masks`."""
         keep_N = self._answer_weights(batch) > 0
         length_N = batch["responses"].lengths
-        return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=len(batch))
+        answers = int(has_reward(batch).sum())
+        return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=answers)
 
     def loss(self, batch: PackedBatch, *, device: torch.device) -> "PolicyLoss":
         """Return the loss of a micro-batch.
 
         Args:
-            batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`, and with
-                a KL penalty `ref_log_probs`; where somebody writes them `log_probs`, of the policy that the step found,
-                without which that is the policy in training, and `loss_masks`, one weight per row.
+            batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`,
+                `rewards`, and with a KL penalty `ref_log_probs`; where somebody writes them `log_probs`, of the policy
+                that the step found, without which that is the policy in training, and `loss_masks`, one weight per row.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()
@@ -98,7 +100,13 @@ class PolicyGradient(ABC, Generic[Config]):
     def _answer_weights(self, batch: PackedBatch) -> Tensor:
         truncated_N = batch["truncated"].values.bool()
         weight_N = torch.ones(len(batch)) if LOSS_MASKS not in batch.columns else batch[LOSS_MASKS].values.float()
+        weight_N = weight_N * has_reward(batch)
         return weight_N * ~truncated_N if self._mask_truncated else weight_N
+
+
+def has_reward(batch: PackedBatch) -> Tensor:
+    """Return bool [N]: whether an answer has a reward; where scoring failed it is NaN, and the answer has no weight."""
+    return batch["rewards"].values.isfinite()
 
 
 def token_advantages(batch: PackedBatch) -> Tensor:

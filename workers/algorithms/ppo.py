@@ -32,7 +32,8 @@ class PPO(PolicyGradient[PPOConfig]):
         penalty in the reward, `log_probs` and `ref_log_probs`."""
         config, values = self._config, batch["values"]
         penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
-        reward_A = token_rewards(batch["rewards"].values, values.lengths, penalty_A)
+        reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # of one without any nothing counts
+        reward_A = token_rewards(reward_N, values.lengths, penalty_A)
         advantage_A, return_A = generalized_advantages(
             reward_A, values.values, values.lengths, gamma=config.gamma, lam=config.lam
         )
@@ -49,7 +50,8 @@ class PPO(PolicyGradient[PPOConfig]):
         """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
 
         Args:
-            batch: columns `responses`, `values`, `returns`, `truncated`, and where somebody writes it `loss_masks`.
+            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where somebody writes it
+                `loss_masks`.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()

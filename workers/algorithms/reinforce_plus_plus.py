@@ -29,9 +29,11 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
                 "advantages": Column.of_scalars(group_advantages(reward_N.reshape(-1, group_size), scale_by_std=False))
             }
         if not config.kl_coef:
-            return {"advantages": Column.of_scalars(reward_N.float())}
+            return {"advantages": Column.of_scalars(reward_N.nan_to_num(nan=0.0).float())}
         length_N = batch["log_probs"].lengths
-        advantage_A = reward_N.repeat_interleave(length_N.long()) - config.kl_coef * penalties_to_come(batch)
+        advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(
+            length_N.long()
+        ) - config.kl_coef * penalties_to_come(batch)
         return {"advantages": Column(advantage_A.float(), length_N)}
 
     def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:

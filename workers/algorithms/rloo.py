@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
+from workers.algorithms.advantages import has_equal_rewards
 from workers.algorithms.config import RLOOConfig
 from workers.algorithms.policy_gradient import PolicyGradient
 from workers.algorithms.reward_penalty import answer_penalties
@@ -28,14 +29,11 @@ class RLOO(PolicyGradient[RLOOConfig]):
 
 
 def leave_one_out(reward_BG: Tensor) -> Tensor:
-    """Return float32 [B, G]: each reward minus the mean of the others; zeros where G is 1.
+    """Return float32 [B, G]: each reward minus the mean of the others; zeros where there are no others.
 
-    Computed in float64, and exactly zero in a group of equal rewards.
+    One that is NaN is none, and gets zero. Computed in float64, and exactly zero in a group of equal rewards.
     """
-    group_size = reward_BG.shape[1]
-    if group_size == 1:
-        return torch.zeros_like(reward_BG, dtype=torch.float32)
     reward_BG = reward_BG.double()
-    others_BG = (reward_BG.sum(1, keepdim=True) - reward_BG) / (group_size - 1)
-    constant_B1 = reward_BG.amax(1, keepdim=True) == reward_BG.amin(1, keepdim=True)
-    return torch.where(constant_B1, 0.0, reward_BG - others_BG).float()
+    others_B1 = (reward_BG.isfinite().sum(1, keepdim=True) - 1).clamp(min=1)
+    others_BG = (reward_BG.nansum(1, keepdim=True) - reward_BG) / others_B1
+    return torch.where(has_equal_rewards(reward_BG), 0.0, (reward_BG - others_BG).nan_to_num(nan=0.0)).float()

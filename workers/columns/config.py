@@ -26,6 +26,9 @@ class UserTaskConfig(Settings):
     """Column that it writes: `loss_masks` (0 to 1: the weight of the answer's loss), or one that another task reads."""
     timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call (s)."""
+    concurrency: int = Field(1, ge=1, le=1024)
+    """Calls at a time in each process that runs the task: so many child processes, or, of an `async def`, so many calls
+    in one."""
     host: Literal["actor"] = "actor"
     """Role that runs it when its own was not launched."""
 

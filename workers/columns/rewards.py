@@ -13,7 +13,7 @@ from workers.engines.load import load_reward_model
 from workers.packing import sequences_of
 from workers.rewards.base import LARGEST_REWARD
 from workers.rewards.config import RewardModelConfig
-from workers.rewards.scorer import ScoredAnswer, Scorer, score_columns
+from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.tokenizer import load_tokenizer
 from workers.user_function import excerpt
 
@@ -28,7 +28,8 @@ class Rewards(ColumnTask):
         if self._config is not None:
             self._model = load_reward_model(self._config, device=context.device)
             self.num_rows = self._config.micro_batch_size
-        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)))
+        tokenizer = load_tokenizer(Path(config.model.path))
+        self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return `rewards` and `correct` from `prompts`, `responses`, `answers`.
@@ -39,19 +40,22 @@ class Rewards(ColumnTask):
         prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
         answers = batch["answers"].texts()
         if self._config is None:
-            return score_columns(self._scorer.score_all(prompts, responses, answers))
+            return self._scorer.columns(self._scorer.score_all(prompts, responses, answers))
         futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]
         model_scores = self._model.scores(sequences_of(batch)).tolist()  # the function is called meanwhile
         pairs = zip((future.result() for future in futures), model_scores, strict=True)
-        return score_columns([_combined(scored, score, self._config) for scored, score in pairs])
+        return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
 
     def close(self) -> None:
-        """End the scoring threads."""
+        """End scoring threads and children."""
         self._scorer.close()
 
 
 def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
-    """Return the answer with the weighted sum of both as its reward; whether it is right is the function's word."""
+    """Return the answer with the weighted sum of both as its reward; none where the function failed, whose word it is
+    whether the answer is right."""
+    if scored.failure:
+        return scored
     reward = config.weight * model_score + config.function_weight * scored.reward
     if not abs(reward) <= LARGEST_REWARD:
         raise UserCodeFailed(

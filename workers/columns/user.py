@@ -1,25 +1,24 @@
 """A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
 
-import reprlib
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
+from workers.calls.pool import CallPool, Entry
 from workers.columns.config import UserTaskConfig
-from workers.columns.row import ARGUMENTS, TaskRow
+from workers.columns.row import TaskRow
 from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
-from workers.rewards.base import as_number
 from workers.tokenizer import TextDecoder
-from workers.user_function import call, excerpt, load_function
+from workers.user_function import excerpt
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class UserTask(ColumnTask):
-    """Calls a function of one row; what it raises ends the run."""
+    """Calls a function of one row, in child processes; what it raises ends the run."""
 
     def __init__(self, config: UserTaskConfig, decoder: TextDecoder, *, num_rows: int) -> None:
         """Load the function.
@@ -35,7 +34,23 @@ class UserTask(ColumnTask):
         self.num_rows = num_rows
         self._config = config
         self._decoder = decoder
-        self._function = load_function(config.function, field=f"task {config.name}: function", arguments=ARGUMENTS)
+        self._what = f"task {config.name}: {config.function}"
+        field = f"task {config.name}: function"
+        self._pool = CallPool(
+            Entry(
+                "workers.columns.row:task_function",
+                {"what": self._what, "function": config.function, "field_name": field},
+            ),
+            what=self._what,
+            limit="its timeout_s",
+            timeout_s=config.timeout_s,
+            concurrency=config.concurrency,
+        )
+        try:
+            self._pool.until_ready()
+        except BaseException:
+            self._pool.close()
+            raise
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return the output, float32 [N].
@@ -43,11 +58,17 @@ class UserTask(ColumnTask):
         Raises:
             UserCodeFailed: the function raised, or returned no number that can be used; says which task and function.
         """
-        values = [self._value(row) for row in self._rows(batch)]
+        rows = list(self._rows(batch))
+        calls = [
+            self._pool.submit(row.prompt, row.response, row.answer, row.columns, on=f"response {excerpt(row.response)}")
+            for row in rows
+        ]
+        values = [self._checked(call.result(), row) for call, row in zip(calls, rows, strict=True)]
         return {self._config.output: Column.of_scalars(torch.tensor(values, dtype=torch.float32))}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """End the children."""
+        self._pool.close()
 
     def _rows(self, batch: PackedBatch) -> Iterator[TaskRow]:
         inputs, decoder, blank = self._config.inputs, self._decoder, [""] * len(batch)
@@ -62,21 +83,11 @@ class UserTask(ColumnTask):
         for k, texts in enumerate(zip(prompts, responses, answers, strict=True)):
             yield TaskRow(*texts, {name: values[k] for name, values in numbers.items()})
 
-    def _value(self, row: TaskRow) -> float:
-        what = f"task {self._config.name}: {self._config.function}"
-        value = call(
-            self._function, row,
-            what=what, limit="its timeout_s", timeout_s=self._config.timeout_s,
-            on=f"response {excerpt(row.response)}",
-        )  # fmt: skip
-        try:
-            number = as_number(value)
-        except Exception as error:  # the boundary to the user's objects
-            raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} instead of a number") from error
+    def _checked(self, number: float, row: TaskRow) -> float:
         if not abs(number) <= _LARGEST or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
             wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that float32 holds"
             raise UserCodeFailed(
-                f"{what} returned {number:g} on response {excerpt(row.response)}; "
+                f"{self._what} returned {number:g} on response {excerpt(row.response)}; "
                 f"{self._config.output} must be a number {wanted}"
             )
         return number

@@ -24,16 +24,17 @@ from torch import Tensor
 
 from asyncflow.errors import ConfigError, EngineFailed
 from weightsync.plan import Need
+from workers.calls.pool import CallPool
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.answer_tasks import AnswerTasks
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf_weights import copy_without_weights, write_weights
-from workers.engines.openai_config import UPDATE_ARGUMENTS, OpenAIConfig
+from workers.engines.openai_config import OpenAIConfig
 from workers.engines.openai_server import Completion, OpenAIServer, pauses
+from workers.engines.openai_update import open_updates
 from workers.engines.openai_weights import ServedWeights
 from workers.model_files import eos_token_ids, longest_prompt
-from workers.user_function import call, load_function
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class OpenAIEngine:
         self._vocab_size = vocab_size(skeleton)
         self._longest_prompt = longest_prompt(model_dir, sampling.max_response_tokens)
         self._loaded = False
+        self._updates: CallPool | None = None
         self.version = 0
         self._tasks: AnswerTasks[_Answer] = AnswerTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
@@ -137,11 +139,9 @@ class OpenAIEngine:
             timeout_s = (config.retries + 1) * 4 * config.update_timeout_s
             self._run(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
             return
-        call(
-            load_function(config.update, field="openai.update", arguments=UPDATE_ARGUMENTS), directory,
-            what=f"openai.update: {config.update}", limit="openai.update_timeout_s",
-            timeout_s=config.update_timeout_s, on=f"the weights in {directory}",
-        )  # fmt: skip
+        if self._updates is None:
+            self._updates = open_updates(config)
+        self._updates.call(str(directory), on=f"the weights in {directory}")
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
@@ -155,6 +155,8 @@ class OpenAIEngine:
                 self._run(server.close(), "connections to close", timeout_s=self._config.timeout_s)
             self._servers = []
             self._tasks.close()
+        if self._updates is not None:
+            self._updates.close()
 
     def _connect(self) -> list[OpenAIServer]:
         config, api_key = self._config, read_api_key(self._config.api_key_variable)

@@ -1,9 +1,10 @@
 """What a reward is: a function of one finished answer. Torch-free."""
 
+import math
 import reprlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from asyncflow.errors import UserCodeFailed
 from workers.user_function import excerpt
@@ -19,16 +20,19 @@ class Score:
     Attributes:
         reward: what training maximises; finite.
         correct: exactly right; the run's accuracy counts these.
+        parts: what the reward is made of, by name; the metrics have their means.
     """
 
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardFunction(Protocol):
-    """What a user writes. A plain number counts as correct from 1.0 on."""
+    """What a user writes. A plain number counts as correct from 1.0 on; a dict is one with named parts: `score`, maybe
+    `correct`, and other numbers."""
 
-    def __call__(self, prompt: str, response: str, answer: str, /) -> float | Score:
+    def __call__(self, prompt: str, response: str, answer: str, /) -> float | Score | Mapping[str, Any]:
         """Score `response`, the decoded text without special tokens, against `answer`, the data's reference."""
 
 
@@ -36,24 +40,49 @@ def as_score(value: object, *, what: str, response: str) -> Score:
     """Turn what somebody else's reward gave into a score; a plain number counts as correct from 1.0 on.
 
     Args:
-        value: a number or a `Score`.
+        value: a number, a `Score`, or a dict with `score`, maybe `correct`, and the reward's parts.
         what: begins a message.
         response: that it is about.
 
     Raises:
-        UserCodeFailed: it is neither, or no number that float32 holds.
+        UserCodeFailed: it is none of these, or has no number that float32 holds.
     """
-    given = value.reward if isinstance(value, Score) else value
     try:
-        number = as_number(given)
-        correct = bool(value.correct) if isinstance(value, Score) else number >= 1.0
+        number, correct, parts = _given(value)
     except Exception as error:  # the boundary to somebody else's objects: arrays, tensors, anything
-        raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} instead of a number or a Score") from error
+        raise UserCodeFailed(
+            f"{what} returned {reprlib.repr(value)} instead of a number, a Score or a dict with `score`"
+        ) from error
     if not abs(number) <= LARGEST_REWARD:
         raise UserCodeFailed(
             f"{what} returned {number:g} on response {excerpt(response)}; a reward must be a number that float32 holds"
         )
-    return Score(number, correct)
+    return Score(number, correct, parts)
+
+
+def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
+    """Return reward, whether it is right, and its parts; raises whatever the value's class does if it has none."""
+    if isinstance(value, Score):
+        return as_number(value.reward), bool(value.correct), _parts(value.parts)
+    if not isinstance(value, Mapping):
+        number = as_number(value)
+        return number, number >= 1.0, {}
+    number = as_number(value["score"])
+    correct = bool(value["correct"]) if "correct" in value else number >= 1.0
+    return number, correct, _parts({name: part for name, part in value.items() if name not in ("score", "correct")})
+
+
+def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
+    """Return those that are finite numbers with a name; beside them verl's rewards return texts."""
+    parts = {}
+    for name, value in given.items():
+        try:
+            number = as_number(value)
+        except Exception:  # noqa: BLE001  somebody else's object that is no number
+            continue
+        if isinstance(name, str) and math.isfinite(number):
+            parts[name] = number
+    return parts
 
 
 def as_number(value: object) -> float:

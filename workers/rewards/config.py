@@ -46,7 +46,8 @@ class RewardConfig(Settings):
     pattern: str | None = None
     """Regular expression of `regex`: the first group of its last match is compared with the answer."""
     concurrency: int | None = Field(None, ge=1, le=1024)
-    """Answers that one process scores at the same time; null: 4, and 64 with a remote scorer."""
+    """Answers that one process scores at the same time; null: 4, and 64 with a remote scorer. Of a function of yours:
+    so many child processes, or, of an `async def`, so many calls in one."""
     batch_size: int = Field(16, ge=1)
     """Most answers in a request to a remote scorer."""
     retries: int = Field(5, ge=0)
@@ -56,3 +57,8 @@ class RewardConfig(Settings):
     nothing but zeros. 0: never."""
     model: RewardModelConfig | None = None
     """A model that scores answers, too; needs the role `reward`."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the function is a user's, here or behind a URL; it may say what its rewards are made of."""
+        return ":" in self.function

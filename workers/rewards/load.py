@@ -9,18 +9,19 @@ from workers.rewards.base import ScoreFunction
 from workers.rewards.config import RewardConfig
 from workers.rewards.digits import digits_reward
 from workers.rewards.exact import exact_reward
-from workers.rewards.isolated import IsolatedReward
+from workers.rewards.in_child import ARGUMENTS, FIELD
 from workers.rewards.math import math_reward
 from workers.rewards.math_verify import check_installed
+from workers.rewards.pooled import PooledReward
 from workers.rewards.regex import compile_pattern
 from workers.rewards.remote import RemoteReward, check_url, is_url
-from workers.rewards.user import check_user_reward, load_user_reward
+from workers.user_function import check_function
 
 BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
     {"exact": exact_reward, "digits": digits_reward, "math": math_reward}
 )
 ISOLATED = ("math_verify", "regex")
-"""Built-in ones that run in processes of their own."""
+"""Built-in ones that run in child processes, as users' functions do."""
 
 
 def load_reward(config: RewardConfig) -> ScoreFunction:
@@ -32,11 +33,12 @@ def load_reward(config: RewardConfig) -> ScoreFunction:
     check_reward(config)
     if config.function in BUILT_IN:
         return BUILT_IN[config.function]
-    if config.function in ISOLATED:
-        return IsolatedReward(config)
     if is_url(config.function):
         return RemoteReward(config)
-    return load_user_reward(config.function, config.timeout_s)
+    reward = PooledReward(config)
+    if config.function not in ISOLATED:
+        reward.until_ready()
+    return reward
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -55,7 +57,7 @@ def check_reward(config: RewardConfig) -> None:
     elif is_url(name):
         check_url(name)
     elif ":" in name:
-        check_user_reward(name)
+        check_function(name, field=FIELD, arguments=ARGUMENTS)
     elif name not in BUILT_IN:
         known = (*BUILT_IN, *ISOLATED)
         near = get_close_matches(name, known, n=1)

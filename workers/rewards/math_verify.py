@@ -1,7 +1,7 @@
 r"""Whether a response ends in the right formula, as the library Math-Verify judges it: `0.5` is `\frac{1}{2}`.
 
 https://github.com/huggingface/Math-Verify (Apache-2.0), the extra `math`. What it computes may take for ever, so it
-runs in a child process, whose deadline is the only one (`workers.rewards.isolated`): its own would be 5 s, whatever
+runs in a child process, whose deadline is the only one (`workers.rewards.pooled`): its own would be 5 s, whatever
 `reward.timeout_s` says, and count as wrong in silence.
 """
 

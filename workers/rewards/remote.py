@@ -31,6 +31,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
 _MOST_BYTES = 2**26
 _PIECE_BYTES = 2**16
+_NO_PARTS = frozenset({"reward", "score", "error"})
 _PASSING = frozenset({408, 429, *range(500, 600)})
 
 
@@ -105,11 +106,9 @@ class RemoteReward:
         if isinstance(value, dict) and value.get("error") is not None:
             raise UserCodeFailed(f"{self._what} said {reprlib.repr(value['error'])}")
         if isinstance(value, dict) and "reward" in value:
-            score = as_score(value["reward"], what=self._what, response=response)
-            correct = value.get("correct", score.correct)
-            if not isinstance(correct, bool):
+            if not isinstance(correct := value.get("correct", False), bool):
                 raise UserCodeFailed(f"{self._what} returned correct {reprlib.repr(correct)} instead of true or false")
-            return Score(score.reward, correct)
+            value = {"score": value["reward"]} | {name: part for name, part in value.items() if name not in _NO_PARTS}
         return as_score(value, what=self._what, response=response)
 
     def _scores(self, answers: list[dict[str, str]]) -> list[Any]:

@@ -1,12 +1,19 @@
-"""Scores answers in threads, so that a slow reward does not hold up generation."""
+"""Decodes and scores answers beside generation, so that neither a slow reward nor a slow tokenizer holds it up.
+
+submit -> score thread: decode -> built-in or remote: score -----------------.
+                               -> child processes: submit -> the pool's ------+-> future
+                                                             thread
+"""
 
 import contextlib
 import logging
+import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
+from workers.dataflow import REWARD_PARTS
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
-from workers.rewards.isolated import IsolatedReward
 from workers.rewards.load import load_reward
+from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
 from workers.tokenizer import TextDecoder
 
@@ -25,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 4
 _MANY = 64
-_Work = tuple["Future[ScoredAnswer]", tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,10 @@ class ScoredAnswer:
 
     Attributes:
         prompt, response, answer: what was asked, what came, what is right.
-        reward: of the response.
+        reward: of the response; NaN: scoring failed, and the answer has no weight.
         correct: whether it is exactly right.
+        parts: of the reward, by name.
+        failure: why there is no reward; "" if there is one.
     """
 
     prompt: str
@@ -43,22 +52,47 @@ class ScoredAnswer:
     answer: str
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class _Work:
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    answer: str
+    scored: "Future[ScoredAnswer]" = field(default_factory=Future)
 
 
 class Scorer:
-    """Decodes and scores; close it to end its threads.
+    """Decodes and scores; close it to end its threads and children.
 
-    They are no executor's: at its end a process would wait for those, and a user's function may take its time.
+    The threads are no executor's: at its end a process would wait for those, and a remote scorer may take its time.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        failed: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """Args:
+        config: of the reward.
+        tokenizer: of the policy.
+        failed: is told of every answer that could not be scored, in one line, by any thread.
+        """
         self._function = load_reward(config)
+        self._has_parts = config.is_users
+        self._failed = failed
         self._most_failures = config.max_failures_in_a_row
         self._failures = 0
         self._counting = threading.Lock()
         self._decoder = TextDecoder(tokenizer)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
+        self._num_threads = _THREADS
+        if not isinstance(self._function, PooledReward):
+            self._num_threads = config.concurrency or (_MANY if is_url(config.function) else _THREADS)
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
@@ -69,51 +103,78 @@ class Scorer:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
         """
-        future: Future[ScoredAnswer] = Future()
-        self._work.put((future, tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer))
-        return future
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer)
+        self._work.put(work)
+        return work.scored
 
     def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
         """Score several answers and wait for all."""
         rows = zip(prompts, responses, answers, strict=True)
         return [future.result() for future in [self.submit(*row) for row in rows]]
 
+    def columns(self, scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
+        """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N], and, where the function may
+        say what its rewards are made of, `reward_parts`."""
+        columns = {
+            "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
+            "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
+        }
+        if self._has_parts:
+            columns[REWARD_PARTS] = Column.of_values([dict(score.parts) for score in scores])
+        return columns
+
     def close(self) -> None:
-        """Cancel what is not begun and end the threads; a reward that hangs is left behind. Idempotent."""
+        """Cancel what is not scored and end threads and children; a remote scorer that hangs is left behind.
+        Idempotent."""
         with contextlib.suppress(queue.Empty):
             while True:
                 work = self._work.get_nowait()
                 if work is not None:
-                    work[0].cancel()
+                    work.scored.cancel()
         for _ in range(self._num_threads):
             self._work.put(None)
-        if isinstance(self._function, IsolatedReward):
+        if isinstance(self._function, PooledReward):
             self._function.close()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            future, prompt, response, answer = work
-            if not future.set_running_or_notify_cancel():
+            if not work.scored.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._score(prompt, response, answer))
+                prompt, response = self._decoder.prompt(work.prompt), self._decoder.response(work.response)
+                score = self._score(prompt, response, work.answer)
+                score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever asks for the result raises it
-                future.set_exception(error)
+                work.scored.set_exception(error)
 
-    def _score(self, prompt: tuple[int, ...], response: tuple[int, ...], answer: str) -> ScoredAnswer:
-        prompt_text, response_text = self._decoder.prompt(prompt), self._decoder.response(response)
-        score = self._score_text(prompt_text, response_text, answer)
-        return ScoredAnswer(prompt_text, response_text, answer, score.reward, score.correct)
-
-    def _score_text(self, prompt: str, response: str, answer: str) -> Score:
+    def _score(self, prompt: str, response: str, answer: str) -> "Future[Score]":
+        if isinstance(self._function, PooledReward):
+            return self._function.submit(prompt, response, answer)
+        score: Future[Score] = Future()
         try:
-            score = self._function(prompt, response, answer)
-        except UserCodeFailed as error:  # costs one sample, not the run
-            logger.warning("%s; counted as 0", error)
-            self._count_failure(error)
-            return Score(0.0, False)
-        self._failures = 0
+            score.set_result(self._function(prompt, response, answer))
+        except Exception as error:  # noqa: BLE001 - as above
+            score.set_exception(error)
         return score
+
+    def _settle(
+        self, scored: "Future[ScoredAnswer]", prompt: str, response: str, answer: str, done: "Future[Score]"
+    ) -> None:
+        try:
+            scored.set_result(self._scored(prompt, response, answer, done))
+        except Exception as error:  # noqa: BLE001 - as above
+            scored.set_exception(error)
+
+    def _scored(self, prompt: str, response: str, answer: str, done: "Future[Score]") -> ScoredAnswer:
+        try:
+            score = done.result()
+        except UserCodeFailed as error:  # costs one sample, not the run
+            logger.warning("%s; the answer has no weight", error)
+            self._failed(str(error))
+            self._count_failure(error)
+            return ScoredAnswer(prompt, response, answer, math.nan, correct=False, failure=str(error))
+        self._failures = 0
+        return ScoredAnswer(prompt, response, answer, score.reward, score.correct, score.parts)
 
     def _count_failure(self, error: UserCodeFailed) -> None:
         """Raise if nothing was scored for too long: the reward is broken, or its server gone."""
@@ -126,9 +187,11 @@ class Scorer:
                 )
 
 
-def score_columns(scores: Sequence[ScoredAnswer]) -> dict[str, Column]:
-    """Return the outputs of task `rewards`: `rewards` float32 [N], `correct` bool [N]."""
-    return {
-        "rewards": Column.of_scalars(torch.tensor([score.reward for score in scores])),
-        "correct": Column.of_scalars(torch.tensor([score.correct for score in scores])),
-    }
+def no_rewards(where: str, why: str) -> UserCodeFailed:
+    """Return the error for answers of which none could be scored.
+
+    Args:
+        where: what they are of.
+        why: the last one could not be.
+    """
+    return UserCodeFailed(f"{where}: none of its answers could be scored; {why}; correct the reward and resume")

@@ -28,8 +28,9 @@ def configure(*settings: str) -> RunConfig:
     return load_config(find_recipe("quickstart-reward-model-cpu"), overrides=settings)
 
 
-def open_task(config: RunConfig) -> Rewards:
-    context: Any = SimpleNamespace(config=config, device=CPU)
+def open_task(config: RunConfig, failures: list[str] | None = None) -> Rewards:
+    failures = [] if failures is None else failures
+    context: Any = SimpleNamespace(config=config, device=CPU, reward_failed=failures.append)
     return Rewards(context)
 
 

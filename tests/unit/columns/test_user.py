@@ -1,6 +1,7 @@
 """A user's task: what its function is given, and what becomes of what it returns."""
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from workers.columns.user import UserTask
 from workers.tokenizer import TextDecoder
 
 SOURCE = """
-rows = []
 def remember(row):
-    rows.append(row)
+    with open("rows.txt", "a") as file:
+        print(row, file=file)
     return len(row.response) / 4
+async def waits_a_little(row):
+    return 0.25
 def fails(row):
     raise ValueError("no idea")
 def waits(row):
@@ -63,9 +66,22 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def make(module: str, function: str, **settings: Any) -> UserTask:
-    fields = {"name": "safety", "function": f"{module}:{function}", "output": "loss_masks"} | settings
-    return UserTask(UserTaskConfig.model_validate(fields), TextDecoder(Letters()), num_rows=4)
+Make = Callable[..., UserTask]
+
+
+@pytest.fixture(name="make")
+def _make() -> Iterator[Make]:
+    """Makes tasks; their children end with the test."""
+    tasks: list[UserTask] = []
+
+    def make(module: str, function: str, **settings: Any) -> UserTask:
+        fields = {"name": "safety", "function": f"{module}:{function}", "output": "loss_masks"} | settings
+        tasks.append(UserTask(UserTaskConfig.model_validate(fields), TextDecoder(Letters()), num_rows=4))
+        return tasks[-1]
+
+    yield make
+    for task in tasks:
+        task.close()
 
 
 def make_batch() -> PackedBatch:
@@ -79,18 +95,24 @@ def make_batch() -> PackedBatch:
     return PackedBatch((7, 8), columns)
 
 
-def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str) -> None:
+def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str, make: Make) -> None:
     task = make(module, "remember", inputs=["prompts", "responses", "answers", "rewards", "correct"])
     assert task.compute(make_batch(), 1)["loss_masks"].values.tolist() == [0.25, 0.75]
-    assert sys.modules[module].rows == [
+    rows = [
         TaskRow("ab", "c", "c", {"rewards": 0.5, "correct": 0.0}),
         TaskRow("ab", "def", "d", {"rewards": 1.0, "correct": 1.0}),
     ]
+    assert Path("rows.txt").read_text().splitlines() == [str(row) for row in rows]
 
 
-def test_what_is_no_input_is_empty(module: str) -> None:
+def test_what_is_no_input_is_empty(module: str, make: Make) -> None:
     make(module, "remember", inputs=["rewards"]).compute(make_batch(), 1)
-    assert sys.modules[module].rows[0] == TaskRow(columns={"rewards": 0.5})
+    assert Path("rows.txt").read_text().splitlines()[0] == str(TaskRow(columns={"rewards": 0.5}))
+
+
+def test_a_coroutine_is_a_task_like_any_other(module: str, make: Make) -> None:
+    task = make(module, "waits_a_little", concurrency=2)
+    assert task.compute(make_batch(), 1)["loss_masks"].values.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -105,27 +127,27 @@ def test_what_is_no_input_is_empty(module: str) -> None:
         ("large", "returned 1.5 on response 'c'; loss_masks must be a number between 0 and 1"),
     ],
 )
-def test_errors_name_task_and_function(module: str, function: str, message: str) -> None:
+def test_errors_name_task_and_function(module: str, make: Make, function: str, message: str) -> None:
     with pytest.raises(UserCodeFailed, match=f"^task safety: {module}:{function} {message}"):
         make(module, function).compute(make_batch(), 1)
 
 
-def test_only_masks_are_bounded(module: str) -> None:
+def test_only_masks_are_bounded(module: str, make: Make) -> None:
     assert make(module, "large", output="toxicity").compute(make_batch(), 1)["toxicity"].values.tolist() == [1.5, 1.5]
     with pytest.raises(UserCodeFailed, match="toxicity must be a number that float32 holds"):
         make(module, "nothing", output="toxicity").compute(make_batch(), 1)
 
 
-def test_column_holds_what_the_function_returned(module: str) -> None:
+def test_column_holds_what_the_function_returned(module: str, make: Make) -> None:
     with pytest.raises(UserCodeFailed, match=r"returned 1e\+39 .* toxicity must be a number that float32 holds"):
         make(module, "huge", output="toxicity").compute(make_batch(), 1)
 
 
-def test_function_that_hangs_is_an_error_after_its_deadline(module: str) -> None:
-    with pytest.raises(UserCodeFailed, match=r"task safety: .*:hangs took longer than its timeout_s = 0.05 s on respo"):
-        make(module, "hangs", timeout_s=0.05).compute(make_batch(), 1)
+def test_function_that_hangs_is_an_error_after_its_deadline(module: str, make: Make) -> None:
+    with pytest.raises(UserCodeFailed, match=r"task safety: .*:hangs took longer than its timeout_s = 1 s on respo"):
+        make(module, "hangs", timeout_s=1).compute(make_batch(), 1)
 
 
-def test_function_must_take_a_row(module: str) -> None:
+def test_function_must_take_a_row(module: str, make: Make) -> None:
     with pytest.raises(ConfigError, match=r"^task safety: function: .*two must take row"):
         make(module, "two")

@@ -1,12 +1,10 @@
 """The `openai` engine against a server of a few lines that fails as real ones do."""
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,13 +169,14 @@ def test_answers_wait_for_a_server_that_takes_its_weights_again(
 
 
 def test_server_that_notes_no_version_of_weights_is_believed(
-    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    taken: list[Path] = []
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(update=taken.append))
-    monkeypatch.setattr("workers.engines.openai.load_function", lambda name, **_: sys.modules["mine"].update)
-    engine = make_engine(update="mine:update")
-    assert [path.name for path in taken] == ["load_000001"]
+    (tmp_path / "my_update.py").write_text(
+        "def update(directory):\n    (directory.parent / 'taken').write_text(directory.name)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = make_engine(update="my_update:update")
+    assert [path.read_text() for path in tmp_path.rglob("taken")] == ["load_000001"]
     assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
     assert "/weight_info" not in server.paths
 
@@ -190,19 +189,17 @@ def test_server_that_is_away_gets_its_weights_when_it_is_back(
     assert answers(engine)[0].response_R.tolist() == [5, 6, EOS]
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("kind", ["plain", "later"])
 def test_users_function_that_raises_fails_the_swap(
-    make_engine: Callable[..., OpenAIEngine], monkeypatch: pytest.MonkeyPatch, kind: str
+    make_engine: Callable[..., OpenAIEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    def plain(directory: Path) -> None:
-        raise OSError("cluster is down")
-
-    async def later(directory: Path) -> None:
-        plain(directory)
-
-    monkeypatch.setattr("workers.engines.openai.load_function", lambda *_, **__: plain if kind == "plain" else later)
-    with pytest.raises(UserCodeFailed, match=r"openai.update: mine:update raised OSError: cluster is down on the weig"):
-        make_engine(update="mine:update")
+    (tmp_path / "my_update.py").write_text(
+        "def plain(directory):\n    raise OSError('cluster is down')\n"
+        "async def later(directory):\n    plain(directory)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserCodeFailed, match=rf"update: my_update:{kind} raised OSError: cluster is down on the weig"):
+        make_engine(update=f"my_update:{kind}")
 
 
 def test_key_is_sent_without_white_space_and_never_shown(

@@ -1,21 +1,20 @@
 """Finding rewards, a user's among them."""
 
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.rewards.base import Score
+from workers.rewards.base import Score, ScoreFunction, as_score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import check_reward, load_reward
-from workers.rewards.user import UserReward
+from workers.rewards.pooled import PooledReward
 
 SOURCE = """
-from workers.rewards.base import Score
+from workers.rewards.base import Score, ScoreFunction, as_score
 RAN = True
 def length(prompt, response, answer):
     return len(response) / 4
@@ -42,19 +41,38 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+Load = Callable[..., ScoreFunction]
+
+
+@pytest.fixture(name="load")
+def _load() -> Iterator[Load]:
+    """Loads users' rewards; their children end with the test."""
+    loaded: list[PooledReward] = []
+
+    def load(name: str, **settings: object) -> ScoreFunction:
+        reward = load_reward(RewardConfig.model_validate({"function": name} | settings))
+        assert isinstance(reward, PooledReward)
+        loaded.append(reward)
+        return reward
+
+    yield load
+    for reward in loaded:
+        reward.close()
+
+
 @pytest.mark.parametrize("name", ["exact", "digits", "math"])
 def test_built_in_rewards_are_found(name: str) -> None:
     check_reward(RewardConfig(function=name))
     assert load_reward(RewardConfig(function=name))("1+1=", "2", "2") == Score(1.0, True)
 
 
-def test_users_function_is_found_in_the_working_directory(module: Path) -> None:
-    reward = load_reward(RewardConfig(function="my_rewards:length"))
+def test_users_function_is_found_in_the_working_directory(module: Path, load: Load) -> None:
+    reward = load("my_rewards:length")
     assert reward("", "abc", "") == Score(0.75, False)
     assert reward("", "abcd", "") == Score(1.0, True)
-    assert load_reward(RewardConfig(function="my_rewards:scored"))("", "", "") == Score(0.3, True)
-    assert load_reward(RewardConfig(function="my_rewards:Judge.judge"))("", "", "") == Score(1.0, True)
-    assert load_reward(RewardConfig(function="my_rewards:alias"))("", "ab", "") == Score(0.5, False)
+    assert load("my_rewards:scored")("", "", "") == Score(0.3, True)
+    assert load("my_rewards:Judge.judge")("", "", "") == Score(1.0, True)
+    assert load("my_rewards:alias")("", "ab", "") == Score(0.5, False)
 
 
 def test_checking_does_not_run_the_module(module: Path) -> None:
@@ -96,8 +114,9 @@ def test_functions_that_cannot_take_three_texts_are_refused(module: Path, signat
 
 @pytest.mark.parametrize("signature", ["(p, r, a)", "(p, r, a, weight=1)", "(*texts)", "(p, *rest, weight=1)"])
 def test_functions_that_can_take_three_texts_are_accepted(module: Path, signature: str) -> None:
-    module.write_text(f"def f{signature}: ...\n")
+    module.write_text(f"def f{signature}: ...\nasync def g{signature}: ...\n")
     check_reward(RewardConfig(function="my_rewards:f"))
+    check_reward(RewardConfig(function="my_rewards:g"))
 
 
 @pytest.mark.parametrize(
@@ -107,9 +126,9 @@ def test_functions_that_can_take_three_texts_are_accepted(module: Path, signatur
         "def f(old): ...\ndef f(p, r, a): return 1\n",
     ],
 )
-def test_what_the_name_stands_for_in_the_end_counts(module: Path, source: str) -> None:
+def test_what_the_name_stands_for_in_the_end_counts(module: Path, load: Load, source: str) -> None:
     module.write_text(source)
-    assert load_reward(RewardConfig(function="my_rewards:f"))("", "", "") == Score(1.0, True)
+    assert load("my_rewards:f")("", "", "") == Score(1.0, True)
 
 
 def test_a_callable_that_cannot_take_three_texts_is_refused_when_it_is_loaded(module: Path) -> None:
@@ -153,49 +172,71 @@ def test_what_is_no_function_is_refused(module: Path) -> None:
         load_reward(RewardConfig(function="my_rewards:number"))
 
 
-def test_errors_and_wrong_results_name_the_function() -> None:
-    def broken(prompt: str, response: str, answer: str) -> float:
-        return {"raise": 1 / len(answer) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]  # type: ignore[return-value]
+BROKEN = """
+import sys
+def broken(prompt, response, answer):
+    return {"raise": 1 / len(answer) if response == "raise" else 0, "nan": float("nan"), "text": "x"}[response]
+def leave(prompt, response, answer):
+    sys.exit(3)
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError
+def odd(prompt, response, answer):
+    raise Odd if response == "odd" else ValueError("a\\nb" * 10000)
+async def waits(prompt, response, answer):
+    return len(response)
+def hangs(prompt, response, answer):
+    sys.stdin.read()
+    while True:
+        pass
+def parts(prompt, response, answer):
+    return {"score": 0.5, "format": 1, "said": response}
+"""
 
-    reward = UserReward(broken, name="m:broken", timeout_s=10)
-    with pytest.raises(UserCodeFailed, match=r"m:broken raised ZeroDivisionError: .* on response 'raise'"):
+
+def test_errors_and_wrong_results_name_the_function(module: Path, load: Load) -> None:
+    module.write_text(BROKEN)
+    reward = load("my_rewards:broken")
+    with pytest.raises(UserCodeFailed, match=r"my_rewards:broken raised ZeroDivisionError: .* on response 'raise'"):
         reward("", "raise", "")
-    with pytest.raises(UserCodeFailed, match="m:broken returned nan"):
+    with pytest.raises(UserCodeFailed, match="^reward.function: my_rewards:broken returned nan on response 'nan'"):
         reward("", "nan", "")
-    with pytest.raises(UserCodeFailed, match="m:broken returned 'x' instead of a number or a Score"):
+    with pytest.raises(UserCodeFailed, match="my_rewards:broken returned 'x' instead of a number, a Score or a dict"):
         reward("", "text", "")
+    with pytest.raises(UserCodeFailed, match="my_rewards:leave raised SystemExit: 3"):
+        load("my_rewards:leave")("", "", "")
 
 
-@pytest.mark.parametrize("value", [1e39, Score(-1e39, False), Score(float("inf"), True)])
+def test_a_function_that_hangs_and_holds_the_lock_passes_its_deadline(module: Path, load: Load) -> None:
+    module.write_text(BROKEN)
+    with pytest.raises(UserCodeFailed, match=r"my_rewards:hangs took longer than reward.timeout_s = 1 s"):
+        load("my_rewards:hangs", timeout_s=1)("", "", "")
+
+
+def test_scores_of_coroutines_and_dicts_come_back(module: Path, load: Load) -> None:
+    module.write_text(BROKEN)
+    assert load("my_rewards:waits")("", "ab", "") == Score(2.0, True)
+    assert load("my_rewards:parts")("", "ab", "") == Score(0.5, False, {"format": 1.0})
+
+
+def test_what_a_function_raises_is_told_in_one_line_of_bounded_length(module: Path, load: Load) -> None:
+    module.write_text(BROKEN)
+    reward = load("my_rewards:odd")
+    with pytest.raises(UserCodeFailed, match="my_rewards:odd raised Odd on "):
+        reward("", "odd", "")
+    with pytest.raises(UserCodeFailed) as caught:
+        reward("", "", "")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+def score_of(value: object) -> Score:
+    return as_score(value, what="m:f", response="x")
+
+
+@pytest.mark.parametrize("value", [1e39, Score(-1e39, False), Score(float("inf"), True), {"score": float("nan")}])
 def test_reward_that_float32_does_not_hold_is_refused(value: object) -> None:
     with pytest.raises(UserCodeFailed, match="a reward must be a number that float32 holds"):
-        UserReward(lambda *_: value, name="m:huge", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
-
-
-def test_scores_numbers_are_taken_as_float() -> None:
-    assert UserReward(lambda *_: Score(2, False), name="m:two", timeout_s=10)("", "", "") == Score(2.0, False)  # type: ignore[arg-type]
-    with pytest.raises(UserCodeFailed, match="instead of a number or a Score"):
-        UserReward(lambda *_: Score("two", False), name="m:two", timeout_s=10)("", "", "")  # type: ignore[arg-type]
-
-
-def test_function_that_ends_the_program_is_named_at_once() -> None:
-    def leave(prompt: str, response: str, answer: str) -> float:
-        sys.exit(3)
-
-    with pytest.raises(UserCodeFailed, match="m:leave raised SystemExit: 3"):
-        UserReward(leave, name="m:leave", timeout_s=10)("", "", "")
-
-
-def test_a_hanging_function_passes_its_deadline() -> None:
-    release = threading.Event()
-
-    def hang(prompt: str, response: str, answer: str) -> float:
-        release.wait(60)
-        return 1.0
-
-    with pytest.raises(UserCodeFailed, match=r"m:hang took longer than reward.timeout_s = 0.05 s"):
-        UserReward(hang, name="m:hang", timeout_s=0.05)("", "", "")
-    release.set()
+        score_of(value)
 
 
 class Hostile:
@@ -208,29 +249,27 @@ class Hostile:
 
 @pytest.mark.parametrize(
     "value",
-    ["1.0", b"1", torch.ones(2), [1.0], {}, Hostile(), Score(1.0, torch.ones(2)), Score("1", True)],  # type: ignore[arg-type]
+    ["1.0", b"1", torch.ones(2), [1.0], {}, Hostile(), Score(1.0, torch.ones(2)), Score("1", True), {"reward": 1.0}],  # type: ignore[arg-type]
 )
 def test_what_is_no_number_costs_its_answer_whatever_its_class_raises(value: object) -> None:
-    with pytest.raises(UserCodeFailed, match="instead of a number or a Score"):
-        UserReward(lambda *_: value, name="m:odd", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserCodeFailed, match="instead of a number, a Score or a dict with `score`"):
+        score_of(value)
 
 
 @pytest.mark.parametrize("value", [True, 1, torch.tensor(1.0), Score(1, 1), Score(torch.tensor(1), None)])  # type: ignore[arg-type]
 def test_numbers_and_truth_of_any_library_become_ours(value: object) -> None:
-    score = UserReward(lambda *_: value, name="m:one", timeout_s=10)("", "", "")  # type: ignore[arg-type, return-value]
+    score = score_of(value)
     assert type(score.reward) is float and score.reward == 1 and type(score.correct) is bool
 
 
-def test_what_a_function_raises_is_told_in_one_line_of_bounded_length() -> None:
-    class Odd(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    def broken(prompt: str, response: str, answer: str) -> float:
-        raise Odd if response == "odd" else ValueError("a\nb" * 10000)
-
-    with pytest.raises(UserCodeFailed, match="m:broken raised Odd on "):
-        UserReward(broken, name="m:broken", timeout_s=10)("", "odd", "")
-    with pytest.raises(UserCodeFailed) as caught:
-        UserReward(broken, name="m:broken", timeout_s=10)("", "", "")
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"score": 1}, Score(1.0, True)),
+        ({"score": 0.2, "correct": True, "format": 0.5}, Score(0.2, True, {"format": 0.5})),
+        ({"score": 1.0, "acc": False, "pred": "7", "nan": float("nan"), 3: 1.0}, Score(1.0, True, {"acc": 0.0})),
+        (Score(0.5, False, {"length": torch.tensor(2)}), Score(0.5, False, {"length": 2.0})),  # type: ignore[dict-item]
+    ],
+)
+def test_a_dict_is_a_reward_with_named_parts_and_what_is_no_number_is_none(value: object, expected: Score) -> None:
+    assert score_of(value) == expected

@@ -75,6 +75,8 @@ def test_answers_are_posted_and_scores_come_back(scorer: Scorer) -> None:
     assert scorer.asked == [[{"prompt": "2+2=", "response": "0.5", "answer": "4"}]]
     scorer.reply = lambda answers: (200, {"scores": [{"reward": 0.2, "correct": True, "error": None}], "more": 1})
     assert scorer.reward()("", "", "") == Score(0.2, True)
+    scorer.reply = lambda answers: (200, {"scores": [{"reward": 1, "format": 0.5, "said": "4", "short": True}]})
+    assert scorer.reward()("", "", "") == Score(1.0, True, {"format": 0.5, "short": 1.0})
 
 
 def test_what_waits_goes_together_and_each_gets_its_own_score(scorer: Scorer) -> None:

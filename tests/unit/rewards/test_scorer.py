@@ -1,5 +1,6 @@
 """Scoring threads: what a slow reward may hold up, and what not."""
 
+import math
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -19,9 +20,10 @@ DEADLINE_S = 20
 PROMPT, RESPONSE = torch.tensor([3]), torch.tensor([4])
 
 
-def make_scorer(**settings: int) -> Scorer:
+def make_scorer(failures: list[str] | None = None, **settings: int) -> Scorer:
     tokenizer = load_tokenizer(Path(load_config(find_recipe("quickstart")).model.path))
-    return Scorer(RewardConfig.model_validate({"function": "exact"} | settings), tokenizer)
+    told = [] if failures is None else failures
+    return Scorer(RewardConfig.model_validate({"function": "exact"} | settings), tokenizer, failed=told.append)
 
 
 @pytest.fixture
@@ -72,7 +74,8 @@ def test_cancelled_answer_says_so(scorer: Scorer) -> None:
 
 @pytest.mark.parametrize(("most", "ends"), [(3, True), (4, False), (0, False)])
 def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool) -> None:
-    scorer = make_scorer(concurrency=1, max_failures_in_a_row=most)
+    failures: list[str] = []
+    scorer = make_scorer(failures, concurrency=1, max_failures_in_a_row=most)
     outcomes = iter([None, None, 1.0, None, None, None, 1.0])
 
     def sometimes(prompt: str, response: str, answer: str) -> Score:
@@ -82,10 +85,13 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(most: int, ends: bool)
 
     scorer._function = sometimes
     futures = [scorer.submit(PROMPT, RESPONSE, "-") for _ in range(6)]
-    assert [future.result(DEADLINE_S).reward for future in futures[:5]] == [0, 0, 1, 0, 0]
+    scores = [future.result(DEADLINE_S) for future in futures[:5]]
+    assert [score.failure for score in scores] == ["the server is gone"] * 2 + [""] + ["the server is gone"] * 2
+    assert [math.isnan(score.reward) for score in scores] == [True, True, False, True, True]
     if ends:
         with pytest.raises(UserCodeFailed, match="no score for 3 answers in a row .*the server is gone; correct"):
             futures[5].result(DEADLINE_S)
     else:
-        assert futures[5].result(DEADLINE_S).reward == 0
+        assert futures[5].result(DEADLINE_S).failure == "the server is gone"
+    assert failures == ["the server is gone"] * 5
     scorer.close()

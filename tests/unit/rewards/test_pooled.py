@@ -7,8 +7,8 @@ import pytest
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import Score, ScoreFunction
 from workers.rewards.config import RewardConfig
-from workers.rewards.isolated import IsolatedReward
 from workers.rewards.load import check_reward, load_reward
+from workers.rewards.pooled import PooledReward
 from workers.rewards.regex import LastMatch
 
 Load = Callable[..., ScoreFunction]
@@ -17,11 +17,11 @@ Load = Callable[..., ScoreFunction]
 @pytest.fixture(name="load")
 def _load() -> Iterator[Load]:
     """Loads rewards; their processes end with the test."""
-    loaded: list[IsolatedReward] = []
+    loaded: list[PooledReward] = []
 
     def load(**settings: object) -> ScoreFunction:
         reward = load_reward(RewardConfig.model_validate(settings))
-        assert isinstance(reward, IsolatedReward)
+        assert isinstance(reward, PooledReward)
         loaded.append(reward)
         return reward
 
@@ -62,7 +62,7 @@ def test_a_comparison_that_hangs_costs_its_answer_and_the_next_ones_go_on(load: 
 
 def test_answers_of_any_size_and_content_arrive(load: Load) -> None:
     reward = load(function="regex", pattern=r"\A(.*)\Z", timeout_s=60)
-    text = 'a "quoted"\n\u2028line \\ and \ud83d ' + "x" * 10**6
+    text = 'a "quoted"\n\u2028line \\ and \U0001f600 ' + "x" * 10**6
     assert reward("", text, text) == Score(1.0, True)
 
 

@@ -1,0 +1,64 @@
+"""The call of a user's reward before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.config import load_config
+from launcher.preflight import check_run
+from launcher.recipes import find_recipe
+
+SOURCE = """
+import time, pathlib
+
+def remembers(prompt, response, answer):
+    pathlib.Path("called.txt").write_text(repr((prompt, response, answer)))
+    return 1
+
+def raises(prompt, response, answer):
+    raise ValueError("no idea")
+
+def hangs(prompt, response, answer):
+    time.sleep(3600)
+
+def text(prompt, response, answer):
+    return "right"
+
+async def nothing(prompt, response, answer):
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tried_rewards.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def check(*settings: str) -> None:
+    check_run(load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings)))
+
+
+def test_it_is_called_with_the_first_prompt_and_its_own_answer() -> None:
+    check("reward.function=tried_rewards:remembers")
+    assert Path("called.txt").read_text() == repr(("0+1=", "1", "1"))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises", "raised ValueError: no idea on response '1'"),
+        ("hangs", "took longer than reward.timeout_s = 1 s on response '1'"),
+        ("text", "returned 'right' instead of a number"),
+        ("nothing", "returned None instead of a number"),
+    ],
+)
+def test_a_function_that_cannot_score_it_is_refused(function: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^reward.function: tried_rewards:{function} {message}.*train.jsonl:1: its"):
+        check(f"reward.function=tried_rewards:{function}", "reward.timeout_s=1")
+
+
+def test_a_scorer_behind_a_url_is_not_called() -> None:
+    check("reward.function=http://127.0.0.1:9/score")

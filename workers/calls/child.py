@@ -1,0 +1,152 @@
+"""The process in which a user's function is called, for `workers.calls.pool`.
+
+    python -u -P -m workers.calls.child PARENT_PID SOCKET
+
+A `def` is called in the main thread, one answer after the other: what hangs or holds Python's lock is killed from
+outside. An `async def` runs in the main thread's loop, as many calls at a time as the pool asks for. What the function
+prints goes where the parent's own output goes; the first error's traceback, too. It imports what the function needs,
+never torch by itself.
+"""
+
+import asyncio
+import importlib
+import inspect
+import os
+import resource
+import socket
+import sys
+import traceback
+from typing import Any
+
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
+from asyncflow.lifeline import die_with_parent
+from workers.calls.callee import Callee
+from workers.calls.frames import (
+    LENGTH_BYTES,
+    Ask,
+    Cancel,
+    Cancelled,
+    Load,
+    Loaded,
+    Raised,
+    Refused,
+    Returned,
+    Unusable,
+    frame,
+    length_of,
+    receive,
+    to_child,
+)
+
+Outcome = Returned | Raised | Unusable
+
+
+def main() -> None:
+    """Load the function and serve until the pool is gone."""
+    parent_pid, descriptor = (int(text) for text in sys.argv[1:])
+    die_with_parent(parent_pid)
+    connection = socket.socket(fileno=descriptor)
+    load = receive(connection)
+    assert isinstance(load, Load)
+    sys.path[:] = load.path
+    if load.memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
+    module, _, name = load.entry.partition(":")
+    try:
+        callee: Callee = getattr(importlib.import_module(module), name)(**load.settings)
+    except ConfigError as error:
+        connection.sendall(frame(Refused(str(error))))
+        return
+    server = Server(callee)
+    connection.sendall(frame(Loaded(server.is_async)))
+    try:
+        asyncio.run(server.serve_async(connection)) if server.is_async else server.serve(connection)
+    except (EOFError, ConnectionError):
+        return
+
+
+class Server:
+    """Answers the pool's questions."""
+
+    def __init__(self, callee: Callee) -> None:
+        self._callee = callee
+        self._told = False
+        self._running: dict[int, asyncio.Task[None]] = {}
+        function = callee.function
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+    def serve(self, connection: socket.socket) -> None:
+        """Call a `def`, again and again.
+
+        Raises:
+            EOFError, ConnectionError: the pool is gone.
+        """
+        while True:
+            ask = receive(connection)
+            assert isinstance(ask, Ask), "a child that is busy is killed, not asked to stop"
+            connection.sendall(_framed(self._call(ask)))
+
+    async def serve_async(self, connection: socket.socket) -> None:
+        """Call an `async def`, several at a time.
+
+        Raises:
+            EOFError, ConnectionError: the pool is gone.
+        """
+        reader, writer = await asyncio.open_connection(sock=connection)
+        while True:
+            message = to_child(await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES))))
+            if isinstance(message, Ask):
+                self._running[message.number] = asyncio.create_task(self._answer(message, writer))
+            elif isinstance(message, Cancel):
+                if (task := self._running.pop(message.number, None)) is not None:
+                    task.cancel()
+                writer.write(frame(Cancelled(message.number)))
+
+    async def _answer(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
+        try:
+            value = self._callee.function(*self._callee.takes(ask.arguments))
+            value = await value if inspect.isawaitable(value) else value
+        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
+            outcome: Outcome = self._raised(ask, error)
+        else:
+            outcome = self._given(ask, value)
+        if self._running.pop(ask.number, None) is not None:  # else it was cancelled: nobody waits for it
+            writer.write(_framed(outcome))
+
+    def _call(self, ask: Ask) -> Outcome:
+        try:
+            value = self._callee.function(*self._callee.takes(ask.arguments))
+            if inspect.iscoroutine(value):
+                value = asyncio.run(value)
+        except BaseException as error:  # noqa: BLE001  the same boundary
+            return self._raised(ask, error)
+        return self._given(ask, value)
+
+    def _given(self, ask: Ask, value: Any) -> Outcome:
+        try:
+            return Returned(ask.number, self._callee.gives(value, ask.arguments))
+        except UserCodeFailed as error:
+            return Unusable(ask.number, str(error))
+
+    def _raised(self, ask: Ask, error: BaseException) -> Raised:
+        if not self._told and not isinstance(error, asyncio.CancelledError):
+            self._told = True
+            try:
+                traceback.print_exception(error)
+            except Exception:  # noqa: BLE001  what it says of itself is a user's code, too
+                sys.stderr.write("the error cannot be printed\n")
+        if isinstance(error, MemoryError):  # what is held here would make the next call fail, too
+            os._exit(1)
+        return Raised(ask.number, one_line(error))
+
+
+def _framed(outcome: Outcome) -> bytes:
+    """Return the reply, or, where that cannot travel, why."""
+    try:
+        return frame(outcome)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return frame(Raised(outcome.number, f"what cannot be passed on: {one_line(error)}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Rewards in child processes: users' functions, and built-in ones that may hang in native code. Torch-free."""
+
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from workers.calls.pool import CallPool, Entry
+from workers.rewards.base import Score
+from workers.rewards.config import RewardConfig
+from workers.user_function import excerpt
+
+CONCURRENCY = 4
+"""Calls at a time where the configuration says nothing."""
+_ENTRIES = "workers.rewards.in_child"
+_MEMORY_BYTES = 4 * 2**30
+"""A power tower in an answer would otherwise take what the machine has."""
+
+
+class PooledReward:
+    """A reward function behind a pool of children. Thread-safe."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Begin to start the first child.
+
+        Args:
+            config: names the function, its deadline and how many calls there are at a time.
+        """
+        self._pool = CallPool(
+            _entry(config),
+            what=f"reward.function: {config.function}",
+            limit="reward.timeout_s",
+            timeout_s=config.timeout_s,
+            concurrency=config.concurrency or CONCURRENCY,
+        )
+
+    def until_ready(self) -> None:
+        """Wait for the first child.
+
+        Raises:
+            ConfigError: the function cannot be imported.
+            UserCodeFailed: the process did not start.
+        """
+        try:
+            self._pool.until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, prompt: str, response: str, answer: str) -> "Future[Score]":
+        """Score one answer; the future raises `UserCodeFailed` if there is no score."""
+        score: Future[Score] = Future()
+        score.set_running_or_notify_cancel()
+        pending = self._pool.submit(prompt, response, answer, on=f"response {excerpt(response)}")
+        pending.add_done_callback(lambda done: _pass_on(done, score))
+        return score
+
+    def __call__(self, prompt: str, response: str, answer: str, /) -> Score:
+        """Score one answer and wait.
+
+        Raises:
+            UserCodeFailed: it raised, hung, or returned neither a number that float32 holds nor a Score of one.
+        """
+        return self.submit(prompt, response, answer).result()
+
+    def close(self) -> None:
+        """End the children; scores that are to come are cancelled. Idempotent."""
+        self._pool.close()
+
+
+def _entry(config: RewardConfig) -> Entry:
+    if config.function == "regex":
+        return Entry(f"{_ENTRIES}:last_match", {"pattern": config.pattern}, _MEMORY_BYTES)
+    if config.function == "math_verify":
+        return Entry(f"{_ENTRIES}:verified_math", memory_bytes=_MEMORY_BYTES)
+    return Entry(f"{_ENTRIES}:user_reward", {"name": config.function})
+
+
+def _pass_on(done: "Future[dict[str, Any]]", score: "Future[Score]") -> None:
+    if done.cancelled():
+        score.set_exception(CancelledError())
+    elif (error := done.exception()) is not None:
+        score.set_exception(error)
+    else:
+        score.set_result(Score(**done.result()))
