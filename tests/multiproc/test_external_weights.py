@@ -97,8 +97,7 @@ class Run:
         held = [describe(parts_of(Version(0, 0), rank)) for rank in range(2)]
         plan = plan_transfer(held, bucket_bytes=sync.bucket_bytes, dtype=sync.dtype)
         self.senders = [
-            WeightSender(self.credentials, "weights-0", f"actor/{rank}", plan, rank, device=CPU, num_slots=4)
-            for rank in range(2)
+            WeightSender(self.credentials, "weights-0", f"actor/{rank}", plan, rank, device=CPU) for rank in range(2)
         ]
 
     def publish(self, step: int, lineage: int = 0) -> None:

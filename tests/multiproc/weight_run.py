@@ -93,7 +93,8 @@ class WeightRun:
 
     def damage(self, version: Version, name: str, expected: bytes, agent: Any = None) -> None:
         """Change one byte of a tensor in the slot where it lies."""
-        start = _HEADER_BYTES + self.plan().starts()[name]
+        plan = self.plan()
+        start = _HEADER_BYTES + plan.starts()[plan.names.index(name)]
         for path in self.slot_paths(agent):
             with path.open("r+b", buffering=0) as file:
                 file.seek(start)
