@@ -45,7 +45,7 @@ def test_plan_of_a_large_model_does_not_go_through_the_store(credentials: Creden
         future.result() for future in agree(credentials, {r: [rows(n, r) for n in names] for r in range(NUM_RANKS)})
     ]
     assert len({plan.digest() for plan in plans}) == 1
-    assert plans[2].names == tuple(names) and plans[2].num_senders == NUM_RANKS
+    assert list(plans[2].tensors) == names and plans[2].num_senders == NUM_RANKS
     assert len(plans[0].encode()) > LARGEST_VALUE, "else this says nothing"
     store = credentials.own_store()
     assert sum(len(store.get(key)) for key in store.list_keys()) < LARGEST_VALUE
