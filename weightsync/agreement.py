@@ -128,15 +128,14 @@ class _OtherRanks:
 
 def _ask(credentials: Credentials, service: str, told: HoldShards) -> TransferPlan:
     """Be a rank other than 0. That one waits for the others as long as this one for it, and then still has to plan."""
-    timeout_s = 2 * credentials.timeout_s
     try:
         connection = Connection(credentials, service, f"trainer-{told.rank}", AgreedPlan)
         try:
-            agreed, _ = connection.call(told, timeout_s=timeout_s)
+            agreed, _ = connection.call(told, timeout_s=2 * credentials.timeout_s)
         finally:
             connection.close()
     except TransportError as error:
-        raise WeightsLate(f"weights: trainer rank 0 did not say the plan within {timeout_s:g} s ({error})") from error
+        raise WeightsLate(f"weights: trainer rank 0 did not say the plan ({error})") from error
     if agreed.error:
         raise PlanError(agreed.error)
     return TransferPlan.decode(agreed.plan)
