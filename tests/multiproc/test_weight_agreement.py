@@ -39,6 +39,7 @@ def agree(credentials: Credentials, held: dict[int, list[ShardSpec]]) -> list["F
         return [pool.submit(run, rank) for rank in held]
 
 
+@pytest.mark.gate
 def test_plan_of_a_large_model_does_not_go_through_the_store(credentials: Credentials) -> None:
     names = [f"model.layers.{k}." + "long_name." * 20 + "weight" for k in range(6000)]
     plans = [
