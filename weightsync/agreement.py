@@ -1,22 +1,48 @@
-"""How the trainer's ranks come to one plan: each publishes what it holds in the job store, rank 0 plans, all read."""
+"""How the trainer's ranks come to one plan: each tells rank 0 what it holds, rank 0 plans, all get the plan.
 
+    rank k   HoldShards parks at rank 0 ................ AgreedPlan
+    rank 0   serves until all have told, or the deadline; plans
+
+Over channels of this gang's start, not through the job store: both messages grow with the model, and the store refuses
+values beyond 8 MiB.
+"""
+
+import threading
 from collections.abc import Sequence
 
 import msgspec
 
-from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import PlanError, WeightsLate
-from asyncflow.sealed_store import SealedStore
+from asyncflow.errors import PlanError, TransportError, WeightsLate
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.server import Call, ChannelServer, Session
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
 
+_LEAVE_S = 10.0
+"""How long rank 0 waits for the others to have read their answers (s)."""
 
-class _Published(msgspec.Struct):
-    plan: TransferPlan | None
-    error: str
+
+class HoldShards(msgspec.Struct, tag=True):
+    """A trainer rank says what it holds. -> `AgreedPlan`, once all have."""
+
+    rank: int
+    held: list[ShardSpec]
+
+
+class AgreedPlan(msgspec.Struct, tag=True):
+    """What follows from what all ranks hold.
+
+    Attributes:
+        plan: `TransferPlan.encode`; empty: there is none.
+        error: why there is none.
+    """
+
+    plan: bytes
+    error: str = ""
 
 
 def agree_on_plan(
-    store: SealedStore,
+    credentials: Credentials,
     epoch: str,
     rank: int,
     held: Sequence[ShardSpec],
@@ -25,51 +51,91 @@ def agree_on_plan(
     bucket_bytes: int,
     dtype: str,
 ) -> TransferPlan:
-    """Publish what this rank holds; every rank returns the same plan.
+    """Tell what this rank holds; every rank returns the same plan.
 
     Args:
-        store: the job store; its timeout bounds the wait for the other ranks.
-        epoch: of the trainer's gang; keeps the keys of different starts apart.
+        credentials: store and secret; their deadline bounds the wait for the other ranks.
+        epoch: of the trainer's gang; keeps different starts apart.
         rank, num_ranks: of this process among the trainer's.
         held: what it holds.
         bucket_bytes, dtype: see `plan_transfer`.
 
     Raises:
-        WeightsLate: a rank did not publish in time.
+        WeightsLate: a rank did not tell in time, or rank 0 is gone.
         PlanError: see `plan_transfer`; on every rank.
     """
-    keys = store.under(f"weights/plan/{epoch}")
-    keys.set(f"held/{rank}", msgspec.msgpack.encode(list(held)))
-    if rank == 0:
-        everybody = [
-            msgpack_decoder(list[ShardSpec]).decode(
-                wait_for_key(keys, f"held/{k}", f"trainer rank {k}", "what it holds")
-            )
-            for k in range(num_ranks)
-        ]
-        try:
-            published = _Published(plan_transfer(everybody, bucket_bytes=bucket_bytes, dtype=dtype), "")
-        except PlanError as error:
-            published = _Published(None, str(error))
-        keys.set("plan", msgspec.msgpack.encode(published))
-    agreed = msgpack_decoder(_Published).decode(wait_for_key(keys, "plan", "trainer rank 0", "the plan"))
-    if agreed.plan is None:
-        raise PlanError(agreed.error)
-    return agreed.plan
-
-
-def wait_for_key(store: SealedStore, key: str, who: str, what: str) -> bytes:
-    """Return a key's value once it is there.
-
-    Args:
-        store, key: where.
-        who, what: should have written it, and what it is, for the error.
-
-    Raises:
-        WeightsLate: not within the store's timeout; names who should have written it.
-    """
+    service = f"weight-plan/{epoch}"
+    if rank > 0:
+        return _ask(credentials, service, HoldShards(rank, list(held)))
+    if num_ranks == 1:
+        return plan_transfer([held], bucket_bytes=bucket_bytes, dtype=dtype)
+    others = _OtherRanks(num_ranks - 1)
+    server = ChannelServer(credentials, service, HoldShards, others)
     try:
-        return store.get(key)
-    except RuntimeError as error:
-        within = f"{store.timeout.total_seconds():g} s"
-        raise WeightsLate(f"weights: {who} did not say {what} within {within}") from error
+        calls = others.wait(credentials.timeout_s)
+        everybody = [held, *(calls[other].message.held for other in sorted(calls))]
+        plan = plan_transfer(everybody, bucket_bytes=bucket_bytes, dtype=dtype)
+        others.answer(AgreedPlan(plan.encode()))
+    except PlanError as error:
+        others.answer(AgreedPlan(b"", str(error)))
+        raise
+    finally:
+        server.close()
+    return plan
+
+
+class _OtherRanks:
+    """Those that told rank 0 what they hold, and wait for its answer."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._calls: dict[int, Call] = {}
+        self._changed = threading.Condition()
+
+    def handle(self, call: Call) -> None:
+        """See `Handler`."""
+        with self._changed:
+            self._calls[call.message.rank] = call
+            self._changed.notify_all()
+
+    def disconnected(self, session: Session) -> None:
+        """See `Handler`: it has its answer, or died."""
+        with self._changed:
+            self._calls = {rank: call for rank, call in self._calls.items() if call.session != session}
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> dict[int, Call]:
+        """Wait until all have told; returns their calls by rank.
+
+        Raises:
+            WeightsLate: names those that did not.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._calls) == self._number, timeout_s):
+                missing = " ".join(str(rank) for rank in range(1, self._number + 1) if rank not in self._calls)
+                raise WeightsLate(f"weights: trainer rank {missing} did not say what it holds within {timeout_s:g} s")
+            return dict(self._calls)
+
+    def answer(self, agreed: AgreedPlan) -> None:
+        """Tell all, and let them leave first."""
+        with self._changed:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.reply(agreed)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._calls, _LEAVE_S)
+
+
+def _ask(credentials: Credentials, service: str, told: HoldShards) -> TransferPlan:
+    """Be a rank other than 0. That one waits for the others as long as this one for it, and then still has to plan."""
+    try:
+        connection = Connection(credentials, service, f"trainer-{told.rank}", AgreedPlan)
+        try:
+            agreed, _ = connection.call(told, timeout_s=2 * credentials.timeout_s)
+        finally:
+            connection.close()
+    except TransportError as error:
+        raise WeightsLate(f"weights: trainer rank 0 did not say the plan ({error})") from error
+    if agreed.error:
+        raise PlanError(agreed.error)
+    return TransferPlan.decode(agreed.plan)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 
-class Box(msgspec.Struct, frozen=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The elements `offset[d] <= i[d] < offset[d] + size[d]` of a tensor, in row-major order.
 
     Attributes:

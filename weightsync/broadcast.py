@@ -154,12 +154,12 @@ class Broadcaster:
                 self._connection = Connection(
                     self._credentials, self._lead, f"{self._name}-lead", Reply, timeout_s=self._timeout_s
                 )
-                self._connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
+                self._connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
             request = BeginBroadcast(version, self._plan.digest(), self._broken, self._timeout_s)
             reply, _ = self._connection.call(request, timeout_s=2 * self._timeout_s)
         except (RuntimeError, TransportError) as error:  # the others are told that there is none
             logger.warning("weights of %s: %s; %s", version, error, _INSTEAD)
-            return Transfer("", version, [], None)
+            return Transfer("", version, [], "")
         assert isinstance(reply, Transfer)
         return reply
 
@@ -175,8 +175,7 @@ class Broadcaster:
             if not key_appears(self._keys, key, 2 * self._timeout_s, stop):
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
-        shared = Transfer(transfer.epoch, transfer.version, transfer.members, None)
-        self._keys.set(key, msgspec.msgpack.encode(shared))
+        self._keys.set(key, msgspec.msgpack.encode(transfer))
         self._keys.delete_key(self._key(self._number - 2))  # everybody has read that one: steps are collective
         return transfer
 

@@ -12,9 +12,11 @@ from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from weightsync.messages import Reply
+from weightsync.messages import FetchPlan, PlanFetched, Reply
+from weightsync.plan import TransferPlan
 
 _CONNECT_TIMEOUT_S = 5.0
+_PLAN_TIMEOUT_S = 60.0
 _PAUSE_S = 0.2
 _LOOK_S = 0.5
 """How often the wait for a parked answer looks at its stop event (s)."""
@@ -68,3 +70,14 @@ def parked_reply(future: "Future[tuple[Any, Tensor]]", *, stop: threading.Event)
         except FutureTimeout:
             continue
     return None
+
+
+def fetch_plan(connection: Connection, digest: str) -> TransferPlan:
+    """Ask an agent for a plan.
+
+    Raises:
+        TransportError: the channel broke, or that agent does not know it, either.
+    """
+    reply, _ = connection.call(FetchPlan(digest), timeout_s=_PLAN_TIMEOUT_S)
+    assert isinstance(reply, PlanFetched)
+    return TransferPlan.decode(reply.plan)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from weightsync.plan import Need, Piece, TransferPlan, match_needs
+from asyncflow.transport.connection import Connection
+from weightsync.connections import fetch_plan
+from weightsync.plan import Need, Piece, match_needs
 from weightsync.region import Region, RegionLayout
 
 
@@ -20,15 +22,19 @@ class EngineViews:
         self._whole = whole
         self._known: dict[str, tuple[RegionLayout, dict[str, Piece]]] = {}
 
-    def layout(self, plan: TransferPlan) -> RegionLayout:
+    def layout(self, digest: str, connection: Connection) -> RegionLayout:
         """Return a plan's layout, the same object every time.
+
+        Args:
+            digest: of the plan.
+            connection: to an agent that knows it.
 
         Raises:
             PlanError: the engine does not fit the trainer.
+            TransportError: the plan was not known here, and the agent is gone.
         """
-        digest = plan.digest()
         if digest not in self._known:
-            needs = self._needs
+            plan, needs = fetch_plan(connection, digest), self._needs
             if needs is None:
                 needs = {name: Need(tensor.shape) for name, tensor in plan.tensors.items()}
             self._known.setdefault(digest, (RegionLayout(plan), match_needs(plan, needs, whole=self._whole)))

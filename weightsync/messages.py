@@ -2,20 +2,21 @@
 
 trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
 receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
-other agent    WatchPeer (parks until there is more), FetchPlan, FetchBucket (the payload is the bucket)
+other agent    WatchPeer (parks until there is more), FetchBucket (the payload is the bucket)
+
+Plans are large: messages name them by digest, and `FetchPlan` gets one that is not known yet, once.
 """
 
 import msgspec
 
-from weightsync.plan import TransferPlan
 from weightsync.slot_memory import SlotOffer
 from weightsync.version import Version
 
 
 class OpenPlan(msgspec.Struct, tag=True):
-    """A trainer rank is about to publish under this plan."""
+    """A trainer rank is about to publish under this plan (`TransferPlan.encode`)."""
 
-    plan: TransferPlan
+    plan: bytes
 
 
 class TakeSlot(msgspec.Struct, tag=True):
@@ -137,7 +138,7 @@ class WatchPeer(msgspec.Struct, tag=True):
 
 
 class FetchPlan(msgspec.Struct, tag=True):
-    """Another agent lacks a plan."""
+    """A receiver, or another agent, does not know the plan of this digest yet."""
 
     plan: str
 
@@ -169,10 +170,15 @@ class Done(msgspec.Struct, tag=True):
 
 
 class SlotGranted(msgspec.Struct, tag=True):
-    """Write here."""
+    """Write here.
+
+    Attributes:
+        live: see `Offered`.
+    """
 
     version: Version
     slot: SlotOffer
+    live: list[bytes]
 
 
 class Unneeded(msgspec.Struct, tag=True):
@@ -191,13 +197,16 @@ class Offered(msgspec.Struct, tag=True):
     """The newest complete version.
 
     Attributes:
+        plan: digest.
+        live: tokens of all memories that the agent has; mappings of others are of no more use.
         checksums: of every bucket, in order.
         checksum: of the whole, `version_checksum(checksums)`.
     """
 
     version: Version
-    plan: TransferPlan
+    plan: str
     slot: SlotOffer
+    live: list[bytes]
     checksums: list[int]
     checksum: int
 
@@ -221,13 +230,13 @@ class Transfer(msgspec.Struct, tag=True):
     Attributes:
         epoch: names its groups; they are the same as long as this is.
         members: receivers, in rank order.
-        plan: for the receivers.
+        plan: digest; "": nobody takes part.
     """
 
     epoch: str
     version: Version
     members: list[str]
-    plan: TransferPlan | None
+    plan: str
 
 
 class Held(msgspec.Struct):
@@ -251,9 +260,9 @@ class PeerHas(msgspec.Struct, tag=True):
 
 
 class PlanFetched(msgspec.Struct, tag=True):
-    """A plan."""
+    """A plan (`TransferPlan.encode`)."""
 
-    plan: TransferPlan
+    plan: bytes
 
 
 class BucketFetched(msgspec.Struct, tag=True):

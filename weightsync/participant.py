@@ -97,16 +97,15 @@ class Participant:
             transfer = parked_reply(join, stop=self._closing)
             if not isinstance(transfer, Transfer):
                 return
-            self._broken = "" if self._receive(transfer) else transfer.epoch
+            self._broken = "" if self._receive(connection, transfer) else transfer.epoch
 
-    def _receive(self, transfer: Transfer) -> bool:
+    def _receive(self, connection: Connection, transfer: Transfer) -> bool:
         """Take a version in; returns whether it came whole. If not, the agent will have it.
 
         Raises:
             PlanError: the engine does not fit the trainer.
         """
-        assert transfer.plan is not None
-        layout = self._views.layout(transfer.plan)
+        layout = self._views.layout(transfer.plan, connection)
         with self._shelf.coming(transfer.version):
             try:
                 region = self._shelf.memory(layout)

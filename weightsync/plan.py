@@ -8,16 +8,20 @@ of these tensors; the plan groups them into buckets, the unit of transfer and of
     rank 1 holds w[2:4, :] b[2:4]                1 (sender 1): w[2:4, :] b[2:4]
     region: | w ............... | b .... |
 
+A plan grows with the tensors times the ranks that cut them. So it travels to a process once, as bytes (`encode`), and
+messages name it by its digest; pieces name tensors by number.
+
 A receiver takes whole tensors (a generator, Hugging Face names) or boxes of them (ranks sharded as the trainer is).
 """
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import PlanError
 from weightsync.boxes import Box, first_overlap
 
@@ -30,7 +34,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _ALIGN_BYTES = 64
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor as it travels.
 
     Attributes:
@@ -47,7 +51,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class ShardSpec(msgspec.Struct, frozen=True):
+class ShardSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a trainer rank holds of one tensor.
 
     Attributes:
@@ -63,14 +67,14 @@ class ShardSpec(msgspec.Struct, frozen=True):
     box: Box
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """A box of one tensor inside a bucket."""
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A box of one tensor, by its number in the plan, inside a bucket."""
 
-    name: str
+    tensor: int
     box: Box
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
     """What travels as one message, with one checksum.
 
     Attributes:
@@ -91,7 +95,7 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
 
     Attributes:
         num_senders: trainer ranks.
-        tensors: in the order in which they lie in a region.
+        tensors: in the order in which they lie in a region; a piece names one by its number in it.
         buckets: in sending order; each sender sends its own in this order.
     """
 
@@ -103,11 +107,16 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
         """Return the buckets that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.sender == rank)
 
-    def starts(self) -> dict[str, int]:
-        """Return where each tensor starts in a region (bytes, multiples of 64)."""
-        starts, end = {}, 0
-        for name, tensor in self.tensors.items():
-            starts[name] = end
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, by number."""
+        return tuple(self.tensors)
+
+    def starts(self) -> list[int]:
+        """Return where each tensor starts in a region (bytes, multiples of 64), by number."""
+        starts, end = [], 0
+        for tensor in self.tensors.values():
+            starts.append(end)
             end += -(-tensor.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return starts
 
@@ -121,13 +130,29 @@ class TransferPlan(msgspec.Struct, frozen=True, dict=True):  # a `__dict__` for 
         """Bytes of one version on the wire, for one receiver."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    def encode(self) -> bytes:
+        """Return what `decode` makes the same plan of."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> "TransferPlan":
+        """Read what `encode` wrote.
+
+        Raises:
+            PlanError: it did not.
+        """
+        try:
+            return msgpack_decoder(TransferPlan).decode(data)
+        except msgspec.MsgspecError as error:
+            raise PlanError(f"weights: a plan of {len(data)} bytes cannot be read ({error})") from error
+
     def digest(self) -> str:
-        """Return what tells this plan from every other one."""
+        """Return what tells this plan from every other one, `plan_digest` of its bytes."""
         return self._digest
 
     @cached_property
     def _digest(self) -> str:
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+        return plan_digest(self.encode())
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -144,6 +169,11 @@ class Need(msgspec.Struct, frozen=True):
     box: Box | None = None
 
 
+def plan_digest(data: bytes) -> str:
+    """Return the digest of the plan that was encoded as `data`."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dtype: str) -> TransferPlan:
     """Map the shards of all trainer ranks to buckets.
 
@@ -158,20 +188,23 @@ def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dty
         PlanError: the ranks disagree on a tensor, or an element is held by nobody or as parts of different shards.
     """
     tensors: dict[str, TensorSpec] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
+    numbers: dict[str, int] = {}
+    holders: dict[tuple[int, Box], list[int]] = {}
     for rank, specs in enumerate(held):
         for spec in specs:
             _check_shard(spec, tensors, dtype)
+            number = numbers.setdefault(spec.name, len(numbers))
             if spec.box.numel:
-                holders.setdefault((spec.name, spec.box), []).append(rank)
-    _check_cover(tensors, list(holders))
-    shares = _assign(holders, tensors, len(held))
-    per_rank = [_fill(share, tensors, bucket_bytes) for share in shares]
+                holders.setdefault((number, spec.box), []).append(rank)
+    _check_cover(tensors, holders)
+    element_bytes = [DTYPE_BYTES[tensor.dtype] for tensor in tensors.values()]
+    shares = _assign(holders, element_bytes, len(held))
+    per_rank = [_fill(share, element_bytes, bucket_bytes) for share in shares]
     buckets: list[Bucket] = []
     for turn in range(max((len(bins) for bins in per_rank), default=0)):
         for rank, bins in enumerate(per_rank):
             if turn < len(bins):
-                num_bytes = sum(piece.box.numel * _element_bytes(tensors, piece.name) for piece in bins[turn])
+                num_bytes = sum(piece.box.numel * element_bytes[piece.tensor] for piece in bins[turn])
                 buckets.append(Bucket(len(buckets), rank, num_bytes, tuple(bins[turn])))
     return TransferPlan(len(held), tensors, tuple(buckets))
 
@@ -188,6 +221,7 @@ def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = 
         PlanError: naming the first tensor that exists on one side only or differs in shape.
     """
     matched: dict[str, Piece] = {}
+    numbers = {name: number for number, name in enumerate(plan.names)}
     for name, need in needs.items():
         source = next((each for each in (name, *need.aliases) if each in plan.tensors), None)
         if source is None:
@@ -198,11 +232,11 @@ def match_needs(plan: TransferPlan, needs: Mapping[str, Need], *, whole: bool = 
         box = need.box or Box.whole(shape)
         if not box.inside(shape):
             raise PlanError(f"{name}: the receiver wants {box} of shape {shape}")
-        matched[name] = Piece(source, box)
+        matched[name] = Piece(numbers[source], box)
     if whole:
-        taken = {piece.name for piece in matched.values()}
-        for name in plan.tensors:
-            if name not in taken:
+        taken = {piece.tensor for piece in matched.values()}
+        for number, name in enumerate(plan.names):
+            if number not in taken:
                 raise PlanError(f"{name}: the trainer has it, the receiver does not; are the models the same?")
     return matched
 
@@ -220,58 +254,54 @@ def _check_shard(spec: ShardSpec, tensors: dict[str, TensorSpec], dtype: str) ->
         raise PlanError(f"{spec.name}: a rank holds {spec.box}, outside of shape {spec.shape}")
 
 
-def _check_cover(tensors: Mapping[str, TensorSpec], parts: Sequence[tuple[str, Box]]) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in parts:
-        boxes[name].append(box)
-    for name, tensor in tensors.items():
-        overlap = first_overlap(boxes[name])
+def _check_cover(tensors: Mapping[str, TensorSpec], parts: Iterable[tuple[int, Box]]) -> None:
+    boxes: list[list[Box]] = [[] for _ in tensors]
+    for number, box in parts:
+        boxes[number].append(box)
+    for (name, tensor), held in zip(tensors.items(), boxes, strict=True):
+        overlap = first_overlap(held)
         if overlap is not None:
-            one, other = (boxes[name][k] for k in overlap)
+            one, other = (held[k] for k in overlap)
             raise PlanError(f"{name}: trainer ranks hold {one} and {other}, which overlap")
-        numel, present = math.prod(tensor.shape), sum(box.numel for box in boxes[name])
+        numel, present = math.prod(tensor.shape), sum(box.numel for box in held)
         if present != numel:
             raise PlanError(f"{name}: {numel} elements, but the trainer ranks hold {present}")
 
 
 def _assign(
-    holders: Mapping[tuple[str, Box], Sequence[int]], tensors: Mapping[str, TensorSpec], num_ranks: int
+    holders: Mapping[tuple[int, Box], Sequence[int]], element_bytes: Sequence[int], num_ranks: int
 ) -> list[list[Piece]]:
     shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for (name, box), ranks in holders.items():
+    for (number, box), ranks in holders.items():
         if len(ranks) == 1:
-            loads[ranks[0]] += box.numel * _element_bytes(tensors, name)
-    for (name, box), ranks in holders.items():
+            loads[ranks[0]] += box.numel * element_bytes[number]
+    for (number, box), ranks in holders.items():
         rank = min(ranks, key=lambda each: (loads[each], each))
         if len(ranks) > 1:
-            loads[rank] += box.numel * _element_bytes(tensors, name)
-        shares[rank].append(Piece(name, box))
+            loads[rank] += box.numel * element_bytes[number]
+        shares[rank].append(Piece(number, box))
     return shares
 
 
-def _fill(share: Sequence[Piece], tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[Piece]]:
+def _fill(share: Sequence[Piece], element_bytes: Sequence[int], bucket_bytes: int) -> list[list[Piece]]:
     """Cut one rank's pieces into buckets; one that is nearly full is closed rather than given a crumb."""
     bins: list[list[Piece]] = []
     room = 0
     for piece in share:
-        element_bytes = _element_bytes(tensors, piece.name)
+        each_bytes = element_bytes[piece.tensor]
         pending = [piece.box]
         while pending:
             box = pending.pop()
-            first, rest = box.split(room // element_bytes)
+            first, rest = box.split(room // each_bytes)
             if first is None and room >= bucket_bytes:  # an empty bucket does not take one row
-                pending.extend(reversed(list(box.cut(max(1, bucket_bytes // element_bytes)))))
+                pending.extend(reversed(list(box.cut(max(1, bucket_bytes // each_bytes)))))
             elif first is None or (rest is not None and room < bucket_bytes // 4):
                 bins.append([])
-                room = max(bucket_bytes, element_bytes)
+                room = max(bucket_bytes, each_bytes)
                 pending.append(box)
             else:
-                bins[-1].append(Piece(piece.name, first))
-                room -= first.numel * element_bytes
+                bins[-1].append(Piece(piece.tensor, first))
+                room -= first.numel * each_bytes
                 pending.extend(() if rest is None else (rest,))
     return bins
-
-
-def _element_bytes(tensors: Mapping[str, TensorSpec], name: str) -> int:
-    return DTYPE_BYTES[tensors[name].dtype]

@@ -38,8 +38,6 @@ _PAUSE_S = 0.2
 """After a version that cannot be used, before the next is asked for (s)."""
 _TURN_TIMEOUT_S = 2.0
 """An agent that does not answer for so long counts nobody: the engine stands still meanwhile (s)."""
-_KEPT_MAPPINGS = 4
-"""Of slots: a mapping keeps the memory of a slot that the agent has replaced."""
 
 
 class WeightReceiver:
@@ -93,7 +91,7 @@ class WeightReceiver:
         self._agent = agent
         self._name = name
         self._views = EngineViews(needs, whole=whole)
-        self._slots = SlotMappings(write=False, keep=_KEPT_MAPPINGS, device=device)
+        self._slots = SlotMappings(write=False, device=device)
         self._shelf = Shelf(agent, adopts=adopts, arrived=arrived)
         self._connection: Connection | None = None
         self._closing = threading.Event()
@@ -205,6 +203,7 @@ class WeightReceiver:
             offered = parked_reply(watch, stop=self._closing)
             if not isinstance(offered, Offered):
                 return
+            self._slots.keep(offered.live)
             version = offered.version
             unwanted = self._wanted is not None and not self._wanted(version)
             if unwanted or self._shelf.came(version, stop=self._closing):
@@ -218,7 +217,7 @@ class WeightReceiver:
 
     def _take(self, connection: Connection, offered: Offered) -> bool:
         """Check what the agent offers, and have the engine load it; returns False if it is damaged."""
-        version, layout = offered.version, self._views.layout(offered.plan)
+        version, layout = offered.version, self._views.layout(offered.plan, connection)
         region = slot = Region(self._slots.get(offered.slot), layout)
         release = partial(self._tell, Release(version), connection)
         if self._adopts:
@@ -254,7 +253,7 @@ class WeightReceiver:
 
         if version_checksum(offered.checksums) != offered.checksum:
             raise WeightSyncError(f"weights of {offered.version}: {self._agent}'s checksums are not those of the whole")
-        for bucket, expected in zip(offered.plan.buckets, offered.checksums, strict=True):
+        for bucket, expected in zip(slot.layout.plan.buckets, offered.checksums, strict=True):
             if self._closing.is_set():
                 return False
             if fits(bucket, expected):

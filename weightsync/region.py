@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TransferPlan
+from weightsync.plan import DTYPE_BYTES, Bucket, Piece, TensorSpec, TransferPlan
 
 
 class RegionLayout:
@@ -20,19 +20,24 @@ class RegionLayout:
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
         self._starts = plan.starts()
+        self._specs = tuple(plan.tensors.values())
 
     def run(self, piece: Piece) -> tuple[int, int] | None:
         """Return (first byte, bytes) of a piece that is one run of the region, else None."""
-        tensor = self.plan.tensors[piece.name]
+        tensor = self._specs[piece.tensor]
         run = piece.box.run(tensor.shape)
         if run is None:
             return None
         element_bytes = DTYPE_BYTES[tensor.dtype]
-        return self._starts[piece.name] + run[0] * element_bytes, run[1] * element_bytes
+        return self._starts[piece.tensor] + run[0] * element_bytes, run[1] * element_bytes
 
-    def extent(self, name: str) -> tuple[int, int]:
+    def extent(self, number: int) -> tuple[int, int]:
         """Return (first byte, bytes) of a whole tensor."""
-        return self._starts[name], self.plan.tensors[name].num_bytes
+        return self._starts[number], self._specs[number].num_bytes
+
+    def spec(self, number: int) -> TensorSpec:
+        """Return a tensor's."""
+        return self._specs[number]
 
 
 class Region:
@@ -46,16 +51,16 @@ class Region:
         self._memory = memory
         self.layout = layout
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, number: int) -> Tensor:
         """Return a whole tensor, a view."""
-        spec = self.layout.plan.tensors[name]
-        start, num_bytes = self.layout.extent(name)
+        spec = self.layout.spec(number)
+        start, num_bytes = self.layout.extent(number)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         return self._memory[start : start + num_bytes].view(dtype).view(spec.shape)
 
     def piece(self, piece: Piece) -> Tensor:
         """Return a part of a tensor, a view in the box's shape."""
-        return self.tensor(piece.name)[piece.box.slices]
+        return self.tensor(piece.tensor)[piece.box.slices]
 
     def views(self, matched: Mapping[str, Piece]) -> dict[str, Tensor]:
         """Return what a receiver wants, by its own names; see `match_needs`."""

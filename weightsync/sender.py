@@ -44,7 +44,7 @@ from weightsync.plan import TransferPlan
 from weightsync.sender_state import SenderState, Staged, Where
 from weightsync.shard_copies import ShardCopies
 from weightsync.shard_writer import Shard, ShardWriter, Target
-from weightsync.slot_memory import SlotMappings, SlotOffer, private_memory
+from weightsync.slot_memory import SlotMappings, private_memory
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ class WeightSender:
         rank: int,
         *,
         device: torch.device,
-        num_slots: int = 3,
         timeout_s: float = 300.0,
         broadcaster: Broadcaster | None = None,
         timeline: Spans | None = None,
@@ -93,7 +92,6 @@ class WeightSender:
             plan: agreed on by all ranks.
             rank: this trainer rank.
             device: where the shards are.
-            num_slots: that the agent has.
             timeout_s: how long a slot may take to become free.
             broadcaster: every version is also broadcast, while the trainer waits.
             timeline: records what the thread does.
@@ -110,7 +108,7 @@ class WeightSender:
         self._writer = ShardWriter(plan, rank)
         self._buckets = self._writer.buckets
         self._copies = ShardCopies(self._writer, device=device, timeline=self._timeline)
-        self._slots = SlotMappings(write=True, keep=num_slots, device=device, extents=self._writer.extents())
+        self._slots = SlotMappings(write=True, device=device, extents=self._writer.extents())
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._state = SenderState()
         self._changed = threading.Condition()  # its lock guards the state
@@ -257,7 +255,7 @@ class WeightSender:
             self._slots.clear()
 
     def _work(self, connection: Connection) -> None:
-        connection.call(OpenPlan(self._plan), timeout_s=self._timeout_s)
+        connection.call(OpenPlan(self._plan.encode()), timeout_s=self._timeout_s)
         with self._changing() as state:
             events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
             self._events = events  # nothing from a former channel is in it
@@ -275,8 +273,8 @@ class WeightSender:
                 case Staged():
                     if self._state.is_due(event):
                         self._deliver(connection, event)
-                case SlotGranted(version, offer):
-                    self._prepare(version, offer)
+                case SlotGranted():
+                    self._prepare(event)
                 case Unneeded(version):
                     self._settle(complete=version)
                 case Repair(version, buckets):
@@ -307,11 +305,15 @@ class WeightSender:
         with self._changing() as state:
             state.settle(complete=complete, refused=refused)
 
-    def _prepare(self, version: Version, offer: SlotOffer) -> None:
+    def _prepare(self, granted: SlotGranted) -> None:
         """Map a granted slot, with its pages, so that the trainer meets neither."""
-        target = self._writer.target(self._slots.get(offer))
+        target = self._target(granted)
         with self._changing() as state:
-            state.grant(Staged(version, target, offer.token))
+            state.grant(Staged(granted.version, target, granted.slot.token))
+
+    def _target(self, granted: SlotGranted) -> Target:
+        self._slots.keep(granted.live)
+        return self._writer.target(self._slots.get(granted.slot))
 
     def _deliver(self, connection: Connection, staged: Staged) -> None:
         """Seal this rank's buckets, in a slot of this agent."""
@@ -340,7 +342,7 @@ class WeightSender:
             reply, _ = connection.call(self._request(staged.version), timeout_s=_PATIENCE_S + self._timeout_s)
         if not isinstance(reply, SlotGranted):
             return None
-        target = self._writer.target(self._slots.get(reply.slot))
+        target = self._target(reply)
         for copied in staged.copied.values():
             copied.wait()
         self._writer.copy(staged.target, target)

@@ -1,6 +1,6 @@
 """Copies a trainer rank's shards to where they lie in a region. The trainer waits for it, so it does little else."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,7 +78,7 @@ class ShardWriter:
         by_name: dict[str, list[tuple[int, Box]]] = {}
         for number, (name, box) in enumerate(held):
             by_name.setdefault(name, []).append((number, box))
-        self._sources = [_find(piece, by_name.get(piece.name, ())) for _, piece in self._pieces]
+        self._sources = [self._find(piece, by_name) for _, piece in self._pieces]
         self._known = held
 
     def write(self, target: Target, shards: Sequence[Shard], buckets: Container[int] | None = None) -> None:
@@ -116,7 +116,7 @@ class ShardWriter:
         """Return the bytes (start, stop) of a region that are written, merged where they meet."""
         runs = []
         for _, piece in self._pieces:
-            start, num_bytes = self.layout.run(piece) or self.layout.extent(piece.name)
+            start, num_bytes = self.layout.run(piece) or self.layout.extent(piece.tensor)
             runs.append((start, start + num_bytes))
         merged: list[tuple[int, int]] = []
         for start, stop in sorted(runs):
@@ -126,10 +126,10 @@ class ShardWriter:
                 merged.append((start, stop))
         return merged
 
-
-def _find(piece: Piece, held: Iterable[tuple[int, Box]]) -> tuple[int, Box]:
-    for number, box in held:
-        relative = piece.box.within(box)
-        if relative is not None:
-            return number, relative
-    raise WeightSyncError(f"{piece.name}: this rank no longer holds {piece.box}")
+    def _find(self, piece: Piece, held: Mapping[str, Sequence[tuple[int, Box]]]) -> tuple[int, Box]:
+        name = self.layout.plan.names[piece.tensor]
+        for number, box in held.get(name, ()):
+            relative = piece.box.within(box)
+            if relative is not None:
+                return number, relative
+        raise WeightSyncError(f"{name}: this rank no longer holds {piece.box}")

@@ -14,7 +14,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -92,19 +92,15 @@ def map_slot(offer: SlotOffer, *, write: bool, device: torch.device = _CPU) -> T
 
 
 class SlotMappings:
-    """Keeps the slots that one process of the agent's host has mapped, the last ones. Used by one thread."""
+    """Keeps the slots that one process of the agent's host has mapped. Used by one thread."""
 
-    def __init__(
-        self, *, write: bool, keep: int, device: torch.device, extents: Sequence[tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, *, write: bool, device: torch.device, extents: Sequence[tuple[int, int]] | None = None) -> None:
         """Args:
         write: whether this process writes.
-        keep: so many mappings.
         device: that copies to or from them.
         extents: bytes (start, stop) that will be touched; None: all.
         """
         self._write = write
-        self._keep = keep
         self._device = device
         self._extents = extents
         self._memories: dict[bytes, Tensor] = {}
@@ -118,15 +114,22 @@ class SlotMappings:
         Raises:
             WeightSyncError: see `map_slot`.
         """
-        memory = self._memories.pop(offer.token, None)
+        memory = self._memories.get(offer.token)
         if memory is None:
             memory = map_slot(offer, write=self._write, device=self._device)
             for start, stop in [(0, offer.num_bytes)] if self._extents is None else self._extents:
                 populate(memory[start:stop], write=self._write)
-        self._memories[offer.token] = memory
-        while len(self._memories) > self._keep:
-            self._memories.pop(next(iter(self._memories)))
+            self._memories[offer.token] = memory
         return memory
+
+    def keep(self, live: Collection[bytes]) -> None:
+        """Forget all others: a mapping keeps the memory of a slot that the agent has replaced.
+
+        Args:
+            live: tokens of the agent's memories.
+        """
+        for token in self._memories.keys() - set(live):
+            del self._memories[token]
 
     def clear(self) -> None:
         """Forget all: the agent is gone. What is in use stays mapped."""

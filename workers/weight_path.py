@@ -27,7 +27,7 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     """
     config, epoch = context.config.weightsync, f"{context.job.lineage}.{context.attempt}"
     plan = agree_on_plan(
-        context.sealed_store(),
+        context.credentials(),
         epoch,
         context.rank,
         describe(shards),
@@ -43,8 +43,7 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
         )  # fmt: skip
     return WeightSender(
         context.credentials(), _agent(context), context.name, plan, context.rank,
-        device=context.device, num_slots=config.num_slots, timeout_s=config.timeout_s, broadcaster=broadcaster,
-        timeline=context.timeline,
+        device=context.device, timeout_s=config.timeout_s, broadcaster=broadcaster, timeline=context.timeline,
     )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class _Versions:
         """Make these the newest."""
         self._regions.reverse()
         for shard in shards:
-            self._regions[0].tensor(shard.name).copy_(shard.values.detach().reshape(shard.shape))
+            number = self._plan.names.index(shard.name)
+            self._regions[0].tensor(number).copy_(shard.values.detach().reshape(shard.shape))
 
     def compare(self) -> dict[str, float]:
         """Encode, apply, copy every bucket, with one thread, as an agent does."""

@@ -70,7 +70,7 @@ class TrainerRank:
         self._store = self._credentials.own_store()
         epoch, config, name = f"{lineage}.0", setup.config, f"actor-0/{rank}"
         self._plan = agree_on_plan(
-            self._store, epoch, rank, describe(self._masters.shards),
+            self._credentials, epoch, rank, describe(self._masters.shards),
             num_ranks=setup.num_ranks, bucket_bytes=config.bucket_bytes, dtype=WIRE_NAME,
         )  # fmt: skip
         self._broadcaster = SwitchedBroadcaster(
@@ -78,7 +78,7 @@ class TrainerRank:
         )
         self._sender = WeightSender(
             self._credentials, AGENT, name, self._plan, rank,
-            device=CPU, num_slots=config.num_slots, timeout_s=config.timeout_s, broadcaster=self._broadcaster,
+            device=CPU, timeout_s=config.timeout_s, broadcaster=self._broadcaster,
         )  # fmt: skip
 
     def plan(self) -> TransferPlan:

@@ -48,9 +48,7 @@ def main() -> None:
     cpu, whole = torch.device("cpu"), Box.whole((4,))
     agent = WeightAgent(credentials, "weights-0", WeightSyncConfig(), peers=["weights-1"])
     shards = [LocalShard("w", (4,), whole, torch.ones(4))]
-    plan = agree_on_plan(
-        credentials.own_store(), "0", 0, describe(shards), num_ranks=1, bucket_bytes=1024, dtype="float32"
-    )
+    plan = agree_on_plan(credentials, "0", 0, describe(shards), num_ranks=1, bucket_bytes=1024, dtype="float32")
     broadcaster = Broadcaster(credentials, "weights-0", "actor/0", plan, 0, device=cpu, epoch="0", timeout_s=20)
     sender = WeightSender(credentials, "weights-0", "actor/0", plan, 0, device=cpu, broadcaster=broadcaster)
     member = BroadcastMember(credentials.group_store(), "rollout-0", cpu)

@@ -33,7 +33,7 @@ from weightsync.boxes import Box
 from weightsync.config import ExportConfig, WeightSyncConfig
 from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed, connect_weights
-from weightsync.plan import Need, plan_transfer
+from weightsync.plan import Need, TransferPlan, plan_transfer
 from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
@@ -97,8 +97,7 @@ class Run:
         held = [describe(parts_of(Version(0, 0), rank)) for rank in range(2)]
         plan = plan_transfer(held, bucket_bytes=sync.bucket_bytes, dtype=sync.dtype)
         self.senders = [
-            WeightSender(self.credentials, "weights-0", f"actor/{rank}", plan, rank, device=CPU, num_slots=4)
-            for rank in range(2)
+            WeightSender(self.credentials, "weights-0", f"actor/{rank}", plan, rank, device=CPU) for rank in range(2)
         ]
 
     def publish(self, step: int, lineage: int = 0) -> None:
@@ -153,6 +152,25 @@ def read(feed: WeightReceiver, newer_than: Version | None = None) -> tuple[Versi
 
 def equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in some.items())
+
+
+def test_plan_is_read_once_by_whoever_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the agent, though two ranks open it, and by the reader, though it is offered several versions."""
+    decode, read = TransferPlan.decode, []
+
+    def counted(data: bytes) -> TransferPlan:
+        read.append(data)
+        return decode(data)
+
+    monkeypatch.setattr(TransferPlan, "decode", staticmethod(counted))
+    run = Run(tmp_path)
+    with connect_weights(tmp_path, "reader") as feed:
+        for step in range(1, 4):
+            run.publish(step)
+            feed.wait_for(step, timeout_s=DEADLINE_S)
+            assert feed.load(lambda weights: None, newer_than=None) == Version(0, step)
+    run.close()
+    assert len(read) == 2
 
 
 def test_example_follows_a_run_and_ends_with_it(run: Run, start_script: Any) -> None:

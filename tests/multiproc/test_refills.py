@@ -99,3 +99,37 @@ def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
     assert {refill.cause for refill in refills} == {QuarantineCause("judge", filtered=True)}
     loader.close()
     client.close()
+
+
+def test_many_filtered_groups_are_known_to_the_next_lead(credentials: Credentials) -> None:
+    """More of them than the store keeps in one value."""
+    number = 600
+    config, schedule = QueueConfig(request_timeout_s=20), ScheduleConfig(rollout_batch_size=100, n_samples_per_prompt=1)
+    unit = StorageUnit(credentials, "storage-0", config, controllers=config.controllers)
+
+    def start() -> ControllerService:
+        return ControllerService(
+            credentials,
+            "controller-0",
+            tasks=TASKS,
+            config=config,
+            schedule=schedule,
+            prompts=CountingPrompts(),
+            last_step=1,
+        )
+
+    lead, client = start(), QueueClient(credentials, "everybody", config=config)
+    filtered = 0
+    while filtered < number:
+        lease = client.fetch("judge", num_rows=number - filtered, timeout_s=20)
+        client.filter_groups("judge", lease, lease.rows)
+        filtered += len(lease.rows)
+    wait_until(lambda: len(client.publish_version(0)) == number, "not all were replaced", deadline_s=20)
+    known = client.publish_version(0)
+    lead.close()
+    lead = start()
+    assert client.publish_version(0) == known
+    lease = client.fetch("judge", num_rows=number, timeout_s=20)
+    assert min(lease.groups) >= number and max(lease.groups) < number + 100
+    for one in (client, lead, unit):
+        one.close()

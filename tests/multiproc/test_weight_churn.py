@@ -129,3 +129,33 @@ def test_stopped_agent_holds_up_no_swap(weight_run: WeightRun) -> None:
     weight_run.agent.signal(signal.SIGCONT)
     weight_run.publish(Version(0, 2))
     assert ask(receiver, "load", 2) == (Version(0, 2), True)
+
+
+def test_receiver_that_is_killed_leaves_no_copy_of_the_model_with_the_others(weight_run: WeightRun) -> None:
+    """Its slot gets new memory; a mapping of the old one anywhere would keep that for good."""
+    weight_run.configure(wide=512)
+    survivor, doomed = weight_run.start_node("survivor", "doomed")
+    everybody = [survivor, *weight_run.trainers]
+    weight_run.publish(*steps(1, 4))
+    assert ask(survivor, "load", 4) == (Version(0, 4), True)
+    doomed.tell(("load_slowly", 4))
+    assert doomed.hear() == "inside"
+    doomed.kill()
+    for step in range(5, 13):
+        weight_run.publish(Version(0, step))
+        assert ask(survivor, "load", step) == (Version(0, step), True)
+    live = {path.stat().st_ino for path in weight_run.slot_paths()}
+    assert len(live) == weight_run.setup.num_slots
+    assert all(weight_run.mapped(child).keys() <= live for child in everybody)
+
+
+def test_slots_stay_mapped_however_many_there_are(weight_run: WeightRun) -> None:
+    weight_run.configure(num_slots=6, wide=512)
+    receiver = weight_run.start_node("rollout-0")[0]
+    for step in range(1, 13):
+        weight_run.publish(Version(0, step))
+        assert ask(receiver, "load", step) == (Version(0, step), True)
+        if step == 6:
+            mapped = weight_run.mapped(receiver)
+    assert len(mapped) == 6
+    assert weight_run.mapped(receiver) == mapped

@@ -133,7 +133,7 @@ class Trainer:
             for key, shape in all_shapes.items()
         ]
         self._plan = agree_on_plan(
-            mine.own_store(), setup.epoch, rank, describe(self._parts),
+            mine, setup.epoch, rank, describe(self._parts),
             num_ranks=setup.num_ranks, bucket_bytes=setup.bucket_bytes, dtype=setup.dtype,
         )  # fmt: skip
         caster = None
@@ -147,7 +147,7 @@ class Trainer:
         _after_first_bucket(self._wait_for_the_test)
         self._sender = WeightSender(
             mine, agent, name, self._plan, rank,
-            device=CPU, num_slots=setup.num_slots, timeout_s=setup.timeout_s, broadcaster=caster,
+            device=CPU, timeout_s=setup.timeout_s, broadcaster=caster,
         )  # fmt: skip
 
     def plan(self) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,20 @@ class WeightRun:
                 found += [path] if is_slot else []
         return found
 
+    def mapped(self, child: Any) -> dict[int, str]:
+        """Return the slots that a process has mapped: inode -> address."""
+        found, num_bytes = {}, -(-(_HEADER_BYTES + self.plan().region_bytes) // PAGESIZE) * PAGESIZE
+        for line in Path(f"/proc/{child.process.pid}/maps").read_text().splitlines():
+            address, _, _, _, inode, *name = line.split(maxsplit=5)
+            start, end = (int(each, 16) for each in address.split("-"))
+            if name and name[0].startswith("/memfd:asyncflow") and end - start == num_bytes:
+                found[int(inode)] = address
+        return found
+
     def damage(self, version: Version, name: str, expected: bytes, agent: Any = None) -> None:
         """Change one byte of a tensor in the slot where it lies."""
-        start = _HEADER_BYTES + self.plan().starts()[name]
+        plan = self.plan()
+        start = _HEADER_BYTES + plan.starts()[plan.names.index(name)]
         for path in self.slot_paths(agent):
             with path.open("r+b", buffering=0) as file:
                 file.seek(start)

@@ -176,7 +176,7 @@ class ControllerService:
         for event in self._memory.events():
             self._state.handle(event)
         self._state.take_finished()  # durable already, as are these:
-        self._state.lost_rows()
+        self._state.take_losses()
         self._orders = UnitOrders(
             credentials, name, timeout_s=config.request_timeout_s, fenced=self._apply, threads=self.threads
         )
@@ -401,11 +401,11 @@ class ControllerService:
         with self._lock:
             return self._state.take_finished()
 
-    def _losses(self) -> tuple[dict[int, RowSet], list[RowRecords]] | None:
+    def _losses(self) -> tuple[dict[int, RowSet], dict[int, list[RowRecords]]] | None:
         with self._lock:
             if not self._state.losses_changed:
                 return None
-            return self._state.take_finished(), self._state.lost_rows()
+            return self._state.take_finished(), self._state.take_losses()
 
     def _look_for_silent(self) -> None:
         """Give up consumers that were not heard of; again and again."""

@@ -1,18 +1,20 @@
 """What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
 
     tq/LINEAGE/NAME/incarnation     how often it was started
-    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark
-    tq/LINEAGE/NAME/lost            rows that went with their unit, and who was done with them
+    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark without its refills
+    tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
+    tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `LostNumbers`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
-A queue that begins anew (the next lineage) reads nothing of the one before. What was not written by this job ends the
-controller: it cannot do without these facts, nor guess them.
+What grows with a run is stored in parts, since the store refuses values beyond 8 MiB, and a part that did not change is
+not written again. A queue that begins anew (the next lineage) reads nothing of the one before. What was not written by
+this job ends the controller: it cannot do without these facts, nor guess them.
 Called by the controller's shell. One owner per service name; thread-safe.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,12 +26,15 @@ from asyncflow.transport.handshake import Credentials
 from tq.control.admission import AdmissionMark
 from tq.control.row_set import RowSet, Span
 from tq.messages import RowRecords
+from tq.refill import Refill
 
 Finished = dict[int, RowSet]
 """Partition -> rows that all tasks are done with."""
 
 KEPT_PARTITIONS = 256
 """The newest ones are remembered."""
+_REFILLS = 256
+"""In one part."""
 
 
 class Mark(msgspec.Struct):
@@ -54,6 +59,7 @@ class DurableMark:
     def __init__(self, credentials: Credentials, service: str, *, lineage: int = 0) -> None:
         self._credentials = credentials
         self._base = f"tq/{lineage}/{service}"
+        self._num_refills = 0
 
     def start(self) -> int:
         """Count this start; returns 1 for the first."""
@@ -64,22 +70,38 @@ class DurableMark:
         key = f"{self._base}/mark"
         if not self._call("check", [key]):
             return Mark()
-        return msgpack_decoder(Mark).decode(self._call("get", key))
+        mark = msgpack_decoder(Mark).decode(self._call("get", key))
+        if mark.admission is not None:
+            for part in sorted(map(int, self.names("refills"))):
+                data = self._call("get", f"{self._base}/refills/{part}")
+                mark.admission.refills += msgpack_decoder(list[Refill]).decode(data)
+            self._num_refills = len(mark.admission.refills)
+        return mark
 
     def save(self, mark: Mark) -> None:
-        """Write the facts; returns when the store has them."""
+        """Write the facts; returns when the store has them. Admission's refills only ever get more."""
         for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
             del mark.partitions[partition]
+        admission = mark.admission
+        if admission is not None:
+            self._save_refills(admission.refills)
+            mark = msgspec.structs.replace(mark, admission=msgspec.structs.replace(admission, refills=[]))
         self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:
-        """Return the lost rows that were saved last."""
-        key = f"{self._base}/lost"
-        return msgpack_decoder(list[RowRecords]).decode(self._call("get", key)) if self._call("check", [key]) else []
+        """Return the lost rows that were saved."""
+        records: list[RowRecords] = []
+        for part in self.names("lost"):
+            records += msgpack_decoder(list[RowRecords]).decode(self._call("get", f"{self._base}/lost/{part}"))
+        return records
 
-    def save_lost(self, records: list[RowRecords]) -> None:
-        """Write the rows that are lost now; returns when the store has them."""
-        self._call("set", f"{self._base}/lost", msgspec.msgpack.encode(records))
+    def save_lost(self, part: int, records: list[RowRecords]) -> None:
+        """Write which rows of a part are lost now; returns when the store has them."""
+        key = f"{self._base}/lost/{part}"
+        if records:
+            self._call("set", key, msgspec.msgpack.encode(records))
+        else:
+            self._call("delete_key", key)
 
     def load_finished(self) -> Finished:
         """Return the finished rows that were saved."""
@@ -110,12 +132,21 @@ class DurableMark:
         self._call("delete_key", f"{self._base}/{kind}/{name}")
 
     def names(self, kind: str) -> list[str]:
-        """Return the owners or units that were there when the last incarnation ended."""
+        """Return the owners or units that were there when the last incarnation ended; of other kinds, the parts."""
         prefix = f"{self._base}/{kind}/"
         keys = [key for key in self._call("list_keys") if key.startswith(prefix)]
         if keys:
             self._call("multi_get", keys)  # their seals: anybody can add a key
         return [key.removeprefix(prefix) for key in keys]
+
+    def _save_refills(self, refills: Sequence[Refill]) -> None:
+        """Write those that are new, with the others of their part."""
+        if len(refills) == self._num_refills:
+            return
+        for first in range(self._num_refills // _REFILLS * _REFILLS, len(refills), _REFILLS):
+            part = msgspec.msgpack.encode(refills[first : first + _REFILLS])
+            self._call("set", f"{self._base}/refills/{first // _REFILLS}", part)
+        self._num_refills = len(refills)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:

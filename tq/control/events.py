@@ -91,7 +91,7 @@ class RowsFinished:
 
 @dataclass(frozen=True)
 class RowsLost:
-    """An earlier incarnation knew that these rows went with their unit (`ControlState.lost_rows`)."""
+    """An earlier incarnation knew that these rows went with their unit (`ControlState.take_losses`)."""
 
     records: tuple[RowRecords, ...]
 

@@ -107,18 +107,19 @@ class Memory:
         """Whether somebody is just writing them: what is in there is not durable yet."""
         return self._saving_losses.locked()
 
-    def remember_losses(self, state: Callable[[], tuple[Finished, list[RowRecords]] | None]) -> None:
+    def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
         """Rows were lost, or tasks are done with some of them: before anybody hears of it.
 
         Args:
-            state: takes what was finished lately, and returns what is lost, of one moment (a lost row that gets
-                finished is known to no unit), or None when that has been saved since.
+            state: takes what was finished lately, and the parts of the losses that changed, of one moment (a lost row
+                that gets finished is known to no unit), or None when that has been saved since.
         """
         with self._saving_losses, self._saving_finished:
             facts = state()
             if facts is not None:
                 self._save_finished(facts[0])
-                self._durable.save_lost(facts[1])
+                for part, records in facts[1].items():
+                    self._durable.save_lost(part, records)
 
     def shrink(self, quarantined: Quarantined) -> None:
         """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from asyncflow.errors import PeerRefused
 from tq.control.events import Cleared, Fence, Fenced, Instruction
 from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
+from tq.control.lost_numbers import LostNumbers
 from tq.control.quarantines import Quarantines
 from tq.control.row_set import RowSet
 from tq.control.task_state import TaskState
@@ -38,12 +39,8 @@ class RowBook:
         self.wanted: set[int] = set()
         """Of those, rows that a reader waits for though they are in its lease."""
         self.quarantines = Quarantines(self, refill=refill)
-        self.lost: set[int] = set()
+        self.lost = LostNumbers()
         """Rows whose unit is gone."""
-        self.noted: set[int] = set()
-        """Rows in the durable record of losses."""
-        self.losses_changed = False
-        """Whether that record must be written again: for a loss, an ack of lost rows, the end of a noted one."""
         self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
         self._nowhere = UnitInfo("", online=False, lost=True)
@@ -86,8 +83,7 @@ class RowBook:
         row.unit = self._lost_unit()
         self.add(row.partition, [(number, row)])
         self.lost_now.append(number)
-        self.lost.add(number)
-        self.losses_changed = True
+        self.lost.lose([number])
 
     def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
         """Rows of a partition that were not known are at a unit."""
@@ -122,7 +118,7 @@ class RowBook:
                     task.partition(row.partition).queue.expect_again(put)
         row.group, row.group_size, row.written = put.group, put.group_size, put.written
         self.rows.move(row, put.unit, put.num_bytes)
-        self.lost.discard(number)
+        self.lost.back(number)
         row.tokens = put.tokens
         for task in self.tasks.values():
             if reopened & task.bit:
@@ -243,7 +239,7 @@ class RowBook:
         for task in self.tasks.values():
             task.removed(number, row)
         self.rows.remove(number)
-        self._ended(number)
+        self.lost.end(number)
         self.moved.discard(number)
 
     def clear_if_empty(self, partition: int) -> None:
@@ -266,13 +262,12 @@ class RowBook:
         if self.rows.units.get(unit.name) is unit:
             del self.rows.units[unit.name]
         numbers = self.rows.at_unit(unit)
-        self.lost.update(numbers)
+        self.lost.lose(numbers)
         for number in numbers:
             self.refresh(number)
             self._look_at_shares_with(number)
         self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
         self.lost_now += [number for number in numbers if number in self.rows.rows]
-        self.losses_changed |= bool(numbers)
 
     def misplace(self, numbers: Sequence[int]) -> None:
         """A unit let go of rows that are elsewhere, as another controller says: where that is will be told, or not."""
@@ -281,9 +276,8 @@ class RowBook:
             self.rows.move(row, self._lost_unit(), row.num_bytes)
             self.refresh(number)
             self._look_at_shares_with(number)
-        self.lost.update(numbers)
+        self.lost.lose(numbers)
         self.lost_now += numbers
-        self.losses_changed |= bool(numbers)
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit that is up, made when new."""
@@ -369,7 +363,8 @@ class RowBook:
 
     def _done(self, name: str, number: int, row: LiveRow) -> None:
         row.left &= ~self.rows.bits[name]
-        self.losses_changed |= row.unit.lost
+        if row.unit.lost:
+            self.lost.ack(number)
         task = self.tasks.get(name)
         if task is not None:
             task.done(number, row)
@@ -380,13 +375,9 @@ class RowBook:
         row = self.rows.remove(number)
         self.rows.finish(row.partition, [number])
         self.moved.discard(number)
-        self._ended(number)
+        self.lost.end(number)
 
     def _lost_unit(self) -> UnitInfo:
         if self._nowhere not in self.rows.dead_units:
             self.rows.dead_units.append(self._nowhere)
         return self._nowhere
-
-    def _ended(self, number: int) -> None:
-        self.lost.discard(number)
-        self.losses_changed |= number in self.noted

@@ -170,17 +170,16 @@ class ControlState:
 
     @property
     def losses_changed(self) -> bool:
-        """Whether `lost_rows` would return something else than last time."""
-        return self._book.losses_changed
+        """Whether `take_losses` would return something."""
+        return self._book.lost.changed
 
-    def lost_rows(self) -> list[RowRecords]:
-        """Return what went with a unit, and who was done with it.
+    def take_losses(self) -> dict[int, list[RowRecords]]:
+        """Return part -> which of its rows went with a unit, and who was done with them, where that changed.
 
-        No unit remembers them: the shell makes this durable, so that a later incarnation (`RowsLost`) asks for them and
-        nobody works on them twice.
+        No unit remembers them: the shell makes this durable, part by part, so that a later incarnation (`RowsLost`)
+        asks for them and nobody works on them twice.
         """
-        self._book.losses_changed, self._book.noted = False, set(self._book.lost)
-        return self._registry.lost_records()
+        return {part: self._registry.lost_records(rows) for part, rows in self._book.lost.take().items()}
 
     def losses(self) -> list[UnitLoss]:
         """Return what went with units, by their lives: what the lead is told (`TellLost`)."""

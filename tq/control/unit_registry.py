@@ -51,11 +51,11 @@ class UnitRegistry:
             self._book.recount(partition)
         return reply
 
-    def lost_records(self, rows: Iterable[int] | None = None) -> list[RowRecords]:
-        """Return the rows (default: all) that went with their unit."""
+    def lost_records(self, rows: Iterable[int]) -> list[RowRecords]:
+        """Describe rows that went with their unit."""
         table = self._book.rows
         records: dict[tuple[int, int, int], RowRecords] = {}
-        for number in sorted(self._book.lost if rows is None else rows):
+        for number in sorted(rows):
             row = table.rows[number]
             key = (row.partition, row.written, row.left)
             if key not in records:

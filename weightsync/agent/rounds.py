@@ -11,7 +11,6 @@ import secrets
 from dataclasses import dataclass, field
 
 from weightsync.messages import Transfer
-from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
 
@@ -20,7 +19,7 @@ class _Begin:
     call: object
     session: object
     version: Version
-    plan: TransferPlan
+    plan: str
     deadline: float
 
 
@@ -54,7 +53,7 @@ class Rounds:
         return self._start()
 
     def begin(
-        self, call: object, session: object, version: Version, plan: TransferPlan, *, broken: str, deadline: float
+        self, call: object, session: object, version: Version, plan: str, *, broken: str, deadline: float
     ) -> list[tuple[object, Transfer]]:
         """The trainer wants to broadcast; members that are not ready by `deadline` are left out."""
         self._break(broken)

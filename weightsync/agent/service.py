@@ -65,7 +65,7 @@ from weightsync.messages import (
     Watch,
     WatchPeer,
 )
-from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan
+from weightsync.plan import DTYPE_BYTES, Bucket, TransferPlan, plan_digest
 from weightsync.region import Region, RegionLayout, version_checksum
 from weightsync.slot_memory import SlotMemory
 from weightsync.version import Version
@@ -156,7 +156,7 @@ class WeightAgent:
             replies = self._carry_out(self._state.peer_has(peer, held))
         _send(replies)
 
-    def peer_plan(self, plan: TransferPlan) -> None:
+    def peer_plan(self, plan: bytes) -> None:
         """Another agent told a plan."""
         with self._lock:
             self._open_plan(plan)
@@ -188,7 +188,7 @@ class WeightAgent:
             packed = self._packed_copy(base, pull.bucket)
             if packed is None:
                 return False
-            apply_delta(payload, packed, element_bytes=_element_bytes(bucket, pull.plan))
+            apply_delta(payload, packed, element_bytes=_element_bytes(bucket, fetch.region.layout))
             payload = packed
         if payload.numel() != bucket.num_bytes:
             return False
@@ -216,11 +216,10 @@ class WeightAgent:
             case JoinBroadcast(broken):
                 return _answers(self._rounds.join(call, session, session.client, broken))
             case BeginBroadcast(version, digest, broken, patience_s):
-                known = state.plan(digest)
-                if known is None:
+                if state.plan(digest) is None:
                     return [Refuse(call, f"weights of {version}: the plan {digest} is not known here; open it first")]
                 deadline = time.monotonic() + patience_s
-                begun = self._rounds.begin(call, session, version, known, broken=broken, deadline=deadline)
+                begun = self._rounds.begin(call, session, version, digest, broken=broken, deadline=deadline)
                 return _answers(begun)
             case NoRepair(version):
                 return [Answer(call, Done()), *state.no_repair(version)]
@@ -246,8 +245,9 @@ class WeightAgent:
                 case Grant(call, version, slot, plan):
                     replies.append((call, self._granted(version, slot, plan)))
                 case Offer(call, version, slot, plan, checksums):
-                    offer = self._memory(slot, plan).offer
-                    replies.append((call, Offered(version, plan, offer, list(checksums), version_checksum(checksums))))
+                    memory, total = self._memory(slot, plan), version_checksum(checksums)
+                    offered = Offered(version, plan.digest(), memory.offer, self._live(), list(checksums), total)
+                    replies.append((call, offered))
                 case Pull() as pull:
                     replies += self._pull(pull)
                 case LacksPlan(peer, plan):
@@ -265,7 +265,7 @@ class WeightAgent:
 
     def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:
-            return SlotGranted(version, self._memory(slot, plan).offer)
+            return SlotGranted(version, self._memory(slot, plan).offer, self._live())
         except WeightSyncError as error:  # no descriptors are left: whoever asked is told, others are served
             return PeerRefused(str(error))
 
@@ -275,13 +275,18 @@ class WeightAgent:
             memory = self._memories[slot] = SlotMemory(plan.region_bytes)
         return memory
 
+    def _live(self) -> list[bytes]:
+        return [memory.offer.token for memory in self._memories if memory is not None]
+
     def _layout(self, plan: TransferPlan) -> RegionLayout:
         return self._layouts[plan.digest()]
 
-    def _open_plan(self, plan: TransferPlan) -> None:
-        if plan.digest() not in self._layouts:
+    def _open_plan(self, data: bytes) -> None:
+        """Learn a plan; one that is known, since another rank told it, is not read again."""
+        if plan_digest(data) not in self._layouts:
+            plan = TransferPlan.decode(data)
             self._layouts[plan.digest()] = RegionLayout(plan)
-        self._state.open_plan(plan)
+            self._state.open_plan(plan)
 
     def _borrow(self, session: object, version: Version) -> Region | None:
         with self._lock:
@@ -320,7 +325,7 @@ class WeightAgent:
             older = None if base is None else self._packed_copy(base, wanted.bucket)
             delta = None
             if older is not None and older.numel() == packed.numel():
-                delta = encode_delta(packed, older, element_bytes=_element_bytes(bucket, region.layout.plan))
+                delta = encode_delta(packed, older, element_bytes=_element_bytes(bucket, region.layout))
             if delta is not None:
                 call.reply(BucketFetched(base, delta.numel()), Payload.of(delta))
             else:
@@ -333,7 +338,7 @@ class WeightAgent:
             plan = self._state.plan(digest)
         if plan is None:
             raise PeerRefused(f"{self._name}: no plan {digest}")
-        call.reply(PlanFetched(plan))
+        call.reply(PlanFetched(plan.encode()))
 
     def _examine(self, call: Call, version: Version, bucket: int) -> None:
         """A receiver's checksum differs: look whether ours does."""
@@ -362,9 +367,9 @@ class WeightAgent:
             _send(replies)
 
 
-def _element_bytes(bucket: Bucket, plan: TransferPlan) -> int:
+def _element_bytes(bucket: Bucket, layout: RegionLayout) -> int:
     """Return the size of what a delta counts: the first tensor's elements, if the bucket is made of such."""
-    size = DTYPE_BYTES[plan.tensors[bucket.pieces[0].name].dtype]
+    size = DTYPE_BYTES[layout.spec(bucket.pieces[0].tensor).dtype]
     return size if bucket.num_bytes % size == 0 else 1
 
 

@@ -123,8 +123,9 @@ def assembled(held: list[list[LocalShard]]) -> dict[str, Tensor]:
     by_box = [{(shard.name, shard.box): shard.values for shard in shards} for shards in held]
     for bucket in plan.buckets:
         for piece in bucket.pieces:
-            values = by_box[bucket.sender][piece.name, piece.box]
-            wholes[piece.name][piece.box.slices] = values.reshape(piece.box.size)
+            name = plan.names[piece.tensor]
+            values = by_box[bucket.sender][name, piece.box]
+            wholes[name][piece.box.slices] = values.reshape(piece.box.size)
     return wholes
 
 

@@ -63,6 +63,7 @@ class ControlWorld:
         self.commits: list[Commit] = []
         self.unit_of: dict[int, str] = {}
         self._requests = 0
+        self._lost_durably: dict[int, list[RowRecords]] = {}
 
     @property
     def freed(self) -> list[int]:
@@ -88,6 +89,11 @@ class ControlWorld:
                 case Commit():
                     self.commits.append(instruction)
         return instructions
+
+    def lost_rows(self) -> list[RowRecords]:
+        """Make the losses durable, as the shell does; returns what the next incarnation is told of."""
+        self._lost_durably |= self.state.take_losses()
+        return [record for records in self._lost_durably.values() for record in records]
 
     def request(self, event: Event) -> int:
         """Apply an event that is a request; returns its number."""

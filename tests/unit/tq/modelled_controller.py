@@ -18,7 +18,7 @@ class Controller:
         self.name = name
         self.starts = 0
         self.finished: dict[int, list[int]] = {}
-        self.lost: list[RowRecords] = []
+        self.lost_parts: dict[int, list[RowRecords]] = {}
 
     def boot(self, recovering: Recovering | None) -> None:
         """Start, with what the earlier incarnation left."""
@@ -28,10 +28,15 @@ class Controller:
         first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
         self.state = ControlState(ALL_TASKS, served=SERVED[self.name], first_token=first, recovering=recovering)
 
+    @property
+    def lost(self) -> list[RowRecords]:
+        """What the next incarnation is told of losses."""
+        return [record for records in self.lost_parts.values() for record in records]
+
     def save(self, *, unit_gone: bool) -> None:
         """What the shell makes durable after an event, before anybody hears of it."""
         if unit_gone or self.state.losses_changed:
             for partition, rows in self.state.take_finished().items():
                 self.finished[partition] = sorted({*self.finished.get(partition, ()), *rows})
         if self.state.losses_changed:
-            self.lost = self.state.lost_rows()
+            self.lost_parts |= self.state.take_losses()

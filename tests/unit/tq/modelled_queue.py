@@ -32,7 +32,7 @@ class ModelledQueue:
         self.starts = 0
         self.version = 0
         self.finished_durably: dict[int, list[int]] = {}
-        self.lost_durably: list[RowRecords] = []
+        self.lost_durably: dict[int, list[RowRecords]] = {}
         self.units = {name: FakeUnit(name) for name in UNITS}
         self.requests = 0
         self.answers: dict[int, Any] = {}
@@ -66,12 +66,12 @@ class ModelledQueue:
             self.apply(OpenPartition(partition, ROWS))
         for partition, rows in self.finished_durably.items():
             self.apply(RowsFinished(partition, tuple(rows)))
-        self.apply(RowsLost(tuple(self.lost_durably)))
+        self.apply(RowsLost(tuple(record for records in self.lost_durably.values() for record in records)))
 
     def apply(self, event: Any, request: int = 0) -> None:
         instructions = self.state.handle(event, request)
         if self.state.losses_changed:  # the shell makes them durable before anybody hears of them
-            self.lost_durably = self.state.lost_rows()
+            self.lost_durably |= self.state.take_losses()
             self.remember()
         for instruction in instructions:
             match instruction:

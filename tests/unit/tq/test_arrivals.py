@@ -149,11 +149,11 @@ def test_outputs_that_were_lost_are_made_again_though_their_task_was_done(make_w
 @pytest.mark.parametrize("unit", ["storage-0", "storage-1"])
 def test_lost_row_whose_put_is_taken_back_stays_lost_with_its_done_marks(make_world: World, unit: str) -> None:
     world = lost_and_done_by_train(make_world)
-    before = world.state.lost_rows()
+    before = world.lost_rows()
     world.put([0], unit, held=True)
     world.handle(RowsRemoved(unit, 1, [0], RemovalReason.REFUSED))
     assert (world.state.stats().live_rows, world.state.stats().lost_rows) == (1, 1)
-    assert world.state.lost_rows() == before
+    assert world.lost_rows() == before
     assert world.answers[world.watch()].rows == [0]
     assert world.answers[world.put([0], "storage-2", held=True)] == RowsAccepted({"train": [0]})
 

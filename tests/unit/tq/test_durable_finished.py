@@ -7,17 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import DistStoreError, HashStore
+from counting_store import CountingStore, memory_in
 
 from asyncflow.errors import TransportError
 from asyncflow.mac import MAC_BYTES
-from asyncflow.sealed_store import SealedStore
-from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
 from tq.control.controller import ControllerService
-from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
+from tq.control.durable_mark import KEPT_PARTITIONS, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.memory import Memory
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet
 from tq.messages import ClearPartition, Held, OpenPartition, OutputsWritten
@@ -29,32 +26,9 @@ _STORE_LIMIT = 2**23
 """Bytes of one value that torch's TCPStore takes."""
 
 
-class CountingStore(HashStore):
-    """Knows how large the values are that were written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: dict[str, int] = {}
-        self.failures = 0
-
-    def set(self, key: str, value: Any) -> None:
-        """Write."""
-        if self.failures:
-            self.failures -= 1
-            raise DistStoreError("no answer in time")
-        self.written[key] = len(value)
-        super().set(key, value)
-
-
 @pytest.fixture(name="store")
 def _store() -> CountingStore:
     return CountingStore()
-
-
-def memory_in(store: CountingStore) -> Memory:
-    credentials = Credentials(store, b"secret")  # type: ignore[arg-type]
-    credentials._idle.append(SealedStore(store, b"secret"))
-    return Memory(DurableMark(credentials, "controller-0"), version=0)
 
 
 def remembered(store: CountingStore) -> dict[int, list[int]]:
@@ -202,7 +176,7 @@ def test_group_whose_other_row_was_finished_before_the_restart_is_complete(make_
     if declared:
         world.open(2)
     world.handle(RowsFinished(1, finished[1]))
-    world.handle(RowsLost(tuple(before.state.lost_rows())))
+    world.handle(RowsLost(tuple(before.lost_rows())))
     world.register("storage-0", incarnation="2")
     world.handle(RecoveryDeadline())
     world.confirm_fences()

@@ -36,7 +36,7 @@ def restarted(make_world: World, *tasks: TaskSpec, lost: list[RowRecords], **set
     """Return the next incarnation, which waits for storage-1 and the consumer `a`."""
     world = make_world(*tasks, first_token=1000, recovering=WHO, **settings)
     world.handle(RowsLost(tuple(lost)))
-    world.state.lost_rows()  # durable already
+    world.lost_rows()  # durable already
     return world
 
 
@@ -51,7 +51,7 @@ def recovered(make_world: World, *tasks: TaskSpec, lost: list[RowRecords], **set
 
 def test_lost_rows_are_described_by_what_is_needed_to_ask_for_them_again(make_world: World) -> None:
     world = lost_world(make_world, LOOK, TRAIN)
-    assert world.state.lost_rows() == [
+    assert world.lost_rows() == [
         RowRecords(1, [0], [0], [1], [1], [0], ["x"], ["train"]),
         RowRecords(1, [1], [1], [1], [1], [0], ["x"], []),
     ]
@@ -66,25 +66,25 @@ def test_losses_change_with_a_loss_and_with_an_ack_of_a_lost_row_only(make_world
     assert not world.state.losses_changed, "it may be back"
     world.lose("storage-0")
     assert world.state.losses_changed
-    world.state.lost_rows()
+    world.lost_rows()
     assert not world.state.losses_changed
     world.handle(AckLost("train", granted.token, [1]))
     assert world.state.losses_changed
-    assert [(one.rows, one.done) for one in world.state.lost_rows()] == [([0], ["look"]), ([1], ["train"])]
+    assert [(one.rows, one.done) for one in world.lost_rows()] == [([0], ["look"]), ([1], ["train"])]
 
 
 def test_losses_change_when_a_lost_row_is_removed(make_world: World) -> None:
     world = lost_world(make_world, LOOK, TRAIN)
     world.put([2], "storage-1")
-    world.state.lost_rows()
+    world.lost_rows()
     world.remove([2])
     assert world.state.losses_changed
-    assert world.state.lost_rows() == []
+    assert world.lost_rows() == []
 
 
 @pytest.mark.parametrize("last", ["unit", "consumer", "deadline"])
 def test_losses_of_an_earlier_incarnation_are_reported_once_everybody_was_heard(make_world: World, last: str) -> None:
-    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).state.lost_rows())
+    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
     watch = world.watch()
     if last == "unit":
         world.join("a")
@@ -105,12 +105,12 @@ def test_losses_of_an_earlier_incarnation_are_reported_once_everybody_was_heard(
 
 def test_losses_of_a_controller_that_nobody_joined_before_are_reported_at_once(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, recovering=Recovering(frozenset(), frozenset()))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).state.lost_rows())))
+    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     assert world.lost == [0, 1]
 
 
 def test_task_that_was_done_with_a_lost_row_stays_done_in_the_next_incarnation(make_world: World) -> None:
-    world = recovered(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).state.lost_rows())
+    world = recovered(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
     assert world.answers[world.put([0, 1], "storage-1", held=True)] == RowsAccepted({"train": [0]})
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
     assert world.granted(world.ask("train", 9, owner="trainer")).rows == [1]
@@ -122,7 +122,7 @@ def test_task_whose_outputs_went_with_the_row_is_asked_again_in_the_next_incarna
     before.put([0])
     before.write("ref", before.granted(before.ask("ref")), columns=["ref"])
     before.lose("storage-0")
-    world = recovered(make_world, REF, LOOK, lost=before.state.lost_rows())
+    world = recovered(make_world, REF, LOOK, lost=before.lost_rows())
     assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted()
     world.confirm([0], "storage-1")
     assert world.granted(world.ask("ref")).rows == [0]
@@ -135,18 +135,18 @@ def test_ack_of_lost_rows_of_an_earlier_incarnation_finishes_them(make_world: Wo
     world.confirm_fences()
     assert world.lost == [], "the trainer has it in hand"
     world.handle(AckLost("train", 7, [0]))
-    assert world.state.losses_changed and world.state.lost_rows() == []
+    assert world.state.losses_changed and world.lost_rows() == []
     assert world.answers[world.put([0], "storage-1", held=True)] == RowsAccepted({"train": [0]})
 
 
 def test_ack_that_is_deferred_counts_for_the_next_but_one_incarnation_too(make_world: World) -> None:
-    lost = lost_world(make_world, LOOK, TRAIN).state.lost_rows()
+    lost = lost_world(make_world, LOOK, TRAIN).lost_rows()
     world = restarted(make_world, LOOK, TRAIN, lost=lost)
     world.join("a", Held("train", 7, 1, [1]))
     world.handle(AckLost("train", 7, [1]))
     world.register("storage-1")
     assert world.state.losses_changed
-    third = recovered(make_world, LOOK, TRAIN, lost=world.state.lost_rows())
+    third = recovered(make_world, LOOK, TRAIN, lost=world.lost_rows())
     assert third.answers[third.put([0, 1], "storage-1", held=True)] == RowsAccepted({"train": [0, 1]})
 
 
@@ -155,7 +155,7 @@ def test_ack_that_is_deferred_counts_for_the_next_but_one_incarnation_too(make_w
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_row_that_an_inventory_shows_is_not_lost(make_world: World, pending: bool) -> None:
-    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).state.lost_rows())
+    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
     reply = world.register("storage-1", [0], pending=pending)
     assert reply.commits == {"train": [0]}, "the earlier incarnation may have died before it could say so"
     world.join("a")
@@ -168,7 +168,7 @@ def test_row_that_an_inventory_shows_is_not_lost(make_world: World, pending: boo
 
 
 def test_row_that_a_tombstone_shows_is_not_lost(make_world: World) -> None:
-    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).state.lost_rows())
+    world = restarted(make_world, LOOK, TRAIN, lost=lost_world(make_world, LOOK, TRAIN).lost_rows())
     world.open(2)
     world.register("storage-1", finished=[0])
     world.join("a")
@@ -181,14 +181,14 @@ def test_row_that_was_finished_before_the_restart_is_not_lost(make_world: World)
     world = make_world(LOOK, TRAIN, first_token=1000, recovering=WHO)
     world.open(2)
     world.handle(RowsFinished(1, (0,)))
-    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).state.lost_rows())))
+    world.handle(RowsLost(tuple(lost_world(make_world, LOOK, TRAIN).lost_rows())))
     world.handle(RecoveryDeadline())
     assert world.lost == [1]
 
 
 def test_records_are_written_again_when_the_unit_that_finished_the_rows_goes(make_world: World) -> None:
     world = lost_world(make_world, LOOK, TRAIN)
-    world.state.lost_rows()
+    world.lost_rows()
     world.register("storage-1")
     world.put([0, 1], "storage-1", held=True)
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
@@ -196,7 +196,7 @@ def test_records_are_written_again_when_the_unit_that_finished_the_rows_goes(mak
     world.write("train", world.granted(world.ask("train", 2, owner="trainer")))
     world.handle(UnitGone("storage-1"))
     assert world.state.losses_changed, "nobody else could show that the records are old"
-    assert world.state.lost_rows() == []
+    assert world.lost_rows() == []
     world.handle(UnitGone("storage-1"))
     assert not world.state.losses_changed
 
@@ -205,7 +205,7 @@ def test_records_are_written_again_when_the_unit_that_finished_the_rows_goes(mak
 def test_records_of_rows_that_came_back_and_went_for_good_are_written_again(make_world: World, ends: str) -> None:
     """The unit forgets its tombstones at a checkpoint; the records must not outlive them."""
     world = lost_world(make_world, LOOK, TRAIN)
-    durable = world.state.lost_rows()
+    durable = world.lost_rows()
     world.put([0, 1], "storage-1", held=True)
     world.confirm([0, 1], "storage-1", commits={"train": [0]})
     if ends == "finished":
@@ -214,17 +214,17 @@ def test_records_of_rows_that_came_back_and_went_for_good_are_written_again(make
     else:
         world.handle(RowsRemoved("storage-1", 1, [0, 1], RemovalReason.CLEARED))
     if world.state.losses_changed:
-        durable = world.state.lost_rows()
+        durable = world.lost_rows()
     assert recovered(make_world, LOOK, TRAIN, lost=durable).lost == []
 
 
 def test_records_are_kept_while_the_unit_may_not_know_yet_who_was_done(make_world: World) -> None:
     """Its inventory does not say so, should the controller die before its answer arrives."""
     world = lost_world(make_world, LOOK, TRAIN)
-    durable = world.state.lost_rows()
+    durable = world.lost_rows()
     world.put([0, 1], "storage-1")
     if world.state.losses_changed:
-        durable = world.state.lost_rows()
+        durable = world.lost_rows()
     world = restarted(make_world, LOOK, TRAIN, lost=durable)
     assert world.register("storage-1", [0, 1]).commits == {"train": [0]}
 
@@ -240,7 +240,7 @@ def test_ack_that_finishes_a_lost_row_outlives_the_controller(make_world: World)
     shell.service._send([])
     world.ack_lost("train", granted)
     shell.service._send([])
-    assert [record.rows for record in shell.lost] == [[1]]
+    assert [record.rows for record in shell.lost[0]] == [[1]]
     assert list(shell.finished[1]) == [0]
 
 
@@ -248,7 +248,7 @@ class Shell:
     """The part of a controller that makes losses durable, without its threads and its store."""
 
     def __init__(self, state: ControlState) -> None:
-        self.lost: list[RowRecords] = []
+        self.lost: dict[int, list[RowRecords]] = {}
         self.finished: dict[int, RowSet] = {}
         self.service = object.__new__(ControllerService)
         self.service._state = state
@@ -267,9 +267,9 @@ class Shell:
         """See `DurableMark`."""
         self.finished.setdefault(partition, RowSet()).merge(rows)
 
-    def save_lost(self, records: list[RowRecords]) -> None:
+    def save_lost(self, part: int, records: list[RowRecords]) -> None:
         """See `DurableMark`."""
-        self.lost = records
+        self.lost[part] = records
 
 
 def test_who_hears_of_a_loss_waits_for_the_thread_that_writes_it(make_world: World) -> None:
@@ -280,10 +280,10 @@ def test_who_hears_of_a_loss_waits_for_the_thread_that_writes_it(make_world: Wor
     shell = Shell(world.state)
     writing, written = threading.Event(), threading.Event()
 
-    def save(records: list[RowRecords]) -> None:
+    def save(part: int, records: list[RowRecords]) -> None:
         writing.set()
         assert written.wait(10)
-        shell.lost = records
+        shell.lost[part] = records
 
     shell.save_lost = save  # type: ignore[method-assign]
     first = threading.Thread(target=shell.service._send, args=([],))

@@ -35,11 +35,15 @@ def region(fill: int = 0) -> Region:
     return Region(torch.full((PLAN.region_bytes,), fill, dtype=torch.uint8), LAYOUT)
 
 
+def tensor_of(region: Region, name: str) -> torch.Tensor:
+    return region.tensor(PLAN.names.index(name))
+
+
 def filled() -> Region:
     made = region()
-    made.tensor("long").copy_(torch.arange(2**18).view(LONG))
-    made.tensor("columns").copy_(torch.arange(24).view(4, 6) + 0.5)
-    made.tensor("scalar").fill_(-7)
+    tensor_of(made, "long").copy_(torch.arange(2**18).view(LONG))
+    tensor_of(made, "columns").copy_(torch.arange(24).view(4, 6) + 0.5)
+    tensor_of(made, "scalar").fill_(-7)
     return made
 
 
@@ -58,10 +62,10 @@ def test_parts_carry_the_bucket_and_nothing_else() -> None:
     assert [run.numel() for run in source.runs] == [2**20]
     arrived.take(VERSION)
     expected = filled()
-    assert torch.equal(target.tensor("long"), expected.tensor("long"))
-    assert torch.equal(target.tensor("columns")[:, :3], expected.tensor("columns")[:, :3])
-    assert target.tensor("scalar").item() == -7
-    assert set(target.tensor("columns")[:, 3:].contiguous().view(torch.uint8).flatten().tolist()) == {0xEE}
+    assert torch.equal(tensor_of(target, "long"), tensor_of(expected, "long"))
+    assert torch.equal(tensor_of(target, "columns")[:, :3], tensor_of(expected, "columns")[:, :3])
+    assert tensor_of(target, "scalar").item() == -7
+    assert set(tensor_of(target, "columns")[:, 3:].contiguous().view(torch.uint8).flatten().tolist()) == {0xEE}
 
 
 def test_checksum_is_that_of_the_region() -> None:

@@ -2,10 +2,9 @@
 
 from weightsync.agent.rounds import Rounds
 from weightsync.messages import Transfer
-from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
-PLAN = TransferPlan(1, {}, ())
+PLAN = "digest"
 Replies = list[tuple[object, Transfer]]
 
 

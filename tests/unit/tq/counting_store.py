@@ -1,0 +1,35 @@
+"""A store that knows how much was written to it, and what a controller keeps there."""
+
+from typing import Any
+
+from torch.distributed import DistStoreError, HashStore
+
+from asyncflow.sealed_store import SealedStore
+from asyncflow.transport.handshake import Credentials
+from tq.control.durable_mark import DurableMark
+from tq.control.memory import Memory
+
+
+class CountingStore(HashStore):
+    """Knows how large the values are that were written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, int] = {}
+        self.written_bytes = 0
+        self.failures = 0
+
+    def set(self, key: str, value: Any) -> None:
+        """Write."""
+        if self.failures:
+            self.failures -= 1
+            raise DistStoreError("no answer in time")
+        self.written[key] = len(value)
+        self.written_bytes += len(value)
+        super().set(key, value)
+
+
+def memory_in(store: CountingStore) -> Memory:
+    credentials = Credentials(store, b"secret")  # type: ignore[arg-type]
+    credentials._idle.append(SealedStore(store, b"secret"))
+    return Memory(DurableMark(credentials, "controller-0"), version=0)

@@ -1,0 +1,90 @@
+"""What a controller keeps in the job store: no large value, and no more bytes a change than the change is worth."""
+
+import itertools
+
+import pytest
+from counting_store import CountingStore, memory_in
+
+from tq.config import ScheduleConfig
+from tq.control.admission import AdmissionMark
+from tq.control.events import RowsLost
+from tq.control.lost_numbers import LostNumbers
+from tq.control.row_set import RowSet
+from tq.messages import RowRecords
+from tq.refill import QuarantineCause, Refill
+
+SCHEDULE = ScheduleConfig(rollout_batch_size=64, n_samples_per_prompt=2)
+CAUSE = QuarantineCause("a_task_with_quite_a_long_name", 3, True)
+LARGEST_VALUE = 2**20
+ROWS = range(2**40, 2**40 + 1_000_000)
+NUM_REFILLS = 100_000
+
+
+@pytest.fixture(name="store")
+def _store() -> CountingStore:
+    return CountingStore()
+
+
+def described(parts: dict[int, list[int]]) -> dict[int, list[RowRecords]]:
+    return {
+        part: [RowRecords(1, rows, rows, [8] * len(rows), rows, [0] * len(rows), ["x"], [])] if rows else []
+        for part, rows in parts.items()
+    }
+
+
+def lost_in(store: CountingStore) -> list[int]:
+    """Return the lost rows that the next incarnation is told of."""
+    told = [event for event in memory_in(store).events() if isinstance(event, RowsLost)]
+    return sorted(row for event in told for record in event.records for row in record.rows)
+
+
+def refills(number: int) -> list[Refill]:
+    return [Refill(1000 + k, 7, k, CAUSE) for k in range(number)]
+
+
+def refills_in(store: CountingStore) -> list[Refill]:
+    """Return the refills that the next incarnation knows of."""
+    return memory_in(store).admission_state(SCHEDULE, version=0, last_step=9).refills()
+
+
+def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_groups(store: CountingStore) -> None:
+    memory, lost = memory_in(store), LostNumbers()
+    lost.lose(ROWS)
+    memory.remember_losses(lambda: ({1: RowSet(range(0, 2_000_000, 2))}, described(lost.take())))
+    memory.remember_admission(AdmissionMark(0, 9, refills(NUM_REFILLS)))
+    assert max(store.written.values()) < LARGEST_VALUE
+    assert lost_in(store) == list(ROWS)
+    assert refills_in(store) == refills(NUM_REFILLS)
+
+
+def test_filtered_groups_do_not_cost_more_the_more_there_were(store: CountingStore) -> None:
+    memory, known = memory_in(store), refills(20_000)
+    memory.remember_admission(AdmissionMark(0, 9, known[:-200]))
+    for number in range(len(known) - 200, len(known)):
+        before = store.written_bytes
+        memory.remember_admission(AdmissionMark(0, 9, known[: number + 1]))
+        assert store.written_bytes - before < 2**15
+    assert refills_in(store) == known
+
+
+@pytest.mark.parametrize("number", [0, 1, 255, 256, 257])
+def test_refills_go_on_after_a_restart(store: CountingStore, number: int) -> None:
+    memory_in(store).remember_admission(AdmissionMark(0, 9, refills(number)))
+    memory_in(store).remember_admission(AdmissionMark(0, 9, refills(number + 1)))
+    assert refills_in(store) == refills(number + 1)
+
+
+def test_rows_that_are_lost_no_more_leave_the_store_part_by_part(store: CountingStore) -> None:
+    memory, lost = memory_in(store), LostNumbers()
+    lost.lose(range(100_000))
+    memory.remember_losses(lambda: ({}, described(lost.take())))
+    store.written.clear()
+    for number in itertools.chain(range(50_000), [70_000]):
+        lost.end(number)
+    memory.remember_losses(lambda: ({}, described(lost.take())))
+    assert lost_in(store) == [number for number in range(50_000, 100_000) if number != 70_000]
+    assert len(store.written) == 2, "the part that is over in half, and the one of row 70,000"
+    lost.back(90_000)
+    assert not lost.changed, "the unit may not know yet who was done with it"
+    lost.end(90_000)
+    assert lost.changed
