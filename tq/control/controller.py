@@ -26,6 +26,7 @@ from tq.control.events import (
     Cleared,
     Commit,
     DeadlinePassed,
+    DoneElsewhere,
     Event,
     Fence,
     FenceAll,
@@ -35,6 +36,8 @@ from tq.control.events import (
     Quarantine,
     Quarantined,
     RecoveryDeadline,
+    Shrunk,
+    TasksWrite,
     UnitGone,
     UnitLost,
 )
@@ -83,6 +86,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.owner import replaces
+from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -91,7 +95,7 @@ _CHECKS_PER_TIMEOUT = 8
 _LEFT_S = 5.0
 """Whoever has not joined a restarted controller so long after a stop has left (s)."""
 
-News = list[tuple[Call, Answer] | Lost | Quarantined | Cleared]
+News = list[tuple[Call, Answer] | Lost | Quarantined | Shrunk | Cleared]
 """What is told when the lock is released."""
 
 
@@ -140,7 +144,6 @@ class ControllerService:
         self._config = config
         self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
         self._lead = name == self._directory.lead
-        self._refill = refill or prompts is not None
         self._durable = DurableMark(credentials, name, lineage=lineage)
         starts = self._durable.start()
         self._recovered = starts > 1
@@ -169,9 +172,11 @@ class ControllerService:
             first_token=first_token(lineage, starts) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,
             byte_limit=config.max_live_bytes if self._lead else 0,
-            refill=self._refill,
+            refill=refill or prompts is not None,
             recovering=recovering,
         )
+        self._outputs = TaskOutputs(credentials)
+        self._state.handle(TasksWrite(self._outputs.read(self._directory.tasks)))
         for event in self._memory.events():
             self._state.handle(event)
         self._state.take_finished()  # durable already, as are these:
@@ -189,7 +194,7 @@ class ControllerService:
                 interval_s=config.lease_timeout_s / _CHECKS_PER_TIMEOUT,
                 timeout_s=config.request_timeout_s,
                 losses=self._losses_to_tell,
-                heard=self._apply,
+                heard=self._hear_done,
             )
         self._admitting: PromptAdmitter | None = None
         if prompts is not None and schedule is not None and self._lead:
@@ -265,6 +270,8 @@ class ControllerService:
         message = call.message
         match message:
             case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
+                if isinstance(message, RowsCreated) and self._state.any_away:
+                    self._learn_outputs()
                 self._ask(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
@@ -345,12 +352,21 @@ class ControllerService:
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)
         self._orders.catch_up(message.unit)
+        self._learn_outputs()
         with self._lock:
             self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
             answers = self._handle(message, self._calls.keep(call))
         self._memory.remember_finished(self._newly_finished)  # an earlier life of the unit may have known of them
         self._send(answers)
+
+    def _learn_outputs(self) -> None:
+        """Hear what tasks write: an earlier incarnation, or another controller, may have been told, but not this one."""
+        self._apply(TasksWrite(self._outputs.read(self._directory.tasks)))
+
+    def _hear_done(self, event: DoneElsewhere) -> None:
+        self._learn_outputs()
+        self._apply(event)
 
     def _apply(self, event: Event) -> None:
         with self._lock:
@@ -368,7 +384,7 @@ class ControllerService:
                         news.append((call, instruction))
                 case Commit() | Fence() | FenceAll() | Quarantine():
                     self._orders.add(instruction)
-                case Lost() | Quarantined() | Cleared():
+                case Lost() | Quarantined() | Shrunk() | Cleared():
                     news.append(instruction)
         self._start_admitting()
         return news
@@ -381,8 +397,8 @@ class ControllerService:
             match one:
                 case Lost() | Quarantined() if self._admitting is not None:
                     self._admitting.add(one)
-                case Quarantined() if not self._refill:
-                    self._memory.shrink(one)
+                case Shrunk():
+                    self._memory.remember(one)
                 case Cleared():
                     self._memory.clear(one.partition)
                 case (call, Answer(reply=AsyncFlowError() as error)):

@@ -1,6 +1,6 @@
 """What happens to the control state besides messages (events), and what its shell must do about it (instructions)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
@@ -97,6 +97,13 @@ class RowsLost:
 
 
 @dataclass(frozen=True)
+class TasksWrite:
+    """Tasks were seen to write such columns, which this controller may not have been told: task -> columns."""
+
+    outputs: Mapping[str, Iterable[str]]
+
+
+@dataclass(frozen=True)
 class DoneElsewhere:
     """Another controller knows that tasks were done with rows which are lost: task -> rows."""
 
@@ -168,13 +175,24 @@ class Quarantined:
 
 
 @dataclass(frozen=True)
+class Shrunk:
+    """A partition will never have so many of its rows: their groups are in quarantine, and nobody replaces them.
+
+    An instruction to remember it, whatever is declared later, and the event that tells the next incarnation.
+    """
+
+    partition: int
+    num_removed: int
+
+
+@dataclass(frozen=True)
 class Cleared:
     """A partition has no rows any more, and may begin anew: which ones were finished need not be durable any more."""
 
     partition: int
 
 
-Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Cleared
+Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Shrunk | Cleared
 Event = (
     RowsCreated
     | RowsConfirmed
@@ -200,6 +218,8 @@ Event = (
     | RecoveryDeadline
     | RowsFinished
     | RowsLost
+    | Shrunk
+    | TasksWrite
     | DoneElsewhere
     | TellLost
 )

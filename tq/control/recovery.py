@@ -168,10 +168,10 @@ class Recovery:
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
         """A trainer has rows in hand that no unit has: they were lost, and must not be trained again.
 
-        Whatever wrote the trainer's inputs was done with them.
+        Whatever wrote the trainer's inputs was done with them, and its outputs are lost like they.
         """
-        table = self._book.rows
+        upstream = self._book.upstream(task)
+        left, written = self._book.rows.every_task & ~upstream, task.inputs | self._book.columns_of(upstream)
         for number in one.rows:
-            left = table.every_task & ~self._book.upstream(task)
-            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
+            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
             self._book.add_lost(number, row)

@@ -29,6 +29,8 @@ from tq.control.events import (
     RecoveryDeadline,
     RowsFinished,
     RowsLost,
+    Shrunk,
+    TasksWrite,
     UnitGone,
     UnitLost,
 )
@@ -169,6 +171,11 @@ class ControlState:
         return newly
 
     @property
+    def any_away(self) -> bool:
+        """Whether rows are lost, or may be as soon as they are put again: what tasks write decides who does them again."""
+        return bool(self._book.lost) or not all(unit.online for unit in list(self._book.rows.units.values()))
+
+    @property
     def losses_changed(self) -> bool:
         """Whether `lost_rows` would return something else than last time."""
         return self._book.losses_changed
@@ -220,6 +227,8 @@ class ControlState:
                     self._settle(event)
             case OpenPartition():
                 self._open(event)
+            case Shrunk():
+                self._book.rows.partition(event.partition).num_removed = event.num_removed
             case WatchLost():
                 self._losses.watchers[request] = event
                 self._tell_watchers()
@@ -240,7 +249,10 @@ class ControlState:
                 self._book.out.append(Answer(request, RowsAccepted(self._done(event))))
             case DoneElsewhere():
                 for name, rows in event.commits.items():
-                    self._book.settle(name, rows)
+                    self._book.settle_lost(name, rows)
+            case TasksWrite():
+                for name, columns in event.outputs.items():
+                    self._book.learn_outputs(name, self._book.rows.mask(columns))
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:

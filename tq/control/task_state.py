@@ -44,7 +44,6 @@ class TaskState:
         self.spec = spec
         self.bit = rows.bits[spec.name]
         self.inputs = rows.mask(spec.inputs)
-        self.outputs = rows.mask(spec.outputs)
         self.leases = Leases()
         self.trials = Trials(self.leases, spec.max_deliveries)
         self.steps = None if spec.steps is None else StepRounds(self, spec.steps)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from queue_model import OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
+from queue_model import OUTPUTS, OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
-from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost
+from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
 from tq.control.recovery import Recovering
 from tq.control.state import ControlState
 from tq.messages import (
@@ -33,6 +33,8 @@ class ModelledQueue:
         self.version = 0
         self.finished_durably: dict[int, list[int]] = {}
         self.lost_durably: list[RowRecords] = []
+        self.noted: dict[str, frozenset[str]] = {}
+        """Which columns tasks write, in the job store."""
         self.units = {name: FakeUnit(name) for name in UNITS}
         self.requests = 0
         self.answers: dict[int, Any] = {}
@@ -62,6 +64,7 @@ class ModelledQueue:
         self.state = ControlState(
             self.tasks, version=self.version, first_token=(self.starts << 20) + 1, recovering=recovering
         )
+        self.state.handle(TasksWrite(self.noted))
         for partition in PARTITIONS:
             self.apply(OpenPartition(partition, ROWS))
         for partition, rows in self.finished_durably.items():
@@ -217,6 +220,7 @@ class ModelledQueue:
             try:
                 if not unit.connected:
                     raise Superseded("unreachable")  # like a TransportError here: the ack may be told to the controller
+                self.noted[held.task] = OUTPUTS[held.task]
                 new = unit.commit(held.task, held.token, [row])
             except Superseded:
                 self.not_stored(owner, held, row)

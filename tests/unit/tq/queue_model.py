@@ -20,6 +20,8 @@ TASKS = (
 )
 STEP_TASKS = (*TASKS[:2], replace(TASKS[2], steps=StepSpec(ROWS, lateness=1)))
 """The same with steps of several partitions."""
+BY_INPUTS = tuple(replace(task, outputs=frozenset()) for task in TASKS)
+"""The same as `TASKS`; what they write is only seen."""
 NAMES = [task.name for task in TASKS]
 OUTPUTS = {task.name: task.outputs for task in TASKS}
 OWNERS = ("a", "b", "c")
