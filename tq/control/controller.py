@@ -149,6 +149,8 @@ class ControllerService:
         self._recovered = starts > 1
         self._memory = Memory(self._durable, version=version)
         self._lock = threading.Lock()
+        self._naming = threading.Lock()
+        """Held while a consumer joins, or is forgotten, in the store and here; taken before `_lock`."""
         self._timers = Timers(name, failed=self._fail)
         self._calls = KeptCalls(self._timers, lambda request: self._apply(DeadlinePassed(request)))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
@@ -335,7 +337,14 @@ class ControllerService:
         call.reply(Alive(known, units, away, self._state.newest_version))
 
     def _join(self, message: Join, call: Call) -> None:
-        self._durable.add("owner", message.owner)
+        with self._naming:
+            self._durable.add("owner", message.owner)
+            gone, answers = self._joined(message, call)
+        self._send(answers)
+        self._forget(gone)
+
+    def _joined(self, message: Join, call: Call) -> tuple[list[str], News]:
+        """Returns who is gone since this consumer is here, and what to tell."""
         with self._lock:
             gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
             self._sessions.gone(gone)
@@ -346,8 +355,7 @@ class ControllerService:
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
             answers += self._handle(message, self._calls.keep(call))
-        self._send(answers)
-        self._forget(gone)
+        return gone, answers
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)
@@ -361,7 +369,7 @@ class ControllerService:
         self._send(answers)
 
     def _learn_outputs(self) -> None:
-        """Hear what tasks write: an earlier incarnation, or another controller, may have been told, but not this one."""
+        """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
         self._apply(TasksWrite(self._outputs.read(self._directory.tasks)))
 
     def _hear_done(self, event: DoneElsewhere) -> None:
@@ -460,13 +468,16 @@ class ControllerService:
         return answers + self._handle(OwnerGone(owner))
 
     def _forget(self, owners: Sequence[str]) -> None:
-        """Consumers were given up: the next incarnation does not wait for them, unless they are back already."""
-        for owner in owners:
-            self._durable.remove("owner", owner)
-            with self._lock:
-                back = owner in self._sessions.owners
-            if back:
-                self._durable.add("owner", owner)
+        """Consumers were given up: the next incarnation does not wait for them, unless they are back already.
+
+        Nor are trainers forgotten whose leases outlive their channel: they come back, and go on with them.
+        """
+        with self._naming:
+            for owner in owners:
+                with self._lock:
+                    expected = owner in self._sessions.owners or self._state.keeps_leases(owner)
+                if not expected:
+                    self._durable.remove("owner", owner)
 
     def _start_admitting(self) -> None:
         """Begin as soon as the state knows which rows exist."""

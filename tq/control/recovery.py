@@ -113,6 +113,10 @@ class Recovery:
         if kept:
             self._holds[owner] = kept
 
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer that was heard, and is gone, is a trainer with leases; others lose them when they go."""
+        return bool(self._holds.get(owner))
+
     def cleared(self, partition: int) -> None:
         """Nobody holds rows of a partition any more."""
         for owner, holds in self._holds.items():
@@ -153,6 +157,7 @@ class Recovery:
                 self._hold(task, one, owner, rows)
             if one.round_index >= 0:
                 task.dealer.restore_round(one)
+                task.ranks[owner] = max(one.step, task.ranks.get(owner, one.step))
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         table = self._book.rows.rows

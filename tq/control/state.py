@@ -147,6 +147,12 @@ class ControlState:
         out, self._book.out = self._book.out, []
         return out
 
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer that is gone has leases, or shares of a step that is not over, for when it comes back."""
+        if self._recovery is not None and self._recovery.keeps_leases(owner):
+            return True
+        return any(task.keeps_leases(owner) for task in self._book.tasks.values())
+
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes of live rows that they hold."""
         return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
@@ -172,7 +178,7 @@ class ControlState:
 
     @property
     def any_away(self) -> bool:
-        """Whether rows are lost, or may be as soon as they are put again: what tasks write decides who does them again."""
+        """Whether rows are lost, or count as lost once they are put again: then it matters what tasks write."""
         return bool(self._book.lost) or not all(unit.online for unit in list(self._book.rows.units.values()))
 
     @property

@@ -1,4 +1,4 @@
-"""How many rows a partition has outlives the controller, whichever way it got smaller: its trainer hears that it is over."""
+"""The size of a partition outlives the controller, whenever it got smaller: its trainer hears that it is over."""
 
 from collections.abc import Callable
 from typing import Any, cast
