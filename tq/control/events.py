@@ -49,7 +49,7 @@ class OwnerWrites:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The units confirmed that late puts under void leases will be refused; the rows may be handed out again."""
+    """A unit confirmed that late puts under void leases will be refused; its rows may be handed out again."""
 
     task: str
     token: int
@@ -120,24 +120,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fence:
-    """Tell the units that leases of `rows` older than `token` are void, then report `Fenced`."""
+    """Tell a unit that leases of `rows` older than `token` are void, then report `Fenced`."""
 
     task: str
     token: int
-    rows: dict[str, tuple[int, ...]]
+    unit: str
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FenceAll:
-    """Tell the units that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
+    """Tell a unit that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
 
-    `units` may name some that have not come back yet: they must hear it before their rows count as here.
+    One that has not come back yet must hear it before its rows count as here.
     """
 
     task: str
     token: int
+    unit: str
     alive: tuple[int, ...]
-    units: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -389,9 +389,11 @@ class RowBook:
                 task.changed.add(self.rows.rows[number].partition)
 
     def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
-        token = self.token()
-        task.fence(token, numbers, counts=counts)
-        self.out.append(Fence(task.spec.name, token, self.rows.by_unit(numbers)))
+        """One fence for each unit: the rows of one return though another one is stopped."""
+        for unit, rows in self.rows.by_unit(numbers).items():
+            token = self.token()
+            task.fence(token, rows, counts=counts)
+            self.out.append(Fence(task.spec.name, token, unit, rows))
 
     def _done(self, name: str, number: int, row: LiveRow) -> None:
         row.left &= ~self.rows.bits[name]

@@ -7,7 +7,7 @@ Events are the messages of `tq.messages` (those that carry a question come with 
     handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
     handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]     or [] (parked: no rows)
     handle(OutputsWritten(...))         -> [Answer(8, Granted(...))]     of a fetch that waited for it
-    handle(OwnerGone("a"))              -> [Fence("ref", 9, {"storage-0": (3, 4)})], and after Fenced("ref", 9) ...
+    handle(OwnerGone("a"))              -> [Fence("ref", 9, "storage-0", (3, 4))], and after Fenced("ref", 9) ...
 """
 
 import contextlib
@@ -262,7 +262,7 @@ class ControlState:
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
-                    self._recovery.fenced(event.task, event.token)
+                    self._recovery.fenced(event.token)
             case _:
                 self._meet(event, request)
 

@@ -128,17 +128,20 @@ class HeldUnit:
                        for change in self.changes):  # fmt: skip
                 self.settled.append(Change("commit", [row], task, token))
             return
-        floor, alive = self.floors.get(task, (0, frozenset()))
-        if kept is None or task in commits or token < kept.fences.get(task, 0):
+        if kept is None or task in commits or self.refuses(task, token, row):
             raise Superseded("somebody else's, or not here")
-        if token < floor and token not in alive:
-            raise Superseded("its lease ended with an earlier controller")
         kept.commits[task] = token
         columns = outputs_of(task, row)
         kept.columns |= columns
         written = OutputsWritten(self.name, task, [row], sorted(columns), [1], 1)
         self.tell(Change("commit", [row], task, token), written)
         self.sweep()
+
+    def refuses(self, task: str, token: int, row: int) -> bool:
+        """Whether a lease is void here."""
+        floor, alive = self.floors.get(task, (0, frozenset()))
+        fence = self.rows[row].fences.get(task, 0) if row in self.rows else 0
+        return token < fence or (token < floor and token not in alive)
 
     def give_up_put(self, change: Change) -> None:
         """The deadline of a put passed before every controller agreed."""
@@ -239,7 +242,7 @@ class HeldUnit:
         if isinstance(fence, FenceAll):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
-        for row in fence.rows.get(self.name, ()):
+        for row in fence.rows:
             if row in self.rows:
                 fences = self.rows[row].fences
                 fences[fence.task] = max(fence.token, fences.get(fence.task, 0))

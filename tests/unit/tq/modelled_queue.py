@@ -116,9 +116,10 @@ class ModelledQueue:
         again = lease.token in self.holds.setdefault(event.owner, {})
         if isinstance(event, FetchRound):
             self.check_round(event, lease)
-        for row in lease.rows:
+        for row, unit in zip(lease.rows, lease.units, strict=True):
             assert event.task != "train" or row not in self.trained, "a trained row was handed out again"
-            assert self.held.get((event.task, row), lease.token) == lease.token, "a row is in two hands"
+            before = self.held.get((event.task, row), lease.token)
+            assert before == lease.token or self.units[unit].refuses(event.task, before, row), "a row is in two hands"
             self.held[event.task, row] = lease.token
         held = Held(event.task, lease.token, lease.partition, list(lease.rows))
         if isinstance(event, FetchRound):
@@ -148,6 +149,9 @@ class ModelledQueue:
         unit.connected = True
         for fence in unit.owed:
             unit.fence(fence)
+        for fence in [fence for fence in self.fences if isinstance(fence, FenceAll) and fence.unit == name]:
+            unit.fence(fence)
+            self.void(fence)
         unit.owed.clear()
         unit.unsure.clear()
         unit.announced.clear()
@@ -259,19 +263,22 @@ class ModelledQueue:
         return holds
 
     def carry_out(self, fence: Fence | FenceAll) -> None:
-        names = fence.units if isinstance(fence, FenceAll) else tuple(fence.rows)
-        for name in names:
-            if self.units[name].connected:
-                self.units[name].fence(fence)
-                self.flush(name)
-            else:
-                self.units[name].owed.append(fence)
+        unit = self.units[fence.unit]
+        if unit.connected:
+            unit.fence(fence)
+            self.flush(unit.name)
+        else:
+            unit.owed.append(fence)
+        self.void(fence)
+        self.apply(Fenced(fence.task, fence.token))
+
+    def void(self, fence: Fence | FenceAll) -> None:
+        """Forget who held what a fence is about; of other void leases the units know (`FakeUnit.refuses`)."""
         for (task, row), token in list(self.held.items()):
             if isinstance(fence, FenceAll):
                 claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
-                void = token < fence.token and not (token in fence.alive and claimed)
+                void = token in fence.alive and not claimed
             else:
-                void = token < fence.token and any(row in rows for rows in fence.rows.values())
-            if task == fence.task and void:
+                void = row in fence.rows
+            if task == fence.task and token < fence.token and void:
                 del self.held[task, row]
-        self.apply(Fenced(fence.task, fence.token))

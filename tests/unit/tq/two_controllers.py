@@ -127,22 +127,27 @@ class TwoControllers:
                     assert row not in self.units[unit].rows or order.task in self.units[unit].rows[row].commits
 
     def carry_out(self, name: str, fence: Fence | FenceAll) -> None:
-        """The units carry out a fence, and confirm when the controller knows what they had stored."""
+        """A unit carries out a fence, and confirms when the controller knows what it had stored."""
         controller = self.controllers[name]
         controller.fences.remove(fence)
-        for unit in fence.units if isinstance(fence, FenceAll) else tuple(fence.rows):
-            link = self.units[unit].links[name]
-            if link.connected:
-                self.units[unit].fence(fence)
-                self.flush(unit, name)
-            else:
-                link.owed.append(fence)
-        for (task, row), token in list(self.held.items()):
-            if task == fence.task and token < fence.token:
-                alive = isinstance(fence, FenceAll) and token in fence.alive and self.claimed(task, row, token)
-                if not alive and (isinstance(fence, FenceAll) or any(row in rows for rows in fence.rows.values())):
-                    del self.held[task, row]
+        link = self.units[fence.unit].links[name]
+        if link.connected:
+            self.units[fence.unit].fence(fence)
+            self.flush(fence.unit, name)
+        else:
+            link.owed.append(fence)
+        self.void(fence)
         self.apply(name, Fenced(fence.task, fence.token))
+
+    def void(self, fence: Fence | FenceAll) -> None:
+        """Forget who held what a fence is about; of other void leases the units know (`HeldUnit.refuses`)."""
+        for (task, row), token in list(self.held.items()):
+            if isinstance(fence, FenceAll):
+                void = token in fence.alive and not self.claimed(task, row, token)
+            else:
+                void = row in fence.rows
+            if task == fence.task and token < fence.token and void:
+                del self.held[task, row]
 
     def claimed(self, task: str, row: int, token: int) -> bool:
         return any(it.task == task and it.token == token and row in it.rows for it in self.leases.values())
@@ -156,6 +161,10 @@ class TwoControllers:
             self.notice(unit, name)
         for fence in link.owed:
             held_unit.fence(fence)
+        for fence in [fence for fence in self.controllers[name].fences if fence.unit == unit]:
+            if isinstance(fence, FenceAll):
+                held_unit.fence(fence)
+                self.void(fence)
         link.owed.clear()
         link.connected = True
         reply = self.apply(name, held_unit.inventory())
@@ -227,7 +236,9 @@ class TwoControllers:
             if outputs_of(fetch.task, row) and not self.values_exist(fetch.task, row):
                 self.acked.discard((fetch.task, row))
             assert (fetch.task, row) not in self.acked, f"row {row} was acked by {fetch.task}, and is handed out again"
-            assert (fetch.task, row) not in self.held, f"row {row} is in two hands of {fetch.task}"
+            before = self.held.get((fetch.task, row))
+            void = before is None or self.units[unit].refuses(fetch.task, before, row)
+            assert void, f"row {row} is in two hands of {fetch.task}"
             self.held[fetch.task, row] = lease.token
             self.where[lease.token, row] = unit
         self.leases[fetch.owner, lease.token] = Held(fetch.task, lease.token, lease.partition, list(lease.rows))
