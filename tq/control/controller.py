@@ -271,9 +271,9 @@ class ControllerService:
         """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
         message = call.message
         match message:
-            case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
-                if isinstance(message, RowsCreated) and self._state.any_away:
-                    self._learn_outputs()
+            case RowsCreated():
+                self._create(message, call)
+            case FetchRows() | FetchRound() | WatchLost():
                 self._ask(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
@@ -303,6 +303,13 @@ class ControllerService:
                 with self._lock:
                     self._sessions.unit_heard(call.session.number, time.monotonic())
                 call.reply(Done())
+
+    def _create(self, message: RowsCreated, call: Call) -> None:
+        with self._lock:
+            any_away = self._state.any_away
+        if any_away:
+            self._learn_outputs()
+        self._ask(message, call, message.timeout_s)
 
     def _published(self, message: PublishVersion) -> Published:
         if self._admitting is None:

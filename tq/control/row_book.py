@@ -220,10 +220,13 @@ class RowBook:
 
         What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
         """
-        lost = self.lost.intersection(numbers)
+        bit, table = self.bit(task), self.rows.rows
+        lost = [
+            number for number in numbers if number in table and table[number].unit.lost and table[number].left & bit
+        ]
         for number in lost:
-            self.rows.rows[number].written |= self.columns_of(self.bit(task))
-        self.settle(task, sorted(lost))
+            table[number].written |= self.columns_of(bit)
+        self.settle(task, lost)
 
     def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
         """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""

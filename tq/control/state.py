@@ -179,7 +179,8 @@ class ControlState:
     @property
     def any_away(self) -> bool:
         """Whether rows are lost, or count as lost once they are put again: then it matters what tasks write."""
-        return bool(self._book.lost) or not all(unit.online for unit in list(self._book.rows.units.values()))
+        rows = self._book.rows
+        return rows.num_lost > 0 or not all(unit.online for unit in rows.units.values())
 
     @property
     def losses_changed(self) -> bool:

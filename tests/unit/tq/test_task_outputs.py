@@ -78,6 +78,13 @@ def test_a_controller_that_was_not_told_of_a_put_hears_from_the_lead_what_went_w
     assert world.answers[world.put([0], "storage-1")] == RowsAccepted({"look": [0]})
 
 
+def test_an_ack_that_a_controller_was_told_of_stays_an_ack_whatever_the_lead_says(make_world: World) -> None:
+    world = world_that_lost(make_world, 0, 1, wrote=(0,))
+    world.handle(DoneElsewhere({"first": [0, 1], "look": [0, 1]}))
+    world.put([0, 1], "storage-1")
+    assert world.granted(world.ask("first", 9)).rows == [0]
+
+
 def test_a_lead_that_answers_after_a_row_was_put_again_changes_nothing(make_world: World) -> None:
     world = make_world(FIRST, SECOND)
     world.put([0])
