@@ -140,7 +140,7 @@ class TaskConfig(Settings):
     inputs: tuple[str, ...]
     """Columns that must be written before a row is ready."""
     outputs: tuple[str, ...] = ()
-    """Columns that the task writes."""
+    """Columns that the task writes for every row; what it writes beside them is learnt."""
     whole_groups: bool = False
     """Hand out whole groups only."""
     barrier: bool = False

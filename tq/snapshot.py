@@ -43,11 +43,12 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a snapshot consists of."""
+    """What a snapshot consists of; `outputs`: task -> columns that it was seen to write."""
 
     format: int
     num_rows: int
     files: list[FileEntry]
+    outputs: dict[str, list[str]] = {}
 
 
 class ChunkRecord(msgspec.Struct):
@@ -120,20 +121,23 @@ class ChunkPlace:
         return SnapshotChunk(record.partition, record.group_size, record.rows, record.groups, columns, record.commits)
 
 
-def write_manifest(directory: Path, files: Sequence[str], *, num_rows: int) -> Path:
+def write_manifest(
+    directory: Path, files: Sequence[str], *, num_rows: int, outputs: Mapping[str, list[str]] | None = None
+) -> Path:
     """Make the files a snapshot, atomically; call it when all units have written theirs.
 
     Args:
         directory: of the snapshot.
         files: `SnapshotWritten.files` of all units.
         num_rows: over all units.
+        outputs: task -> columns that it was seen to write.
 
     Raises:
         CheckpointError: a file is missing, or the manifest cannot be written.
     """
     try:
         entries = [FileEntry(name, (directory / name).stat().st_size, _checksum_in(name)) for name in sorted(files)]
-        data = msgspec.json.encode(Manifest(_FORMAT, num_rows, entries))
+        data = msgspec.json.encode(Manifest(_FORMAT, num_rows, entries, dict(outputs or {})))
         part = directory / f"{MANIFEST}.part"
         with part.open("wb") as file:
             file.write(data)

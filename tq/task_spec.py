@@ -25,7 +25,7 @@ class TaskSpec:
     Attributes:
         name: unique.
         inputs: columns that must be written before a row is ready.
-        outputs: columns that the task writes.
+        outputs: columns that the task writes for every row; what it writes beside them is learnt.
         whole_groups: a group is handed out only when all its rows are ready, and never split.
         max_staleness: rows of step s go only to consumers whose weights are of a version v with
             (s - 1) - v <= max_staleness; None: weights do not matter.

@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ TASKS = {
     LOOK: tq.TaskConfig(name=LOOK, inputs=INPUTS),
     TRAIN: tq.TaskConfig(name=TRAIN, inputs=(*INPUTS, *OUTPUTS)),
 }
+TASKS_BY_INPUTS = {name: task.inputs for name, task in TASKS.items()}
+"""The short form: the queue learns what tasks write."""
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5, max_live_rows=2000, max_deliveries=0)
 _BACK_TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -78,6 +80,7 @@ def storm(
     num_controllers: int = 2,
     num_producers: int = 2,
     num_consumers: int = 2,
+    declares_outputs: bool = True,
     longest_pause_s: float = 0.5,
     drain_timeout_s: float = 90.0,
     say: Callable[[str], None] = lambda text: None,
@@ -91,13 +94,15 @@ def storm(
         num_units, num_controllers: services.
         num_producers: processes that put.
         num_consumers: processes per task.
+        declares_outputs: False: tasks are declared by their inputs only.
         longest_pause_s: between two kills.
         drain_timeout_s: for all rows to be acked at the end.
         say: gets progress.
     """
     began = time.monotonic()
+    tasks: Mapping[str, Sequence[str] | tq.TaskConfig] = TASKS if declares_outputs else TASKS_BY_INPUTS
     with tq.start(
-        TASKS, num_units=num_units, num_controllers=num_controllers, config=CONFIG, log_dir=directory
+        tasks, num_units=num_units, num_controllers=num_controllers, config=CONFIG, log_dir=directory
     ) as queue:
         running = _Storm(queue, directory, random.Random(seed), num_producers, num_consumers)
         try:

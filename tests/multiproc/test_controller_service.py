@@ -1,5 +1,6 @@
 """A controller service beside units and clients that do what the test says."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,17 +9,23 @@ from fake_controller import WAIT_S, until
 
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
+from asyncflow.transport.server import Session
 from tq import ControllerService, TaskSpec
 from tq.config import QueueConfig
 from tq.control import controller
 from tq.messages import (
     CONTROLLER_REPLIES,
+    FetchRound,
     FetchRows,
     GetQueueStats,
+    Held,
     Join,
     Message,
     NoRowsReason,
+    OpenPartition,
+    OutputsWritten,
     RegisterUnit,
+    RowRecords,
     RowsCreated,
     UnitAccepted,
     WatchLost,
@@ -57,7 +64,7 @@ class Bench:
     def start(self) -> None:
         """Start the service, for the first time or again."""
         config = QueueConfig(unit_grace_s=GRACE_S)
-        tasks = [TaskSpec("train", frozenset({"x"}))]
+        tasks = [TaskSpec("train", frozenset({"x"})), TaskSpec("gang", frozenset({"x"}), keeps_leases=True)]
         self.service = ControllerService(self._credentials, "controller-0", tasks=tasks, config=config)
         self.timers: WatchedTimers = self.service._timers  # type: ignore[assignment]
 
@@ -65,9 +72,11 @@ class Bench:
         self._opened.append(Connection(self._credentials, "controller-0", name, CONTROLLER_REPLIES))
         return self._opened[-1]
 
-    def unit(self) -> Connection:
+    def unit(self, rows: list[int] | None = None) -> Connection:
         connection = self.connection("storage-0")
-        accepted = ask(connection, RegisterUnit("storage-0", "life", [], {}))
+        ones = [1] * len(rows or [])
+        records = [RowRecords(1, rows, rows, ones, ones, ones, ["x"], [])] if rows else []
+        accepted = ask(connection, RegisterUnit("storage-0", "life", records, {}))
         assert isinstance(accepted, UnitAccepted)
         return connection
 
@@ -162,6 +171,65 @@ def test_leases_of_an_earlier_start_return_when_the_next_one_joins(bench: Bench)
     assert ask(other, GetQueueStats()).tasks[0].leased == 1
     ask(other, Join("rollout@1.new", []))
     assert ask(other, GetQueueStats()).tasks[0].leased == 0
+
+
+def test_a_trainer_whose_channel_broke_keeps_its_lease_over_a_restart(bench: Bench) -> None:
+    ask(bench.unit(), RowsCreated("storage-0", 1, [0, 1], [0, 1], ["x"], [1, 1], 8))
+    trainer, other = bench.connection("actor"), bench.connection("other")
+    ask(trainer, Join("actor@0.here", []))
+    share = ask(trainer, FetchRound("gang", "actor@0.here", 1, 0, 2, 0, 1, WAIT_S))
+    assert share.rows == [0, 1]
+    trainer.close()
+    until(lambda: "actor@0.here" not in ask(other, GetQueueStats()).owners)
+    bench.service.close()
+    bench.start()
+    bench.unit([0, 1])
+    again = bench.connection("actor")
+    held = Held("gang", share.token, 1, [0, 1], round_index=0, rank=0, num_ranks=1, round_rows=2)
+    assert ask(again, Join("actor@0.here", [held])).void == []
+
+
+@pytest.mark.parametrize("acked", [1, 2])
+def test_a_restarted_controller_waits_for_ranks_with_shares_and_not_for_those_whose_steps_are_over(
+    bench: Bench, acked: int
+) -> None:
+    """A rank that finished its share is missed, too: the others count the rounds that it had."""
+    unit, rank, other = bench.unit(), bench.connection("actor"), bench.connection("other")
+    ask(unit, RowsCreated("storage-0", 1, [0, 1], [0, 1], ["x"], [1, 1], 8))
+    ask(other, OpenPartition(1, 2))
+    for name in ("actor@0.here", "reader@0.here"):
+        ask(rank, Join(name, []))
+    assert ask(rank, FetchRound("gang", "actor@0.here", 1, 0, 1, 0, 2, WAIT_S)).rows == [0]
+    ask(unit, OutputsWritten("storage-0", "gang", list(range(acked)), [], [], 0))
+    rank.close()
+    until(lambda: "actor@0.here" not in ask(other, GetQueueStats()).owners)
+    bench.service.close()
+    bench.start()
+    assert waiting_for(bench) == ("actor@0.here storage-0" if acked == 1 else "storage-0")
+
+
+def test_a_consumer_that_joins_while_the_end_of_its_earlier_channel_is_noticed_is_waited_for(bench: Bench) -> None:
+    earlier, later = bench.connection("reader"), bench.connection("reader")
+    ask(earlier, Join("reader@here", []))
+    durable, noticed = bench.service._durable, threading.Event()
+    add, ended = durable.add, bench.service.disconnected
+
+    def note(session: Session) -> None:
+        ended(session)
+        noticed.set()
+
+    def add_slowly(kind: str, name: str) -> None:
+        add(kind, name)
+        earlier.close()
+        noticed.wait(0.5)
+
+    bench.service.disconnected, durable.add = note, add_slowly  # type: ignore[method-assign]
+    ask(later, Join("reader@here", []))
+    assert noticed.wait(WAIT_S)
+    durable.add = add  # type: ignore[method-assign]
+    bench.service.close()
+    bench.start()
+    assert waiting_for(bench) == "reader@here"
 
 
 def waiting_for(bench: Bench) -> str:

@@ -360,6 +360,21 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(star
 
 
 @pytest.mark.gate
+def test_a_stopped_unit_delays_no_rows_of_another_one() -> None:
+    patient = FAST.model_copy(update={"request_timeout_s": 10 * DEADLINE_S, "unit_grace_s": 10 * DEADLINE_S})
+    with tq.start({"score": ["prompt"]}, config=patient) as queue:
+        client, holder = queue.client("me"), queue.client("holder")
+        while not all(unit.num_rows for unit in client.unit_stats().values()):
+            client.put_rows(prompts("x" * 10_000))
+        lease = take(holder, "score", 99)
+        assert set(lease.units) == {"storage-0", "storage-1"}
+        os.kill(queue.pids()["storage-0"], signal.SIGSTOP)
+        holder.close()
+        again = take(client, "score", 99)
+        assert again.rows == [row for row, unit in zip(lease.rows, lease.units, strict=True) if unit == "storage-1"]
+
+
+@pytest.mark.gate
 def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
     train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
     recovering = FAST.model_copy(update={"lease_timeout_s": 15})  # long enough for both to come back

@@ -51,7 +51,9 @@ def take_snapshot(
         written = services.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
         _refuse_missing(held.keys(), cut.keys() & written.keys())
         num_rows = sum(part.num_rows for part in written.values())
-        write_manifest(beside, [file for part in written.values() for file in part.files], num_rows=num_rows)
+        files = [file for part in written.values() for file in part.files]
+        outputs = services.outputs.read(services.directory.tasks)
+        write_manifest(beside, files, num_rows=num_rows, outputs=outputs)
         beside.rename(directory)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -73,7 +75,8 @@ def restore_snapshot(client: "QueueClient", services: QueueServices, directory: 
         CheckpointError: the snapshot is incomplete or damaged; nothing was put.
         RowsExist: the queue has such a row already.
     """
-    read_manifest(directory)
+    for task, columns in read_manifest(directory).outputs.items():
+        services.outputs.note(task, columns)
     services.reserve_rows(last_rows(directory))
     num_rows = 0
     for chunk in read_snapshot(directory):

@@ -25,6 +25,7 @@ from tq.directory import Directory, allocate_rows, reserve_rows
 from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
 from tq.owner import new_owner
 from tq.service_channels import ServiceChannels, await_reply
+from tq.task_outputs import TaskOutputs
 
 _BEATS_PER_TIMEOUT = 4
 GRACE_S = 30.0
@@ -63,6 +64,8 @@ class QueueServices:
         attempt: see `tq.owner`.
         clock: seconds, for deadlines.
         """
+        self.outputs = TaskOutputs(credentials)
+        """What tasks write."""
         self.owner = new_owner(name, attempt)
         """The consumer with its incarnation."""
         self._credentials = credentials

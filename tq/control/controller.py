@@ -28,6 +28,7 @@ from tq.control.events import (
     Cleared,
     Commit,
     DeadlinePassed,
+    DoneElsewhere,
     Event,
     Fence,
     FenceAll,
@@ -37,6 +38,8 @@ from tq.control.events import (
     Quarantine,
     Quarantined,
     RecoveryDeadline,
+    Shrunk,
+    TasksWrite,
     UnitGone,
     UnitLost,
 )
@@ -85,6 +88,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.owner import replaces
+from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -93,7 +97,7 @@ _CHECKS_PER_TIMEOUT = 8
 _LEFT_S = 5.0
 """Whoever has not joined a restarted controller so long after a stop has left (s)."""
 
-News = list[tuple[Call, Answer] | Lost | Quarantined | Cleared]
+News = list[tuple[Call, Answer] | Lost | Quarantined | Shrunk | Cleared]
 """What is told when the lock is released."""
 
 
@@ -141,12 +145,13 @@ class ControllerService:
         self._config = config
         self._directory = Directory(config.controllers, tuple(task.name for task in tasks))
         self._lead = name == self._directory.lead
-        self._refill = refill or prompts is not None
         self._durable = DurableMark(credentials, name, lineage=lineage)
         starts = self._durable.start()
         self._recovered = starts > 1
         self._memory = Memory(self._durable, version=version)
         self._lock = threading.Lock()
+        self._naming = threading.Lock()
+        """Held while a consumer joins, or is forgotten, in the store and here; taken before `_lock`."""
         self._timers = Timers(name, failed=partial(self.threads.fail, "timers"))
         self._calls = KeptCalls(self._timers, lambda request: self._apply(DeadlinePassed(request)))
         self._graces = UnitGraces(self._timers, config.unit_grace_s, self._give_unit_up)
@@ -170,9 +175,11 @@ class ControllerService:
             first_token=first_token(lineage, starts) + 1,
             row_limit=_row_limit(config, schedule) if self._lead else 0,
             byte_limit=config.max_live_bytes if self._lead else 0,
-            refill=self._refill,
+            refill=refill or prompts is not None,
             recovering=recovering,
         )
+        self._outputs = TaskOutputs(credentials)
+        self._state.handle(TasksWrite(self._outputs.read(self._directory.tasks)))
         for event in self._memory.events():
             self._state.handle(event)
         self._state.take_finished()  # durable already, as are these:
@@ -190,7 +197,7 @@ class ControllerService:
                 interval_s=config.lease_timeout_s / _CHECKS_PER_TIMEOUT,
                 timeout_s=config.request_timeout_s,
                 losses=self._losses_to_tell,
-                heard=self._apply,
+                heard=self._hear_done,
                 threads=self.threads,
             )
         self._admitting: PromptAdmitter | None = None
@@ -267,7 +274,9 @@ class ControllerService:
         """Carry out one request of `CONTROLLER_REQUESTS`; some are answered later."""
         message = call.message
         match message:
-            case FetchRows() | FetchRound() | WatchLost() | RowsCreated():
+            case RowsCreated():
+                self._create(message, call)
+            case FetchRows() | FetchRound() | WatchLost():
                 self._ask(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
@@ -297,6 +306,13 @@ class ControllerService:
                 with self._lock:
                     self._sessions.unit_heard(call.session.number, time.monotonic())
                 call.reply(Done())
+
+    def _create(self, message: RowsCreated, call: Call) -> None:
+        with self._lock:
+            any_away = self._state.any_away
+        if any_away:
+            self._learn_outputs()
+        self._ask(message, call, message.timeout_s)
 
     def _published(self, message: PublishVersion) -> Published:
         if self._admitting is None:
@@ -331,7 +347,14 @@ class ControllerService:
         call.reply(Alive(known, units, away, self._state.newest_version))
 
     def _join(self, message: Join, call: Call) -> None:
-        self._durable.add("owner", message.owner)
+        with self._naming:
+            self._durable.add("owner", message.owner)
+            gone, answers = self._joined(message, call)
+        self._send(answers)
+        self._forget(gone)
+
+    def _joined(self, message: Join, call: Call) -> tuple[list[str], News]:
+        """Returns who is gone since this consumer is here, and what to tell."""
         with self._lock:
             gone = [other for other in {*self._sessions.owners, *self._awaited} if replaces(message.owner, other)]
             self._sessions.gone(gone)
@@ -342,18 +365,26 @@ class ControllerService:
             self._sessions.joined(call.session.number, message.owner, time.monotonic())
             self._awaited.discard(message.owner)
             answers += self._handle(message, self._calls.keep(call))
-        self._send(answers)
-        self._forget(gone)
+        return gone, answers
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)
         self._orders.catch_up(message.unit)
+        self._learn_outputs()
         with self._lock:
             self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
             answers = self._handle(message, self._calls.keep(call))
         self._memory.remember_finished(self._newly_finished)  # an earlier life of the unit may have known of them
         self._send(answers)
+
+    def _learn_outputs(self) -> None:
+        """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
+        self._apply(TasksWrite(self._outputs.read(self._directory.tasks)))
+
+    def _hear_done(self, event: DoneElsewhere) -> None:
+        self._learn_outputs()
+        self._apply(event)
 
     def _apply(self, event: Event) -> None:
         with self._lock:
@@ -371,7 +402,7 @@ class ControllerService:
                         news.append((call, instruction))
                 case Commit() | Fence() | FenceAll() | Quarantine():
                     self._orders.add(instruction)
-                case Lost() | Quarantined() | Cleared():
+                case Lost() | Quarantined() | Shrunk() | Cleared():
                     news.append(instruction)
         self._start_admitting()
         return news
@@ -384,8 +415,8 @@ class ControllerService:
             match one:
                 case Lost() | Quarantined() if self._admitting is not None:
                     self._admitting.add(one)
-                case Quarantined() if not self._refill:
-                    self._memory.shrink(one)
+                case Shrunk():
+                    self._memory.remember(one)
                 case Cleared():
                     self._memory.clear(one.partition)
                 case (call, Answer(reply=AsyncFlowError() as error)):
@@ -447,13 +478,16 @@ class ControllerService:
         return answers + self._handle(OwnerGone(owner))
 
     def _forget(self, owners: Sequence[str]) -> None:
-        """Consumers were given up: the next incarnation does not wait for them, unless they are back already."""
-        for owner in owners:
-            self._durable.remove("owner", owner)
-            with self._lock:
-                back = owner in self._sessions.owners
-            if back:
-                self._durable.add("owner", owner)
+        """Consumers were given up: the next incarnation does not wait for them, unless they are back already.
+
+        Nor are trainers forgotten whose leases outlive their channel: they come back, and go on with them.
+        """
+        with self._naming:
+            for owner in owners:
+                with self._lock:
+                    expected = owner in self._sessions.owners or self._state.keeps_leases(owner)
+                if not expected:
+                    self._durable.remove("owner", owner)
 
     def _start_admitting(self) -> None:
         """Begin as soon as the state knows which rows exist."""

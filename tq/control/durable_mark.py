@@ -1,7 +1,7 @@
 """What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
 
     tq/LINEAGE/NAME/incarnation     how often it was started
-    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark without its refills
+    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, what left them, admission's mark; no refills
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
     tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `LostNumbers`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
@@ -42,13 +42,15 @@ class Mark(msgspec.Struct):
 
     Attributes:
         newest_version: newest published weights.
-        partitions: number -> rows, the newest ones.
+        partitions: number -> rows as declared, the newest ones.
+        removed: number -> rows that left with groups in quarantine and have no replacement, the newest ones.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
+    removed: dict[int, int] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -80,8 +82,9 @@ class DurableMark:
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them. Admission's refills only ever get more."""
-        for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
-            del mark.partitions[partition]
+        for known in (mark.partitions, mark.removed):
+            for partition in sorted(known)[:-KEPT_PARTITIONS]:
+                del known[partition]
         admission = mark.admission
         if admission is not None:
             self._save_refills(admission.refills)

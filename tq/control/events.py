@@ -1,6 +1,6 @@
 """What happens to the control state besides messages (events), and what its shell must do about it (instructions)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
@@ -49,7 +49,7 @@ class OwnerWrites:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The units confirmed that late puts under void leases will be refused; the rows may be handed out again."""
+    """A unit confirmed that late puts under void leases will be refused; its rows may be handed out again."""
 
     task: str
     token: int
@@ -97,6 +97,13 @@ class RowsLost:
 
 
 @dataclass(frozen=True)
+class TasksWrite:
+    """Tasks were seen to write such columns, which this controller may not have been told: task -> columns."""
+
+    outputs: Mapping[str, Iterable[str]]
+
+
+@dataclass(frozen=True)
 class DoneElsewhere:
     """Another controller knows that tasks were done with rows which are lost: task -> rows."""
 
@@ -113,24 +120,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fence:
-    """Tell the units that leases of `rows` older than `token` are void, then report `Fenced`."""
+    """Tell a unit that leases of `rows` older than `token` are void, then report `Fenced`."""
 
     task: str
     token: int
-    rows: dict[str, tuple[int, ...]]
+    unit: str
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FenceAll:
-    """Tell the units that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
+    """Tell a unit that leases of the task older than `token` are void, except `alive`, then report `Fenced`.
 
-    `units` may name some that have not come back yet: they must hear it before their rows count as here.
+    One that has not come back yet must hear it before its rows count as here.
     """
 
     task: str
     token: int
+    unit: str
     alive: tuple[int, ...]
-    units: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -168,13 +176,24 @@ class Quarantined:
 
 
 @dataclass(frozen=True)
+class Shrunk:
+    """A partition will never have so many of its rows: their groups are in quarantine, and nobody replaces them.
+
+    An instruction to remember it, whatever is declared later, and the event that tells the next incarnation.
+    """
+
+    partition: int
+    num_removed: int
+
+
+@dataclass(frozen=True)
 class Cleared:
     """A partition has no rows any more, and may begin anew: which ones were finished need not be durable any more."""
 
     partition: int
 
 
-Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Cleared
+Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Shrunk | Cleared
 Event = (
     RowsCreated
     | RowsConfirmed
@@ -200,6 +219,8 @@ Event = (
     | RecoveryDeadline
     | RowsFinished
     | RowsLost
+    | Shrunk
+    | TasksWrite
     | DoneElsewhere
     | TellLost
 )

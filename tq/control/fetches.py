@@ -215,6 +215,7 @@ class Fetches:
         rows = [row for row in share.rows if lease is not None and row in lease.rows]
         if not self._at_hand(rows):
             return None
+        task.ranks[fetch.owner] = fetch.partition
         if lease is not None:
             task.leases.read(share.token, fetch.owner)
         granted = self._granted(fetch.task, share.token, known.partition, rows)

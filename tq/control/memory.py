@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
-from tq.control.events import Event, Quarantined, RowsFinished, RowsLost
+from tq.control.events import Event, RowsFinished, RowsLost, Shrunk
 from tq.control.row_set import RowSet
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
 
@@ -57,6 +57,8 @@ class Memory:
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""
+        for partition, num_removed in self._mark.removed.items():
+            yield Shrunk(partition, num_removed)
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, parts in self._finished.items():
@@ -67,12 +69,14 @@ class Memory:
         if self._mark.stopped:
             yield Stop()
 
-    def remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
-        """Somebody said so."""
+    def remember(self, event: OpenPartition | Shrunk | PublishVersion | Stop) -> None:
+        """Make durable what the control state was told, or found out."""
         with self._lock:
             match event:
                 case OpenPartition():
                     self._mark.partitions[event.partition] = event.num_rows
+                case Shrunk():
+                    self._mark.removed[event.partition] = event.num_removed
                 case PublishVersion():
                     self._mark.newest_version = max(self._mark.newest_version, event.step)
                 case Stop():
@@ -99,7 +103,8 @@ class Memory:
         with self._saving_finished:
             self._forget_finished(partition)
         with self._lock:
-            if self._mark.partitions.pop(partition, None) is not None:
+            declared, removed = (known.pop(partition, None) for known in (self._mark.partitions, self._mark.removed))
+            if declared is not None or removed is not None:
                 self._durable.save(self._mark)
 
     @property
@@ -120,13 +125,6 @@ class Memory:
                 self._save_finished(facts[0])
                 for part, records in facts[1].items():
                     self._durable.save_lost(part, records)
-
-    def shrink(self, quarantined: Quarantined) -> None:
-        """Nobody puts a replacement: the partition has fewer rows from now on, also after a restart."""
-        with self._lock:
-            if quarantined.partition in self._mark.partitions:
-                self._mark.partitions[quarantined.partition] -= quarantined.num_rows
-                self._durable.save(self._mark)
 
     def _save_finished(self, newly: Finished) -> None:
         for partition, rows in newly.items():

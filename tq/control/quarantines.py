@@ -7,7 +7,7 @@ begin -> rows withheld, Quarantine told to the units -> each unit reports its ro
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tq.control.events import Quarantine, Quarantined
+from tq.control.events import Quarantine, Quarantined, Shrunk
 from tq.control.live_rows import LiveRow
 from tq.refill import UNKNOWN, QuarantineCause
 
@@ -81,6 +81,8 @@ class Quarantines:
         for partition in partitions:
             for task in self._book.tasks.values():
                 task.sized(partition)
+            if not self._refill:
+                self._book.out.append(Shrunk(partition, table.partition(partition).num_removed))
 
     def forget(self, partition: int) -> None:
         """A partition was cleared."""

@@ -1,7 +1,7 @@
 """How a restarted controller finds out where everything stands, before it hands out anything. Pure.
 
 collecting --every known unit registered, every known consumer joined, or the deadline passed--> rebuild leases
-fencing    --FenceAll per served task confirmed--> over
+fencing    --FenceAll per served task confirmed by the units that are up--> over
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,8 @@ class Recovery:
         self._all_units = set(expected.units)
         self._owners = set(expected.owners)
         self._holds: dict[str, list[Held]] = {}
-        self._fences: dict[str, int] = {}
+        self._fences: dict[int, str] = {}
+        """Token -> unit that has not confirmed it; one that is away hears of it when it registers."""
         self._collecting = True
         self._later: list[AckLost | GiveBack] = []
 
@@ -60,7 +61,7 @@ class Recovery:
     @property
     def over(self) -> bool:
         """Whether rows may be handed out."""
-        return not self._collecting and not self._fences
+        return not self._collecting and not self._fencing
 
     @property
     def missing_units(self) -> frozenset[str]:
@@ -72,7 +73,7 @@ class Recovery:
         """For a person."""
         if self._collecting:
             return " ".join(sorted(self._units | self._owners))
-        return f"fences of {' '.join(self._fences)}"
+        return f"fences at {' '.join(sorted(self._fencing))}"
 
     def registered(self, unit: str) -> None:
         """A unit is back."""
@@ -113,6 +114,10 @@ class Recovery:
         if kept:
             self._holds[owner] = kept
 
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer that was heard, and is gone, is a trainer with leases; others lose them when they go."""
+        return bool(self._holds.get(owner))
+
     def cleared(self, partition: int) -> None:
         """Nobody holds rows of a partition any more."""
         for owner, holds in self._holds.items():
@@ -124,16 +129,21 @@ class Recovery:
         for name, task in self._book.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
             self._restore(task, held)
-            token = self._book.token()
-            self._fences[name] = token
             alive = tuple(sorted(task.leases.by_token))
-            self._book.out.append(FenceAll(name, token, alive, tuple(sorted(self._all_units))))
+            for unit in sorted(self._all_units):
+                token = self._book.token()
+                self._fences[token] = unit
+                self._book.out.append(FenceAll(name, token, unit, alive))
         self._holds.clear()
 
-    def fenced(self, task: str, token: int) -> None:
-        """A task's fence holds."""
-        if self._fences.get(task) == token:
-            del self._fences[task]
+    def fenced(self, token: int) -> None:
+        """A task's fence holds at a unit."""
+        self._fences.pop(token, None)
+
+    @property
+    def _fencing(self) -> set[str]:
+        units = self._book.rows.units
+        return {unit for unit in self._fences.values() if unit in units and units[unit].online}
 
     def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
         """Give rows to whoever has the newest token for them."""
@@ -153,6 +163,7 @@ class Recovery:
                 self._hold(task, one, owner, rows)
             if one.round_index >= 0:
                 task.dealer.restore_round(one)
+                task.ranks[owner] = max(one.step, task.ranks.get(owner, one.step))
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         table = self._book.rows.rows
@@ -168,10 +179,10 @@ class Recovery:
     def _remember_unknown(self, task: TaskState, one: Held) -> None:
         """A trainer has rows in hand that no unit has: they were lost, and must not be trained again.
 
-        Whatever wrote the trainer's inputs was done with them.
+        Whatever wrote the trainer's inputs was done with them, and its outputs are lost like they.
         """
-        table = self._book.rows
+        upstream = self._book.upstream(task)
+        left, written = self._book.rows.every_task & ~upstream, task.inputs | self._book.columns_of(upstream)
         for number in one.rows:
-            left = table.every_task & ~self._book.upstream(task)
-            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, task.inputs, left, tokens=0, num_bytes=0)
+            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
             self._book.add_lost(number, row)

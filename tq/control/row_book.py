@@ -41,7 +41,8 @@ class RowBook:
         self.quarantines = Quarantines(self, refill=refill)
         self.lost = LostNumbers()
         """Rows whose unit is gone."""
-        self._outputs = [self.rows.mask(spec.outputs) for spec in tasks]
+        self._declared = [self.rows.mask(spec.outputs) for spec in tasks]
+        self._outputs = list(self._declared)
         self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
         self._nowhere = UnitInfo("", online=False, lost=True)
         self.moved: set[int] = set()
@@ -62,6 +63,17 @@ class RowBook:
         if bit is None:
             raise PeerRefused(f"no task is named {task!r}; known: {' '.join(self.rows.bits)}")
         return bit
+
+    def learn_outputs(self, task: str, mask: int) -> None:
+        """A task was seen to write such columns (bits), for some row."""
+        self._outputs[self.bit(task).bit_length() - 1] |= mask
+
+    def columns_of(self, tasks: int) -> int:
+        """Return the columns (bits) that tasks (bits) write."""
+        mask = 0
+        for k, outputs in enumerate(self._outputs):
+            mask |= outputs if tasks >> k & 1 else 0
+        return mask
 
     def upstream(self, task: TaskState) -> int:
         """Return the tasks (bits) that wrote, directly or not, what `task` reads."""
@@ -130,10 +142,13 @@ class RowBook:
         return done
 
     def still_done(self, row: LiveRow, put: LiveRow) -> int:
-        """Return the tasks (bits) that are done with a lost row that was put again: not those whose outputs went."""
+        """Return the tasks (bits) that are done with a lost row that was put again: not those whose outputs went.
+
+        These are the declared ones and, beside them, what the task was seen to write and the row had.
+        """
         done = self.rows.every_task & ~row.left
-        for k, outputs in enumerate(self._outputs):
-            if outputs & ~put.written:
+        for k, (declared, outputs) in enumerate(zip(self._declared, self._outputs, strict=True)):
+            if (declared | outputs & row.written) & ~put.written:
                 done &= ~(1 << k)
         return done
 
@@ -160,6 +175,7 @@ class RowBook:
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
         mask = self.rows.mask(event.columns)
         bit = self.rows.bits[event.task]
+        self.learn_outputs(event.task, mask)
         grown = event.num_bytes // max(1, len(event.rows))
         partitions = set()
         for k, number in enumerate(event.rows):
@@ -194,6 +210,19 @@ class RowBook:
                 self._done(task, number, row)
                 partitions.add(row.partition)
         self.drop_finished(task, partitions)
+
+    def settle_lost(self, task: str, numbers: Iterable[int]) -> None:
+        """Another controller knows that a task was done with rows when they were lost; here it may not have been told.
+
+        What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
+        """
+        bit, table = self.bit(task), self.rows.rows
+        lost = [
+            number for number in numbers if number in table and table[number].unit.lost and table[number].left & bit
+        ]
+        for number in lost:
+            table[number].written |= self.columns_of(bit)
+        self.settle(task, lost)
 
     def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
         """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""
@@ -357,9 +386,11 @@ class RowBook:
                 task.changed.add(self.rows.rows[number].partition)
 
     def _fence(self, task: TaskState, numbers: Sequence[int], *, counts: bool) -> None:
-        token = self.token()
-        task.fence(token, numbers, counts=counts)
-        self.out.append(Fence(task.spec.name, token, self.rows.by_unit(numbers)))
+        """One fence for each unit: the rows of one return though another one is stopped."""
+        for unit, rows in self.rows.by_unit(numbers).items():
+            token = self.token()
+            task.fence(token, rows, counts=counts)
+            self.out.append(Fence(task.spec.name, token, unit, rows))
 
     def _done(self, name: str, number: int, row: LiveRow) -> None:
         row.left &= ~self.rows.bits[name]

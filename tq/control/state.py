@@ -7,7 +7,7 @@ Events are the messages of `tq.messages` (those that carry a question come with 
     handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
     handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]     or [] (parked: no rows)
     handle(OutputsWritten(...))         -> [Answer(8, Granted(...))]     of a fetch that waited for it
-    handle(OwnerGone("a"))              -> [Fence("ref", 9, {"storage-0": (3, 4)})], and after Fenced("ref", 9) ...
+    handle(OwnerGone("a"))              -> [Fence("ref", 9, "storage-0", (3, 4))], and after Fenced("ref", 9) ...
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from tq.control.events import (
     RecoveryDeadline,
     RowsFinished,
     RowsLost,
+    Shrunk,
+    TasksWrite,
     UnitGone,
     UnitLost,
 )
@@ -145,6 +147,12 @@ class ControlState:
         out, self._book.out = self._book.out, []
         return out
 
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer that is gone has leases, or shares of a step that is not over, for when it comes back."""
+        if self._recovery is not None and self._recovery.keeps_leases(owner):
+            return True
+        return any(task.keeps_leases(owner) for task in self._book.tasks.values())
+
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes of live rows that they hold."""
         return {name: unit.num_bytes for name, unit in self._book.rows.units.items() if unit.online}
@@ -167,6 +175,12 @@ class ControlState:
         """
         newly, self._book.rows.newly_finished = self._book.rows.newly_finished, {}
         return newly
+
+    @property
+    def any_away(self) -> bool:
+        """Whether rows are lost, or count as lost once they are put again: then it matters what tasks write."""
+        rows = self._book.rows
+        return rows.num_lost > 0 or not all(unit.online for unit in rows.units.values())
 
     @property
     def losses_changed(self) -> bool:
@@ -219,6 +233,8 @@ class ControlState:
                     self._settle(event)
             case OpenPartition():
                 self._open(event)
+            case Shrunk():
+                self._book.rows.partition(event.partition).num_removed = event.num_removed
             case WatchLost():
                 self._losses.watchers[request] = event
                 self._tell_watchers()
@@ -239,11 +255,14 @@ class ControlState:
                 self._book.out.append(Answer(request, RowsAccepted(self._done(event))))
             case DoneElsewhere():
                 for name, rows in event.commits.items():
-                    self._book.settle(name, rows)
+                    self._book.settle_lost(name, rows)
+            case TasksWrite():
+                for name, columns in event.outputs.items():
+                    self._book.learn_outputs(name, self._book.rows.mask(columns))
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
-                    self._recovery.fenced(event.task, event.token)
+                    self._recovery.fenced(event.token)
             case _:
                 self._meet(event, request)
 

@@ -44,7 +44,6 @@ class TaskState:
         self.spec = spec
         self.bit = rows.bits[spec.name]
         self.inputs = rows.mask(spec.inputs)
-        self.outputs = rows.mask(spec.outputs)
         self.leases = Leases()
         self.trials = Trials(self.leases, spec.max_deliveries)
         self.steps = None if spec.steps is None else StepRounds(self, spec.steps)
@@ -52,6 +51,8 @@ class TaskState:
         self.partitions: dict[int, TaskPartition] = {}
         self.changed: set[int] = set()
         """Partitions whose parked rounds may be answerable since the last look."""
+        self.ranks: dict[str, int] = {}
+        """Consumer -> the newest step that it got a share of."""
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
@@ -247,6 +248,14 @@ class TaskState:
         """Rows of void leases wait for a fence."""
         self.leases.stale.difference_update(rows)
         self.leases.fence(token, Fencing(tuple(rows), counts))
+
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer's leases, or its shares of a step that is not over, outlive its channel."""
+        if not self.spec.keeps_leases:
+            return False
+        step = self.ranks.get(owner)
+        held = next(self.leases.of(owner), None)
+        return held is not None or (step is not None and not self.dealer.over(step))
 
     # Rounds
 

@@ -1,9 +1,10 @@
 """What a controller has to tell the units: fences, quarantine, acks that it took in their place.
 
-Each unit is told by a thread of its own (`UnitBacklog`), since no handler of a controller may wait for a unit, and no
-unit for another one that is stopped. One more thread reports the fences.
+Each unit is told by a thread of its own (`UnitBacklog`), so that none waits for another one that is stopped, and no
+handler for any. One more thread reports the fences, each for one unit.
 
-A unit that is down gets what it missed when it registers again, before its rows are handed out.
+A unit that is down gets what it missed when it registers again, before its rows are handed out: only the handler of a
+registration waits for a unit, the one that registers.
 """
 
 import logging
@@ -18,7 +19,6 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
 from tq.control.unit_backlog import UnitBacklog
-from tq.futures import when_all
 from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, QuarantineRows
 from tq.service_channels import ServiceChannels, await_reply
 
@@ -47,7 +47,7 @@ class UnitOrders:
             credentials: store and secret.
             name: of the controller.
             timeout_s: deadline of one request.
-            fenced: called from a thread when a fence holds at every unit that is up; the others are owed it.
+            fenced: called from a thread when a fence holds at its unit, or when that is away, and is owed it.
             threads: the controller's: without one of ours, rows of void leases would never come back.
         """
         self._links = ServiceChannels(credentials, name, Limits(), lambda *_: None)
@@ -68,7 +68,7 @@ class UnitOrders:
             settled = [self._backlog(unit).add(message) for unit, message in _messages(order)]
         if isinstance(order, Fence | FenceAll):
             fenced = Fenced(order.task, order.token)
-            when_all(settled, lambda _: self._holding.put(fenced))
+            settled[0].add_done_callback(lambda _: self._holding.put(fenced))
 
     def catch_up(self, unit: str) -> None:
         """The unit registers: tell it what it missed. One that started empty has no use for it, which does no harm.
@@ -121,8 +121,8 @@ def _messages(order: Order) -> list[tuple[str, Message]]:
         case Commit(task, token):
             return [(unit, PutOutputs(task, token, list(rows), [])) for unit, rows in order.rows.items()]
         case Fence():
-            return [(unit, FenceRows(order.task, order.token, list(rows))) for unit, rows in order.rows.items()]
+            return [(order.unit, FenceRows(order.task, order.token, list(order.rows)))]
         case FenceAll():
-            return [(unit, FenceTask(order.task, order.token, list(order.alive))) for unit in order.units]
+            return [(order.unit, FenceTask(order.task, order.token, list(order.alive)))]
         case Quarantine():
             return [(unit, QuarantineRows(list(rows), order.cause)) for unit, rows in order.rows.items()]

@@ -27,6 +27,7 @@ from tq.messages import (
     RowsRemoved,
     Stored,
 )
+from tq.task_outputs import TaskOutputs
 from tq.unit.block import Block, BlockStore
 from tq.unit.controller_links import ControllerLinks, Told
 from tq.unit.holds import Holds
@@ -52,6 +53,7 @@ class UnitPuts:
         links: ControllerLinks,
         holds: Holds,
         *,
+        outputs: TaskOutputs,
         lock: threading.Lock,
         poke: Callable[[], None],
         timeout_s: float,
@@ -59,6 +61,7 @@ class UnitPuts:
         """Args:
         name: of the unit.
         state, blocks, links, holds: the unit's.
+        outputs: what tasks write is noted here.
         lock: guards them.
         poke: called without the lock when rows may have gone.
         timeout_s: deadline of one request.
@@ -68,6 +71,7 @@ class UnitPuts:
         self._blocks = blocks
         self._links = links
         self._holds = holds
+        self._outputs = outputs
         self._lock = lock
         self._poke = poke
         self._timeout_s = _CONFIRM_FRACTION * timeout_s
@@ -89,6 +93,7 @@ class UnitPuts:
         Raises:
             AsyncFlowError: refused at once.
         """
+        self._outputs.note(message.task, [column.name for column in message.columns])
         block = self._blocks.add(message.rows, message.columns, call.payload)
         self._carry_out(partial(self._commit, message, block, call), block)
 

@@ -52,6 +52,7 @@ from tq.messages import (
     UnitStats,
     WriteSnapshot,
 )
+from tq.task_outputs import TaskOutputs
 from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
@@ -123,7 +124,15 @@ class StorageUnit:
             timeout_s=self._timeout_s,
         )
         self._puts = UnitPuts(
-            name, state, self._blocks, self._links, holds, lock=lock, poke=poke, timeout_s=self._timeout_s
+            name,
+            state,
+            self._blocks,
+            self._links,
+            holds,
+            outputs=TaskOutputs(credentials),
+            lock=lock,
+            poke=poke,
+            timeout_s=self._timeout_s,
         )
         chunk_bytes = config.max_message_bytes // 2
         self._snapshots = UnitSnapshots(

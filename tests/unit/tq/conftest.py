@@ -254,11 +254,13 @@ class ControlWorld:
         """A consumer returns rows."""
         self.handle(GiveBack(task, granted.token, list(granted.rows if rows is None else rows)))
 
-    def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1) -> None:
+    def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1) -> list[Instruction]:
         """The units report that rows left."""
+        caused = []
         for unit in sorted({self.unit_of[row] for row in rows}):
             there = [row for row in rows if self.unit_of[row] == unit]
-            self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason)))
+            caused += self.handle(RowsRemoved(unit, partition, there, RemovalReason(reason)))
+        return caused
 
     def lose(self, unit: str) -> None:
         """A unit goes and is given up."""

@@ -1,11 +1,12 @@
 """A controller of two, with what its shell keeps for its next incarnation, for random tests to drive."""
 
-from held_unit import ALL_TASKS
+from collections.abc import Sequence
 
 from tq.control.events import Fence, FenceAll
 from tq.control.recovery import Recovering
 from tq.control.state import ControlState
 from tq.messages import FetchRows, RowRecords
+from tq.task_spec import TaskSpec
 
 SERVED = {"lead": frozenset({"rollout", "train", "judge"}), "other": frozenset({"ref", "look"})}
 CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}
@@ -14,8 +15,9 @@ CONTROLLER_OF = {task: name for name, tasks in SERVED.items() for task in tasks}
 class Controller:
     """One incarnation after another of a control state, with what its shell makes durable."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tasks: Sequence[TaskSpec]) -> None:
         self.name = name
+        self.tasks = tasks
         self.starts = 0
         self.finished: dict[int, list[int]] = {}
         self.lost_parts: dict[int, list[RowRecords]] = {}
@@ -26,7 +28,7 @@ class Controller:
         self.fences: list[Fence | FenceAll] = []
         self.parked: dict[int, FetchRows] = {}
         first = (self.starts << 20) + (1 if self.name == "lead" else 1 << 40)
-        self.state = ControlState(ALL_TASKS, served=SERVED[self.name], first_token=first, recovering=recovering)
+        self.state = ControlState(self.tasks, served=SERVED[self.name], first_token=first, recovering=recovering)
 
     @property
     def lost(self) -> list[RowRecords]:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from queue_model import OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
+from queue_model import OUTPUTS, OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
-from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost
+from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
 from tq.control.recovery import Recovering
 from tq.control.state import ControlState
 from tq.messages import (
@@ -33,6 +33,8 @@ class ModelledQueue:
         self.version = 0
         self.finished_durably: dict[int, list[int]] = {}
         self.lost_durably: dict[int, list[RowRecords]] = {}
+        self.noted: dict[str, frozenset[str]] = {}
+        """Which columns tasks write, in the job store."""
         self.units = {name: FakeUnit(name) for name in UNITS}
         self.requests = 0
         self.answers: dict[int, Any] = {}
@@ -62,6 +64,7 @@ class ModelledQueue:
         self.state = ControlState(
             self.tasks, version=self.version, first_token=(self.starts << 20) + 1, recovering=recovering
         )
+        self.state.handle(TasksWrite(self.noted))
         for partition in PARTITIONS:
             self.apply(OpenPartition(partition, ROWS))
         for partition, rows in self.finished_durably.items():
@@ -113,9 +116,10 @@ class ModelledQueue:
         again = lease.token in self.holds.setdefault(event.owner, {})
         if isinstance(event, FetchRound):
             self.check_round(event, lease)
-        for row in lease.rows:
+        for row, unit in zip(lease.rows, lease.units, strict=True):
             assert event.task != "train" or row not in self.trained, "a trained row was handed out again"
-            assert self.held.get((event.task, row), lease.token) == lease.token, "a row is in two hands"
+            before = self.held.get((event.task, row), lease.token)
+            assert before == lease.token or self.units[unit].refuses(event.task, before, row), "a row is in two hands"
             self.held[event.task, row] = lease.token
         held = Held(event.task, lease.token, lease.partition, list(lease.rows))
         if isinstance(event, FetchRound):
@@ -145,6 +149,9 @@ class ModelledQueue:
         unit.connected = True
         for fence in unit.owed:
             unit.fence(fence)
+        for fence in [fence for fence in self.fences if isinstance(fence, FenceAll) and fence.unit == name]:
+            unit.fence(fence)
+            self.void(fence)
         unit.owed.clear()
         unit.unsure.clear()
         unit.announced.clear()
@@ -217,6 +224,7 @@ class ModelledQueue:
             try:
                 if not unit.connected:
                     raise Superseded("unreachable")  # like a TransportError here: the ack may be told to the controller
+                self.noted[held.task] = OUTPUTS[held.task]
                 new = unit.commit(held.task, held.token, [row])
             except Superseded:
                 self.not_stored(owner, held, row)
@@ -255,19 +263,22 @@ class ModelledQueue:
         return holds
 
     def carry_out(self, fence: Fence | FenceAll) -> None:
-        names = fence.units if isinstance(fence, FenceAll) else tuple(fence.rows)
-        for name in names:
-            if self.units[name].connected:
-                self.units[name].fence(fence)
-                self.flush(name)
-            else:
-                self.units[name].owed.append(fence)
+        unit = self.units[fence.unit]
+        if unit.connected:
+            unit.fence(fence)
+            self.flush(unit.name)
+        else:
+            unit.owed.append(fence)
+        self.void(fence)
+        self.apply(Fenced(fence.task, fence.token))
+
+    def void(self, fence: Fence | FenceAll) -> None:
+        """Forget who held what a fence is about; of other void leases the units know (`FakeUnit.refuses`)."""
         for (task, row), token in list(self.held.items()):
             if isinstance(fence, FenceAll):
                 claimed = any(token in holds and row in holds[token].rows for holds in self.holds.values())
-                void = token < fence.token and not (token in fence.alive and claimed)
+                void = token in fence.alive and not claimed
             else:
-                void = token < fence.token and any(row in rows for rows in fence.rows.values())
-            if task == fence.task and void:
+                void = row in fence.rows
+            if task == fence.task and token < fence.token and void:
                 del self.held[task, row]
-        self.apply(Fenced(fence.task, fence.token))

@@ -20,6 +20,8 @@ TASKS = (
 )
 STEP_TASKS = (*TASKS[:2], replace(TASKS[2], steps=StepSpec(ROWS, lateness=1)))
 """The same with steps of several partitions."""
+BY_INPUTS = tuple(replace(task, outputs=frozenset()) for task in TASKS)
+"""The same as `TASKS`; what they write is only seen."""
 NAMES = [task.name for task in TASKS]
 OUTPUTS = {task.name: task.outputs for task in TASKS}
 OWNERS = ("a", "b", "c")
@@ -66,7 +68,6 @@ class FakeUnit:
 
     def commit(self, task: str, token: int, rows: list[int]) -> list[int]:
         """Store outputs; returns the rows that were not stored before."""
-        floor, alive = self.floors.get(task, (0, frozenset()))
         new = []
         for row in rows:
             it = self.rows.get(row)
@@ -74,7 +75,7 @@ class FakeUnit:
                 raise Superseded("not here")
             if it.commits.get(task) == token:
                 continue
-            if task in it.commits or token < it.fences.get(task, 0) or (token < floor and token not in alive):
+            if task in it.commits or self.refuses(task, token, row):
                 raise Superseded("somebody else's")
             new.append(row)
         for row in new:
@@ -87,11 +88,17 @@ class FakeUnit:
         self.sweep()
         return new
 
+    def refuses(self, task: str, token: int, row: int) -> bool:
+        """Whether a lease is void here."""
+        floor, alive = self.floors.get(task, (0, frozenset()))
+        fence = self.rows[row].fences.get(task, 0) if row in self.rows else 0
+        return token < fence or (token < floor and token not in alive)
+
     def fence(self, fence: Fence | FenceAll) -> None:
         if isinstance(fence, FenceAll):
             self.floors[fence.task] = (fence.token, frozenset(fence.alive))
             return
-        for row in fence.rows.get(self.name, ()):
+        for row in fence.rows:
             if row in self.rows:
                 self.rows[row].fences[fence.task] = max(fence.token, self.rows[row].fences.get(fence.task, 0))
 

@@ -143,10 +143,20 @@ def test_rows_of_a_dead_owner_wait_for_the_fence_and_come_back_in_their_place(ma
     world.ask("ref", 2, owner="dead")
     assert world.granted(world.ask("ref", 1, owner="alive")).rows == [2]
     world.handle(OwnerGone("dead"))
-    assert world.fences[0].rows == {"storage-0": (0,), "storage-1": (1,)}
+    assert [(fence.unit, fence.rows) for fence in world.fences] == [("storage-0", (0,)), ("storage-1", (1,))]
     assert world.granted(world.ask("ref", 1)).rows == [3]
     world.confirm_fences()
     assert world.granted(world.ask("ref", 4)).rows == [0, 1]
+
+
+def test_rows_of_a_unit_come_back_though_another_one_does_not_answer(make_world: World) -> None:
+    world = make_world(REF)
+    world.create(range(4))
+    world.ask("ref", 4, owner="dead")
+    waiting = world.ask("ref", 4)
+    world.handle(OwnerGone("dead"))
+    world.handle(Fenced("ref", next(fence.token for fence in world.fences if fence.unit == "storage-1")))
+    assert world.granted(waiting).rows == [1, 3]
 
 
 def test_fence_token_is_above_the_void_lease_and_below_every_later_one(make_world: World) -> None:
@@ -260,7 +270,7 @@ def test_instructions_name_the_request_and_the_unit(make_world: World) -> None:
     (answer,) = world.handle(FetchRows("ref", "a", 1, 0, 60), 7)
     assert isinstance(answer, Answer) and answer.request == 7
     (fence,) = world.handle(OwnerGone("a"))
-    assert (fence.task, fence.rows) == ("ref", {"storage-0": (0,)})
+    assert (fence.task, fence.unit, fence.rows) == ("ref", "storage-0", (0,))
 
 
 def test_stats_count_rows_of_each_stage(make_world: World) -> None:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from modelled_queue import ModelledQueue
 from queue_model import (
+    BY_INPUTS,
     OWNERS,
     PARTITIONS,
     RANKS,
@@ -280,6 +281,12 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         return {row for group in groups for row in range(group * SIZE, group * SIZE + SIZE)}
 
 
+class TasksByInputsMachine(QueueMachine):
+    """The same with tasks that declare no outputs: what they write is learnt, and known after a restart."""
+
+    tasks = BY_INPUTS
+
+
 class StepMachine(QueueMachine):
     """The same with steps that take rows of several partitions: every step is full, nothing is later than allowed."""
 
@@ -331,6 +338,8 @@ class StepMachine(QueueMachine):
 
 
 QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TasksByInputsMachine.TestCase.settings = QueueMachine.TestCase.settings
 StepMachine.TestCase.settings = QueueMachine.TestCase.settings
 test_random_events = QueueMachine.TestCase
+test_random_events_with_tasks_that_declare_inputs_only = TasksByInputsMachine.TestCase
 test_random_events_with_steps_of_several_partitions = StepMachine.TestCase

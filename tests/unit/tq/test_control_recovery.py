@@ -7,7 +7,16 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.events import DeadlinePassed, FenceAll, OwnerGone, RecoveryDeadline, RowsFinished, UnitGone, UnitLost
+from tq.control.events import (
+    DeadlinePassed,
+    FenceAll,
+    Fenced,
+    OwnerGone,
+    RecoveryDeadline,
+    RowsFinished,
+    UnitGone,
+    UnitLost,
+)
 from tq.control.recovery import Recovering
 from tq.messages import GiveBack, Granted, Held
 
@@ -24,7 +33,7 @@ def test_nothing_is_served_before_everybody_is_back_and_old_leases_are_fenced(ma
     assert world.fences == []
     world.join("a", Held("ref", 7, 1, [1]))
     (fence,) = world.fences
-    assert fence == FenceAll("ref", 1000, (7,), ("storage-0",))
+    assert fence == FenceAll("ref", 1000, "storage-0", (7,))
     assert request not in world.answers and world.state.recovering
     world.confirm_fences()
     assert world.granted(request).rows == [0]
@@ -39,9 +48,10 @@ def test_those_who_do_not_come_are_given_up_at_the_deadline(make_world: World) -
     assert "waits for storage-1" in world.answers[3].waiting_for
     assert world.state.away() == ["storage-1"]
     world.handle(RecoveryDeadline())
-    assert world.fences[0].units == ("storage-0", "storage-1"), "it must hear of the fence when it is back"
-    world.confirm_fences()
-    assert world.granted(request).rows == [0]
+    assert [fence.unit for fence in world.fences] == ["storage-0", "storage-1"], "it must hear of it when it is back"
+    assert request not in world.answers
+    world.handle(Fenced("ref", world.fences[0].token))
+    assert world.granted(request).rows == [0], "whoever is away delays nobody"
     world.register("storage-1", [5])
     assert world.granted(world.ask("ref")).rows == [5]
 

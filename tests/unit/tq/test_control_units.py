@@ -230,7 +230,7 @@ def test_rows_of_a_dead_owner_that_are_lost_meanwhile_are_fenced_where_they_are_
     world.confirm_fences()
     world.put([0], "storage-1")
     (fence,) = world.fences
-    assert fence.rows == {"storage-1": (0,)}
+    assert (fence.unit, fence.rows) == ("storage-1", (0,))
     assert world.task("ref").ready == 0
     world.handle(Fenced("ref", fence.token))
     assert world.granted(world.ask("ref")).rows == [0]

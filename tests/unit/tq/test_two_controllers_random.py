@@ -1,6 +1,6 @@
 """Two controllers and two units under random events: late messages, broken channels, one service dying at a time."""
 
-from held_unit import NAMES
+from held_unit import BY_INPUTS, NAMES
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -178,6 +178,12 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
         self.finish_everything(ALL_ROWS)
 
 
+class TasksByInputsMachine(TwoControllersMachine):
+    """The same with tasks that declare no outputs: what they write is learnt."""
+
+    tasks = BY_INPUTS
+
+
 TwoControllersMachine.TestCase.settings = settings(
     max_examples=3 * settings.default.max_examples,
     stateful_step_count=40,
@@ -185,4 +191,6 @@ TwoControllersMachine.TestCase.settings = settings(
     derandomize=True,
     phases=[Phase.generate],
 )
+TasksByInputsMachine.TestCase.settings = TwoControllersMachine.TestCase.settings
 test_random_events = TwoControllersMachine.TestCase
+test_random_events_with_tasks_that_declare_inputs_only = TasksByInputsMachine.TestCase

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from held_unit import NAMES, OUTPUTS, Change, HeldUnit
+from held_unit import ALL_TASKS, NAMES, Change, HeldUnit, outputs_of
 from modelled_controller import CONTROLLER_OF, SERVED, Controller
 from queue_model import PARTITIONS, ROWS, SIZE, UNITS, partition_of
 
@@ -20,6 +20,7 @@ from tq.control.events import (
     RecoveryDeadline,
     RowsFinished,
     RowsLost,
+    TasksWrite,
     UnitGone,
 )
 from tq.control.recovery import Recovering
@@ -31,6 +32,7 @@ from tq.messages import (
     Held,
     Join,
     OpenPartition,
+    RegisterUnit,
     RowsCreated,
     TellLost,
     UnitAccepted,
@@ -43,8 +45,12 @@ ALL_ROWS = range(ROWS * len(PARTITIONS))
 class TwoControllers:
     """Asserts that nobody gets what another holds, or what was acked."""
 
+    tasks = ALL_TASKS
+
     def reset(self) -> None:
-        self.controllers = {name: Controller(name) for name in SERVED}
+        self.noted: dict[str, set[str]] = {}
+        """Which columns tasks write, in the job store."""
+        self.controllers = {name: Controller(name, self.tasks) for name in SERVED}
         self.units = {name: HeldUnit(name, tuple(SERVED)) for name in UNITS}
         self.requests = 0
         self.answers: dict[int, Any] = {}
@@ -77,6 +83,7 @@ class TwoControllers:
     def boot(self, name: str, recovering: Recovering | None) -> None:
         controller = self.controllers[name]
         controller.boot(recovering)
+        controller.state.handle(TasksWrite(self.noted))
         for partition in PARTITIONS:
             self.apply(name, OpenPartition(partition, ROWS))
         for partition, rows in controller.finished.items():
@@ -90,6 +97,9 @@ class TwoControllers:
         request = self.requests
         if isinstance(event, FetchRows):
             controller.parked[request] = event
+        putting = isinstance(event, RowsCreated) and controller.state.any_away
+        if putting or isinstance(event, RegisterUnit | DoneElsewhere):
+            controller.state.handle(TasksWrite(self.noted))
         instructions = controller.state.handle(event, request)
         controller.save(unit_gone=isinstance(event, UnitGone))
         for instruction in instructions:
@@ -117,22 +127,27 @@ class TwoControllers:
                     assert row not in self.units[unit].rows or order.task in self.units[unit].rows[row].commits
 
     def carry_out(self, name: str, fence: Fence | FenceAll) -> None:
-        """The units carry out a fence, and confirm when the controller knows what they had stored."""
+        """A unit carries out a fence, and confirms when the controller knows what it had stored."""
         controller = self.controllers[name]
         controller.fences.remove(fence)
-        for unit in fence.units if isinstance(fence, FenceAll) else tuple(fence.rows):
-            link = self.units[unit].links[name]
-            if link.connected:
-                self.units[unit].fence(fence)
-                self.flush(unit, name)
-            else:
-                link.owed.append(fence)
-        for (task, row), token in list(self.held.items()):
-            if task == fence.task and token < fence.token:
-                alive = isinstance(fence, FenceAll) and token in fence.alive and self.claimed(task, row, token)
-                if not alive and (isinstance(fence, FenceAll) or any(row in rows for rows in fence.rows.values())):
-                    del self.held[task, row]
+        link = self.units[fence.unit].links[name]
+        if link.connected:
+            self.units[fence.unit].fence(fence)
+            self.flush(fence.unit, name)
+        else:
+            link.owed.append(fence)
+        self.void(fence)
         self.apply(name, Fenced(fence.task, fence.token))
+
+    def void(self, fence: Fence | FenceAll) -> None:
+        """Forget who held what a fence is about; of other void leases the units know (`HeldUnit.refuses`)."""
+        for (task, row), token in list(self.held.items()):
+            if isinstance(fence, FenceAll):
+                void = token in fence.alive and not self.claimed(task, row, token)
+            else:
+                void = row in fence.rows
+            if task == fence.task and token < fence.token and void:
+                del self.held[task, row]
 
     def claimed(self, task: str, row: int, token: int) -> bool:
         return any(it.task == task and it.token == token and row in it.rows for it in self.leases.values())
@@ -146,6 +161,10 @@ class TwoControllers:
             self.notice(unit, name)
         for fence in link.owed:
             held_unit.fence(fence)
+        for fence in [fence for fence in self.controllers[name].fences if fence.unit == unit]:
+            if isinstance(fence, FenceAll):
+                held_unit.fence(fence)
+                self.void(fence)
         link.owed.clear()
         link.connected = True
         reply = self.apply(name, held_unit.inventory())
@@ -200,7 +219,7 @@ class TwoControllers:
     def unit_dies(self, unit: str) -> None:
         """It starts again, empty: acks that were not confirmed are given again, new rows are put again."""
         for change in self.units[unit].changes:
-            if change.kind == "commit" and OUTPUTS[change.task]:  # made again, by whomever
+            if change.kind == "commit" and outputs_of(change.task, change.rows[0]):  # made again, by whomever
                 self.held.pop((change.task, change.rows[0]), None)
         self.units[unit].start()
         self.hear(self.units[unit])
@@ -214,16 +233,19 @@ class TwoControllers:
 
     def granted(self, fetch: FetchRows, lease: Granted) -> None:
         for row, unit in zip(lease.rows, lease.units, strict=True):
-            if OUTPUTS[fetch.task] and not self.values_exist(fetch.task, row):
+            if outputs_of(fetch.task, row) and not self.values_exist(fetch.task, row):
                 self.acked.discard((fetch.task, row))
             assert (fetch.task, row) not in self.acked, f"row {row} was acked by {fetch.task}, and is handed out again"
-            assert (fetch.task, row) not in self.held, f"row {row} is in two hands of {fetch.task}"
+            before = self.held.get((fetch.task, row))
+            void = before is None or self.units[unit].refuses(fetch.task, before, row)
+            assert void, f"row {row} is in two hands of {fetch.task}"
             self.held[fetch.task, row] = lease.token
             self.where[lease.token, row] = unit
         self.leases[fetch.owner, lease.token] = Held(fetch.task, lease.token, lease.partition, list(lease.rows))
 
     def values_exist(self, task: str, row: int) -> bool:
-        return any(row in unit.rows and OUTPUTS[task] <= unit.rows[row].columns for unit in self.units.values())
+        columns = outputs_of(task, row)
+        return any(row in unit.rows and columns <= unit.rows[row].columns for unit in self.units.values())
 
     def count(self, task: str, row: int) -> None:
         """A consumer is told that its ack counts."""
@@ -238,13 +260,16 @@ class TwoControllers:
 
     def finish(self, owner: str, lease: Held, row: int, *, told: str = "all") -> None:
         """A holder, dead or alive, is done with a row. `told`: who hears of an ack of a lost row, now or later."""
+        self.noted.setdefault(lease.task, set()).update(
+            outputs_of(lease.task, row)
+        )  # a unit does, before it stores them
         unit = self.where[lease.token, row]  # or its next life: consumers know units by name
         try:
             self.units[unit].commit(lease.task, lease.token, row)
             self.worked_on.add((lease.task, row))
             self.hear(self.units[unit])
         except Superseded:
-            if not OUTPUTS[lease.task]:
+            if not outputs_of(lease.task, row):
                 self.ack_lost(owner, lease, row, told)
             else:
                 self.drop(lease, row)

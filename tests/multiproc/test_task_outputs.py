@@ -1,0 +1,109 @@
+"""Tasks that are declared by their inputs only: what they wrote and lost with a unit, they write again, once."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import tq
+from tq.messages import Granted, LostRows, NoRows
+
+SHORT_FORM = {"first": ["x"], "second": ["x", "h"]}
+FAST = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
+DEADLINE_S = 30.0
+
+
+def values(*numbers: float) -> tq.Column:
+    return tq.column(torch.tensor(numbers))
+
+
+def take(client: tq.QueueClient, task: str, num_rows: int) -> Granted:
+    """Fetch so many rows, whatever a restart in between answers; fails after the deadline."""
+    for _ in range(int(DEADLINE_S)):
+        answer = client.fetch(task, num_rows=num_rows, timeout_s=1)
+        if isinstance(answer, Granted):
+            return answer
+    raise AssertionError(f"nothing was ready for {task}")
+
+
+def nothing_for(client: tq.QueueClient, task: str) -> bool:
+    return isinstance(client.fetch(task, num_rows=1, timeout_s=0.2), NoRows)
+
+
+def kill_and_wait(queue: tq.LocalQueue, *services: str) -> None:
+    """Kill services, one after the other; wait each time until a successor serves."""
+    paused = threading.Event()
+    for service in services:
+        pid = queue.pids()[service]
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(int(DEADLINE_S / 0.05)):
+            if queue.pids().get(service, pid) != pid:
+                break
+            paused.wait(0.05)
+        queue.wait_until_up(DEADLINE_S)
+
+
+def lost(client: tq.QueueClient) -> LostRows:
+    found = client.lost_rows(timeout_s=DEADLINE_S)
+    assert found is not None, "no row is reported lost"
+    return found
+
+
+def first_writes(client: tq.QueueClient, rows: list[int]) -> None:
+    lease = take(client, "first", len(rows))
+    assert sorted(lease.rows) == rows
+    client.put("first", lease, lease.rows, {"h": values(*(10.0 * row for row in lease.rows))})
+
+
+@pytest.mark.parametrize("num_controllers", [1, 2])
+@pytest.mark.parametrize("then_dies", ["", "controller-0"])
+def test_a_column_that_died_with_its_unit_is_written_again(num_controllers: int, then_dies: str) -> None:
+    with tq.start(SHORT_FORM, num_units=1, num_controllers=num_controllers, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": values(0, 1, 2)}, rows=range(3))
+        first_writes(client, [0, 1, 2])
+        kill_and_wait(queue, "storage-0")
+        assert sorted(lost(client).rows) == [0, 1, 2]
+        if then_dies:
+            kill_and_wait(queue, then_dies)
+        client.put_rows({"x": values(0, 1, 2)}, rows=range(3))
+        first_writes(client, [0, 1, 2])
+        lease = take(client, "second", 3)
+        assert client.get(lease, ["h"])["h"].values.tolist() == [10.0 * row for row in lease.rows]
+        client.ack("second", lease)
+        assert nothing_for(client, "first") and nothing_for(client, "second")
+        assert client.stats()[0].live_rows == 0
+
+
+def test_a_task_that_acked_a_row_without_writing_stays_done_with_it() -> None:
+    """`first` writes `h` for one row and skips the other; `look` never writes anything."""
+    with tq.start({"first": ["x"], "look": ["x"], "last": ["x"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": values(0, 1)}, rows=[0, 1])
+        lease = take(client, "first", 2)
+        client.put("first", lease, [0], {"h": values(1)})
+        client.ack("first", lease, [1])
+        client.ack("look", take(client, "look", 2))
+        kill_and_wait(queue, "storage-0")
+        client.put_rows({"x": values(0, 1)}, rows=lost(client).rows)
+        first_writes(client, [0])
+        assert nothing_for(client, "look")
+        assert sorted(take(client, "last", 2).rows) == [0, 1]
+
+
+def test_a_restored_queue_knows_what_its_tasks_wrote(tmp_path: Path) -> None:
+    with tq.start(SHORT_FORM, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": values(0, 1)}, rows=[0, 1])
+        first_writes(client, [0, 1])
+        client.snapshot(tmp_path / "snapshot")
+    with tq.start(SHORT_FORM, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.restore(tmp_path / "snapshot")
+        kill_and_wait(queue, "storage-0")
+        client.put_rows({"x": values(0, 1)}, rows=lost(client).rows)
+        first_writes(client, [0, 1])
+        assert sorted(take(client, "second", 2).rows) == [0, 1]
