@@ -33,8 +33,7 @@ def _start(two_hosts: list[Host]) -> Iterator[Start]:
         party.close()
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("unit_on", [0, 1])
+@pytest.mark.parametrize("unit_on", [0, pytest.param(1, marks=pytest.mark.gate)])
 def test_rows_go_over_gloo_between_hosts_and_through_shared_memory_within_one(
     start: Start, two_hosts: list[Host], unit_on: int
 ) -> None:
