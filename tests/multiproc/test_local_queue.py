@@ -173,7 +173,6 @@ def test_an_unknown_task_is_refused_by_name(queue: tq.LocalQueue) -> None:
         queue.client("me").fetch("judge", num_rows=1)
 
 
-@pytest.mark.gate
 def test_a_full_queue_says_what_it_waits_for() -> None:
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST.model_copy(update={"max_live_rows": 2})) as queue:
         client = queue.client("producer")
