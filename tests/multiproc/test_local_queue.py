@@ -316,7 +316,6 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(star
         assert client.get(take(client, "train", 1), ["score"])["score"].values.tolist() == [2.0]
 
 
-@pytest.mark.gate
 def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
     train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
     recovering = FAST.model_copy(update={"lease_timeout_s": 15})  # long enough for both to come back
