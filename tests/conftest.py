@@ -5,10 +5,14 @@ so that a change is judged by what it changes: few of them, or many with `--hypo
 time with `--hypothesis-profile=random`.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Models are tiny and tests run beside each other: more threads would wait for cores. Before anybody imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("random", deadline=None)
 settings.register_profile("full", deadline=None, derandomize=True)

@@ -34,7 +34,7 @@ def test_rank_that_cannot_write_fails_the_save_for_all_and_the_next_one_succeeds
     assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["step_000001", "step_000003"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.gate)])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_any_number_of_ranks_restores_the_state_of_the_step(
     saved: tuple[Path, list[dict[str, Any]]], num_ranks: int
 ) -> None:

@@ -198,7 +198,6 @@ def test_error_that_could_not_be_recorded_is_named(launch: Launch) -> None:
     assert output.splitlines()[-1].endswith("rollout rank 0 failed: OSError: no space left")
 
 
-@pytest.mark.gate
 def test_all_start_again_after_the_death_of_the_fork_server(launch: Launch) -> None:
     launcher = launch("obey_phase")
     pids = launcher.wait_for_workers(5)

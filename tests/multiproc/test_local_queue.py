@@ -182,7 +182,6 @@ def test_an_unknown_task_is_refused_by_name(queue: tq.LocalQueue) -> None:
         queue.client("me").fetch("judge", num_rows=1)
 
 
-@pytest.mark.gate
 def test_a_full_queue_says_what_it_waits_for() -> None:
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST.model_copy(update={"max_live_rows": 2})) as queue:
         client = queue.client("producer")
@@ -374,7 +373,6 @@ def test_a_stopped_unit_delays_no_rows_of_another_one() -> None:
         assert again.rows == [row for row, unit in zip(lease.rows, lease.units, strict=True) if unit == "storage-1"]
 
 
-@pytest.mark.gate
 def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
     train = tq.TaskConfig(name="train", inputs=("prompt",), keeps_leases=True)
     recovering = FAST.model_copy(update={"lease_timeout_s": 15})  # long enough for both to come back

@@ -133,7 +133,7 @@ def test_signal_to_any_launcher_stops_all(
     assert_nothing_runs(*two_hosts)
 
 
-@pytest.mark.parametrize("end", ["kill", "stop", pytest.param("cut off", marks=pytest.mark.gate)])
+@pytest.mark.parametrize("end", ["kill", "stop", "cut off"])
 def test_lost_launcher_ends_the_run_resumably(three_hosts: list[Host], tmp_path: Path, end: str) -> None:
     launchers = start(three_hosts, tmp_path / "run", "gang_entrypoints:never_leave")
     at_work(three_hosts[0], tmp_path / "run")

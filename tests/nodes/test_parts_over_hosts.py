@@ -33,8 +33,7 @@ def _start(two_hosts: list[Host]) -> Iterator[Start]:
         party.close()
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("unit_on", [0, 1])
+@pytest.mark.parametrize("unit_on", [0, pytest.param(1, marks=pytest.mark.gate)])
 def test_rows_go_over_gloo_between_hosts_and_through_shared_memory_within_one(
     start: Start, two_hosts: list[Host], unit_on: int
 ) -> None:
@@ -54,7 +53,7 @@ def test_rows_go_over_gloo_between_hosts_and_through_shared_memory_within_one(
     assert read_bytes <= two_hosts[0].received_bytes() - before < read_bytes * 1.1 + SLACK_BYTES
 
 
-@pytest.mark.parametrize("trainers_on", [(0, 0), pytest.param((0, 1), marks=pytest.mark.gate)])
+@pytest.mark.parametrize("trainers_on", [(0, 0), (0, 1)])
 def test_weights_reach_another_host_once_whatever_the_number_of_its_receivers(
     start: Start, two_hosts: list[Host], trainers_on: tuple[int, int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""`asyncflow verify` on real runs: while they run, after a crash, resumed, and tampered with."""
+"""`asyncflow verify` and `status` on a real run: while it runs, after a crash, resumed, and tampered with."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 
 from . import command
 
-VERIFY = command.COMMAND.with_name("asyncflow")
+ASYNCFLOW = command.COMMAND.with_name("asyncflow")
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=2", "--set", "actor.ppo_epochs=2")
 
 
 def verify(run_dir: Path) -> tuple[int, dict[str, Any]]:
     """Run the command; returns its exit code and its report."""
-    done = subprocess.run([VERIFY, "verify", run_dir, "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run([ASYNCFLOW, "verify", run_dir, "--json"], capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -28,6 +28,8 @@ def test_run_that_was_killed_and_resumed_is_proved_at_every_moment(tmp_path: Pat
         code, report = verify(run_dir)
         assert (code, report["live"]) == (0, True), report
         assert report["last_step"] >= 5
+        said = subprocess.run([ASYNCFLOW, "status", run_dir, "--json"], capture_output=True, text=True, check=True)
+        assert {"actor/0", "rollout-0/0", "ref-0/0"} <= set(json.loads(said.stdout)["ranks"])
         family = command.descendants(process.pid)
         process.kill()
         command.wait_until(lambda: not any(one.is_running() for one in family), "the end of workers", deadline_s=30)
