@@ -285,15 +285,17 @@ def test_a_failed_write_leaves_the_former_export(
 def test_an_error_that_nobody_expects_costs_one_export(
     start: Start, server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    unknown = ["a tensor"]
+
     def write(target: Path, shapes: Any, read: Any) -> None:
-        if not caplog.records:
+        if unknown:
+            unknown.clear()
             raise ValueError("a tensor of an unknown kind")
         write_weights(target, shapes, read)
 
     feed, _ = start(write)
     feed.newest = Version(0, 1)
-    wait_for_log(caplog, "weights of step 1: not exported")
-    assert "ValueError: a tensor of an unknown kind" in caplog.text
+    wait_for_log(caplog, "(ValueError: a tensor of an unknown kind); what was exported before stays")
     feed.newest = Version(0, 2)
     assert told(server)[0] == "0.2"
     assert names(tmp_path / "weights") == ["latest", "step_000002"]
