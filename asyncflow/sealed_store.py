@@ -127,7 +127,7 @@ class SealedStore:
 
     def list_keys(self) -> list[str]:
         """Return the keys below this prefix, whoever wrote them."""
-        keys: list[str] = self._store.list_keys()  # type: ignore[attr-defined]  # the stub lacks it
+        keys: list[str] = self._store.list_keys()
         return [key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix)]
 
     def queue_push(self, key: str, item: bytes) -> None:
@@ -144,7 +144,7 @@ class SealedStore:
         return self._open(_ITEM, key, self._store.queue_pop(self._prefix + key))
 
     def _swap(self, key: str, old: bytes, new: bytes) -> bytes:
-        found: bytes = self._store.compare_set(self._prefix + key, old, new)
+        found: bytes = self._store.compare_set(self._prefix + key, old, new)  # type: ignore[arg-type]  # the stub lacks bytes
         return found
 
     def _seal(self, kind: bytes, key: str, body: bytes) -> bytes:
