@@ -199,15 +199,15 @@ def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
 
 
-@pytest.mark.parametrize(("poison", "what"), [("rewards", "loss is nan"), ("gradient", "gradient norm is inf")])
+@pytest.mark.parametrize(("poison", "what"), [("log_probs", "loss is nan"), ("gradient", "gradient norm is inf")])
 def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str, what: str
 ) -> None:
     config = configure()
     engine, rounds = load_train_engine(config, device=CPU), make_rounds()
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
-    if poison == "rewards":
-        rounds[1].columns["rewards"].values[0] = math.nan
+    if poison == "log_probs":
+        rounds[1].columns["rollout_log_probs"].values[0] = math.nan
     else:
         monkeypatch.setattr(engine, "step", lambda scale: StepStats(grad_norm=math.inf, lr=1.0))
     before = weights(engine)
