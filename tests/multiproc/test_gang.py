@@ -297,7 +297,6 @@ def test_worker_that_keeps_dying_ends_the_run(launch: Launch) -> None:
     assert lines[-1].endswith("rollout rank 0 failed: ended by SIGKILL")
 
 
-@pytest.mark.gate
 def test_worker_that_does_not_get_on_writes_its_stacks_and_starts_again(launch: Launch) -> None:
     launcher = launch("hang_once", operation_timeout_s=3.0)
     pids = launcher.wait_for_workers(5)

@@ -196,7 +196,6 @@ def test_a_full_queue_says_what_it_waits_for() -> None:
         assert client.get(take(client, "train", 2), ["prompt"])["prompt"].texts() == ["d"]
 
 
-@pytest.mark.gate
 def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
     with tq.start(TASKS, num_controllers=2, config=FAST) as queue:
         client = queue.client("me")
@@ -393,7 +392,6 @@ def test_ranks_of_a_gang_keep_their_rounds_over_a_controller_restart() -> None:
         assert over.reason is NoRowsReason.PARTITION_DONE
 
 
-@pytest.mark.gate
 def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tmp_path: Path) -> None:
     whole = tmp_path / "snapshot"
     with tq.start(TASKS, num_units=3, config=FAST) as queue:
