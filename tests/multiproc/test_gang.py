@@ -265,7 +265,9 @@ def test_worker_that_is_killed_or_stopped_starts_again_and_nobody_else(launch: L
     assert ("ended by SIGKILL" if number is signal.SIGKILL else "stopped by a signal") in line
     again = launcher.wait_for_others({"rollout-1/0": pids["rollout-1/0"]})
     assert {**again, "rollout-1/0": 0} == {**pids, "rollout-1/0": 0}
-    assert json.loads(launcher.store().get("restarts"))["gangs"] == {"rollout-1": 1}
+    status = launcher.run_dir / "status.json"
+    counted = {"rollout-1": 1}
+    eventually(lambda: json.loads(status.read_text())["restarts"]["gangs"] == counted, "the count", launcher)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.finish()[0] == 75
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"(?:asyncflow-rl|\.)\[([\w,-]+)\]['\"]")
-"""'asyncflow-rl[cuda,math]', '.[test]'."""
+NAMED = re.compile(r"\.\[([\w,-]+)\]['\"]")
+"""'.[test]'."""
 
 
 def extras_named_in(folder: str) -> dict[str, str]:

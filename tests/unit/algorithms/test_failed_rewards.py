@@ -49,6 +49,7 @@ def batch_of(rows: list[int]) -> PackedBatch:
         "values": tokens(3),
         "log_probs": tokens(4),
         "new_values": tokens(5),
+        "new_log_probs": tokens(6),
         "truncated": Column.of_scalars(torch.tensor([False] * 4)),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
     }
@@ -61,8 +62,7 @@ def train(section: dict[str, Any], rows: list[int]) -> dict[str, object]:
     config = config.model_copy(update={"off_policy": OffPolicyConfig(method="none")})
     algorithm = load_algorithm(config, max_response_tokens=5, mask_truncated=False)
     batch = batch_of(rows)
-    new = batch["log_probs"].values.clone().requires_grad_()
-    batch = PackedBatch(batch.indices, {name: batch[name] for name in batch.columns if name != "log_probs"})
+    new = batch["new_log_probs"].values.clone().requires_grad_()
     batch = batch.with_columns(algorithm.advantages(batch, group_size=len(rows)))
     if algorithm.whole_step:
         moments = Moments.merged([algorithm.moments(batch)])

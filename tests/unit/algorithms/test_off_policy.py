@@ -124,6 +124,7 @@ def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
         "rollout_log_probs": Column(new.detach() - GAPS, lengths),
         "advantages": Column.of_scalars(torch.tensor([-1.0] * 6 + [1.0] * 2)),
         "truncated": Column.of_scalars(torch.zeros(len(GAPS), dtype=torch.bool)),
+        "rewards": Column.of_scalars(torch.zeros(len(GAPS))),
     }
     loss = algorithm.loss(PackedBatch(tuple(range(len(GAPS))), columns), device=torch.device("cpu"))
     loss(new, torch.zeros_like(GAPS)).backward()  # type: ignore[no-untyped-call]

@@ -594,7 +594,7 @@ def test_users_modules_are_looked_for_beside_the_configuration(
     task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_masks"}
     source = write_config(reward={"function": "lying_beside:score"}, tasks=[task])
     module = tmp_path / "lying_beside.py"
-    module.write_text("def score(prompt, response, answer): ...\ndef keep(row): ...\n")
+    module.write_text("def score(prompt, response, answer): return 1.0\ndef keep(row): ...\n")
     assert run(source, "--dry-run").exit_code == 0
     (tmp_path / "elsewhere").mkdir()
     module.rename(tmp_path / "elsewhere" / module.name)

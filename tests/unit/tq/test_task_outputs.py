@@ -33,7 +33,7 @@ def restarted(make_world: World, before: Any, outputs: dict[str, list[str]]) -> 
     """Return the next incarnation, with everybody back and nothing at the unit."""
     world = make_world(FIRST, LOOK, SECOND, first_token=1000, recovering=WHO)
     world.handle(TasksWrite(outputs))
-    world.handle(RowsLost(tuple(before.state.lost_rows())))
+    world.handle(RowsLost(tuple(before.lost_rows())))
     world.register("storage-0")
     world.join("a")
     world.confirm_fences()
@@ -102,7 +102,7 @@ def test_the_tasks_before_a_trainer_are_done_with_what_it_holds_until_that_is_pu
     world.join("a", Held("train", 7, 1, [0]))
     world.register("storage-0")
     world.confirm_fences()
-    (record,) = world.state.lost_rows()
+    (record,) = world.lost_rows()
     assert (record.rows, record.done) == ([0], ["first", "middle"])
     assert world.answers[world.put([0], "storage-1")] == RowsAccepted()
     assert world.granted(world.ask("first")).rows == [0]
