@@ -60,6 +60,14 @@ class SealedStore:
         """Write."""
         self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
+    def put(self, key: str, value: bytes | str) -> None:
+        """Write, and return when the server has it: whoever hears of it afterwards finds it.
+
+        PyTorch's client sends a `set` and waits for no answer, so a call on another connection may overtake it.
+        """
+        self.set(key, value)
+        self.check([key])
+
     def get(self, key: str) -> bytes:
         """Return the value, once there is one.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from asyncflow.errors import SealBroken
 from asyncflow.sealed_store import SealedStore
@@ -120,3 +120,28 @@ def test_many_count_at_once_and_no_number_is_lost(store: SealedStore, strangers:
     for thread in threads:
         thread.join(60)
     assert sorted(sums) == list(range(1, 201))
+
+
+class ServerBehind(HashStore):
+    """Takes what was set only with the next call that it answers, as a server does whose client waits for no answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, bytes]] = []
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub lacks bytes
+        self.sent.append((key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        while self.sent:
+            super().set(*self.sent.pop(0))  # type: ignore[arg-type]  # the stub lacks bytes
+        return bool(super().check(keys))
+
+
+def test_what_is_put_is_with_the_server_when_the_call_returns() -> None:
+    server = ServerBehind()
+    store = SealedStore(server, SECRET)
+    store.set("later", b"1")
+    assert server.num_keys() == 0
+    store.put("now", b"1")
+    assert server.num_keys() == 2 and not server.sent

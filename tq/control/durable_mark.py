@@ -89,7 +89,7 @@ class DurableMark:
         if admission is not None:
             self._save_refills(admission.refills)
             mark = msgspec.structs.replace(mark, admission=msgspec.structs.replace(admission, refills=[]))
-        self._call("set", f"{self._base}/mark", msgspec.msgpack.encode(mark))
+        self._call("put", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:
         """Return the lost rows that were saved."""
@@ -102,7 +102,7 @@ class DurableMark:
         """Write which rows of a part are lost now; returns when the store has them."""
         key = f"{self._base}/lost/{part}"
         if records:
-            self._call("set", key, msgspec.msgpack.encode(records))
+            self._call("put", key, msgspec.msgpack.encode(records))
         else:
             self._call("delete_key", key)
 
@@ -119,7 +119,7 @@ class DurableMark:
 
     def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
         """Write one part of the finished rows of a partition; returns when the store has it."""
-        self._call("set", f"{self._base}/finished/{partition}/{part}", msgspec.msgpack.encode(rows.spans()))
+        self._call("put", f"{self._base}/finished/{partition}/{part}", msgspec.msgpack.encode(rows.spans()))
 
     def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
         """Remove these parts of the finished rows of a partition."""
@@ -128,7 +128,7 @@ class DurableMark:
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""
-        self._call("set", f"{self._base}/{kind}/{name}", "1")
+        self._call("put", f"{self._base}/{kind}/{name}", "1")
 
     def remove(self, kind: str, name: str) -> None:
         """Note that it is gone for good."""
@@ -148,7 +148,7 @@ class DurableMark:
             return
         for first in range(self._num_refills // _REFILLS * _REFILLS, len(refills), _REFILLS):
             part = msgspec.msgpack.encode(refills[first : first + _REFILLS])
-            self._call("set", f"{self._base}/refills/{first // _REFILLS}", part)
+            self._call("put", f"{self._base}/refills/{first // _REFILLS}", part)
         self._num_refills = len(refills)
 
     def _call(self, method: str, *arguments: Any) -> Any:

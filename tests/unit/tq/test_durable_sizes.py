@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
+from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
 from tq.control.controller import ControllerService
