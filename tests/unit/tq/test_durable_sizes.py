@@ -32,7 +32,7 @@ class Shell:
     def start(self, **settings: Any) -> None:
         """Begin a life, told of what the earlier ones remembered."""
         credentials = Credentials(cast(Any, self._store), b"secret")
-        credentials._idle.append(cast(Any, self._store))
+        credentials._idle.append(SealedStore(self._store, b"secret"))
         self.memory = Memory(DurableMark(credentials, "controller-0"), version=0)
         self.world = self._make_world(REF, TRAIN, **settings)
         for event in self.memory.events():
