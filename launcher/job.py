@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
+from asyncflow.network import choose_interfaces
 from launcher import preload
 from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
 from launcher.line_tail import EvaluationTail, MetricsTail
@@ -47,7 +48,7 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from launcher.rundir import EVALUATION_FILE, METRICS_FILE, has_checkpoint
+from launcher.rundir import EVALUATION_FILE, METRICS_FILE, STATUS_FILE, has_checkpoint
 from launcher.stop_signals import stop_signals
 from launcher.supervisor import Supervisor
 from launcher.worker_entry import ENTRYPOINT
@@ -105,6 +106,7 @@ def run_job(
             keep_torch_off_the_terminal()
             secret = secrets.token_hex(32)
             store = open_store(place, secret)
+            choose_interfaces(store.host)  # the launcher has channels, too
             job = Job(
                 store_host=store.host,
                 store_port=store.port,
@@ -117,6 +119,7 @@ def run_job(
                 started_at=started_at,
                 clock=HostClock.measure(),
             )
+            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
             job.save(run_dir)
             stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
             progress = stack.enter_context(

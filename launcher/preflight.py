@@ -19,7 +19,6 @@ from launcher.paths import check_makeable
 from launcher.placement import place_gangs
 from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
-from launcher.trial_call import try_reward
 from workers.algorithms.config import DAPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
@@ -42,7 +41,7 @@ class Preflight:
         num_prompts: rows of the data.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
-        first_prompt: of the data.
+        first_row, first_prompt: of the data, as it is there and as the model gets it.
         num_nodes: of the run.
         num_reward_parameters: of the reward model's files; 0 without one.
     """
@@ -54,6 +53,7 @@ class Preflight:
     num_prompts: int
     num_held_out: int
     num_parameters: int
+    first_row: PromptRow
     first_prompt: ShownPrompt
     num_nodes: int = 1
     num_reward_parameters: int = 0
@@ -73,10 +73,9 @@ def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
     gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
     num_prompts, num_held_out, first_row, first_prompt = _check_files(config)
     num_parameters = count_parameters(Path(config.model.path))
-    try_reward(config, first_row)
     model = config.reward.model
     return Preflight(
-        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_prompt, num_nodes,
+        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
         num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
     )  # fmt: skip
 

@@ -42,6 +42,7 @@ from launcher.rundir import (
     rewrite_run_dir,
 )
 from launcher.running_launcher import check_not_running
+from launcher.trial_call import try_reward
 from workers.config import RunConfig
 
 
@@ -70,12 +71,15 @@ class Accepted:
     arguments: tuple[str, ...] = ()
 
     def check_here(self) -> None:
-        """Check that this machine has what the run needs of it, besides devices; `doctor` and `sbatch` do without.
+        """Check that this machine has what the run needs of it, besides devices, and try the user's reward.
+
+        `doctor` and `sbatch` do without: they run where the job does not.
 
         Raises:
-            ConfigError: a library is not installed, or an engine does not compute here.
+            ConfigError: a library is not installed, an engine does not compute here, or the reward fails.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
+        try_reward(self.checked.config, self.checked.first_row)
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""

@@ -3,6 +3,7 @@ whole configuration has been accepted.
 
     config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
     logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
+    job.json  status.json  while it runs
 """
 
 import fcntl
@@ -35,7 +36,9 @@ STATUS_FILE = "status.json"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
-OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id", STATUS_FILE})
+OWN_NAMES = frozenset(
+    {CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id", STATUS_FILE, "status.tmp"}
+)
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""

@@ -1,4 +1,4 @@
-"""`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote a second ago.
+"""`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote, a second or a few ago.
 
     launcher: StatusWriter (`launcher.status_writer`) --> status.json --> RunStatus.read --> tables or JSON
 
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.size_text import size_text
@@ -71,7 +72,7 @@ class RunStatus:
             raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
         fields = _newest_fields(run_dir)
         launcher = running_launcher(run_dir)
-        if launcher is None and (fields is None or time.time() - fields["time"] > _STALE_S):
+        if launcher is None and not (_is_of_another_host(run_dir) and _is_recent(fields)):
             raise ConfigError(
                 f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
                 f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
@@ -192,6 +193,17 @@ class RunStatus:
                 (name, newest, size_text(agent["slot_bytes"]), size_text(agent["fetched_bytes"]), serving or "-")
             )
         return rows
+
+
+def _is_of_another_host(run_dir: Path) -> bool:
+    try:
+        return Job.load(run_dir).clock.host != HostClock.measure().host
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_recent(fields: Mapping[str, Any] | None) -> bool:
+    return fields is not None and time.time() - fields["time"] <= _STALE_S
 
 
 def _newest_fields(run_dir: Path) -> dict[str, Any] | None:

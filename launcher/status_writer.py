@@ -1,17 +1,18 @@
 """Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
 
 `launcher.job` tells it what it knows anyway, ranks and restarts; the thread asks queue and agents over channels of its
-own, which stay open. Nobody waits for it: a service that hangs makes the file older, nothing else. Imports torch.
+own, which stay open. Nothing waits for it. Imports torch.
 """
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from torch.distributed import DistError
@@ -34,26 +35,24 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
 """Between two looks. It grows with what a look takes, that is, with the number of services (s)."""
 _SHARE = 0.05
 """Of the time goes into asking, within these bounds."""
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 2.0
 _NAME = "status"
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class StatusWriter:
     """A context manager: the file exists while it is open."""
 
     def __init__(self, job: Job, run_dir: Path, config: QueueConfig) -> None:
-        """Args:
-        job: of the run.
-        run_dir: its directory.
-        config: of the queue.
-        """
         self._job = job
         self._path = run_dir / STATUS_FILE
         self._config = config
         self._known = RunStatus(run_dir, time.time(), job.gangs, {})
         self._stop = threading.Event()
+        self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
     def __enter__(self) -> Self:
@@ -65,35 +64,50 @@ class StatusWriter:
     ) -> None:
         self._stop.set()
         self._thread.join(_TIMEOUT_S)
-        self._path.unlink(missing_ok=True)
+        with self._writing:  # a thread that is late finds the stop, and does not make the file again
+            self._path.unlink(missing_ok=True)
 
     def tell(self, ranks: Statuses, restarts: RestartLog) -> None:
         """Take in what the launcher knows; from its main thread."""
         self._known = replace(self._known, ranks=ranks, restarts=restarts)
 
     def _run(self) -> None:
-        self._write({})
+        while not self._stop.is_set():
+            self._write()
+            try:
+                self._look_again_and_again()
+            except Exception:  # the picture is a convenience: nothing in it may end or stop anything
+                logger.exception("status: begins anew")
+                self._stop.wait(_LONGEST_PAUSE_S)
+
+    def _look_again_and_again(self) -> None:
         services = _Services(self._job, self._config, self._stop)
         try:
             while not self._stop.is_set():
                 began = time.monotonic()
-                self._write({**services.queue(), "weights": services.weights()})
+                for ask in (services.controllers, services.units, services.weights):
+                    self._write(**ask())
                 took_s = time.monotonic() - began
                 self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
         finally:
             services.close()
 
-    def _write(self, answers: dict[str, Any]) -> None:
+    def _write(self, **answers: Any) -> None:
+        """Write the file with these answers, and the last ones of the other services."""
+        self._known = replace(self._known, at=time.time(), **answers)
         beside = self._path.with_suffix(".tmp")
-        try:
-            beside.write_text(replace(self._known, at=time.time(), **answers).as_json())
-            beside.replace(self._path)
-        except OSError as error:
-            logger.debug("%s: %s", self._path, error)  # a full disk is told by what the run needs of it
+        with self._writing:
+            if self._stop.is_set():
+                return
+            try:
+                beside.write_text(self._known.as_json())
+                beside.replace(self._path)
+            except OSError as error:
+                logger.debug("%s: %s", self._path, error)  # a full disk is told by what the run needs of it
 
 
 class _Services:
-    """Queue and weight agents as an onlooker sees them; whoever does not answer is left out and tried again."""
+    """Queue and weight agents as an onlooker sees them. A service that does not answer is left out of this look."""
 
     def __init__(self, job: Job, config: QueueConfig, stop: threading.Event) -> None:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
@@ -103,21 +117,18 @@ class _Services:
         self._client: QueueClient | None = None
         self._agents: dict[str, Connection | None] = {gang.name: None for gang in job.of_role(WEIGHTS)}
 
-    def queue(self) -> dict[str, Any]:
-        """Return `controllers` and `units`; nothing while the queue does not answer."""
-        try:
-            self._client = client = self._client or self._open_client()
-            units = {name: msgspec.to_builtins(stats) for name, stats in client.unit_stats().items()}
-            return {"controllers": [msgspec.to_builtins(stats) for stats in client.stats()], "units": units}
-        except (TransportError, DistError) as error:
-            logger.debug("status: %s", error)
-            if self._client is not None:
-                self._client.close()
-            self._client = None
-            return {}
+    def controllers(self) -> dict[str, Any]:
+        """Return `controllers`, the lead first; none while one does not answer."""
+        answers = self._asked(lambda client: client.stats())
+        return {"controllers": [msgspec.to_builtins(stats) for stats in answers or ()]}
+
+    def units(self) -> dict[str, Any]:
+        """Return `units`; none while one does not answer."""
+        answers = self._asked(lambda client: client.unit_stats())
+        return {"units": {name: msgspec.to_builtins(stats) for name, stats in (answers or {}).items()}}
 
     def weights(self) -> dict[str, Any]:
-        """Return what each weight agent says that answers."""
+        """Return `weights`, of each agent that answers."""
         answers = {}
         for name, connection in self._agents.items():
             try:
@@ -131,13 +142,21 @@ class _Services:
                     connection.close()
                 connection = None
             self._agents[name] = connection
-        return answers
+        return {"weights": answers}
 
-    def _open_client(self) -> QueueClient:
-        return QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
+    def _asked(self, question: Callable[[QueueClient], T]) -> T | None:
+        """Return the queue's answer, or None; a client that got none is opened anew the next time."""
+        try:
+            self._client = self._client or QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
+            return question(self._client)
+        except (TransportError, DistError) as error:
+            logger.debug("status: %s", error)
+            if self._client is not None:
+                self._client.close()
+            self._client = None
+            return None
 
     def close(self) -> None:
-        """Close all channels."""
         for closable in (self._client, *self._agents.values()):
             if closable is not None:
                 closable.close()

@@ -1,7 +1,7 @@
 """One call of the user's reward before a run starts: with the first prompt, and its own answer as the response.
 
 A function that cannot score that would fail on every answer of the run. It is called as in the run, in a child process
-with the configured deadline; a scorer behind a URL is not called. Called by `launcher.preflight`.
+with the configured deadline; a scorer behind a URL is not called. Called by the command line alone.
 """
 
 from pathlib import Path

@@ -152,3 +152,19 @@ def test_the_command_imports_neither_torch_nor_the_configuration() -> None:
     code = "import sys, launcher.commands, launcher.status; print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_run_that_was_killed_on_this_host_is_over_whatever_it_wrote_last(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as launcher:
+        launcher.wait()
+    job_of(launcher.pid, 1).save(tmp_path)
+    (tmp_path / STATUS_FILE).write_text(replace(status(), at=time.time()).as_json())
+    with pytest.raises(ConfigError, match="nothing runs in"):
+        RunStatus.read(tmp_path)
+
+
+def test_timeline_imports_neither_torch_nor_the_configuration() -> None:
+    code = "import sys, launcher.commands, launcher.gantt_chart, launcher.run_timeline, launcher.trace_files\n"
+    code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False"]

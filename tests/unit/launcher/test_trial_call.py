@@ -8,6 +8,7 @@ from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.preflight import check_run
 from launcher.recipes import find_recipe
+from launcher.trial_call import try_reward
 
 SOURCE = """
 import time, pathlib
@@ -38,7 +39,8 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*settings: str) -> None:
-    check_run(load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings)))
+    config = load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings))
+    try_reward(config, check_run(config).first_row)
 
 
 def test_it_is_called_with_the_first_prompt_and_its_own_answer() -> None:
