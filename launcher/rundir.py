@@ -36,9 +36,8 @@ STATUS_FILE = "status.json"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
-OWN_NAMES = frozenset(
-    {CONFIG_FILE, *_LINES, *DIRECTORIES, "reference", "job.json", "export-id", STATUS_FILE, "status.tmp"}
-)
+_LIVE = ("job.json", STATUS_FILE, "status.tmp")
+OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
