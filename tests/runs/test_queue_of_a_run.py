@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from . import command
 
 STATUS = Path(sys.executable).parent / "asyncflow"
@@ -13,8 +15,8 @@ SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval
 ROLES = ("--roles", "rollout:2,actor:2,ref:1")
 
 
-def status(run_dir: Path) -> dict[str, Any]:
-    """Ask a live run until all its services answer: one that is busy is left out."""
+def status(run_dir: Path, *, newest: int = 0) -> dict[str, Any]:
+    """Ask a live run until all services answer and weights of step `newest` are there; the picture is seconds old."""
     fields: dict[str, Any] = {}
 
     def complete() -> bool:
@@ -24,18 +26,20 @@ def status(run_dir: Path) -> dict[str, Any]:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         fields.update(json.loads(done.stdout))
-        return all(fields[name] for name in ("controllers", "units", "weights"))
+        versions = [agent["newest"] or (0, 0) for agent in fields["weights"].values()]
+        return bool(versions and fields["controllers"] and fields["units"]) and min(versions)[1] >= newest
 
     command.wait_until(complete, "answers of all services")
     return fields
 
 
-def test_status_of_a_live_run_with_two_controllers(tmp_path: Path) -> None:
+def test_status_of_a_live_run_with_two_controllers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of-other-jobs")  # on one node everybody is on loopback, the launcher too
     queue = ("--set", "tq.num_controllers=2", "--set", "tq.policy=token-balanced")
     with command.started("--run-dir", "run", "--steps", "100000", *SMALL, *ROLES, *queue, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 2, "step 2")
-        seen = status(run_dir)
+        seen = status(run_dir, newest=2)
         process.terminate()
         assert process.wait(command.DEADLINE_S) == 75
     served = [[task["task"] for task in controller["tasks"]] for controller in seen["controllers"]]
