@@ -110,6 +110,12 @@ class UserCodeFailed(AsyncFlowError):
     final = True
 
 
+class UserCodeNotStarted(UserCodeFailed):
+    """The process of a user's function did not start: memory, or a disk, may have been short."""
+
+    final = False
+
+
 class NothingToLearn(AsyncFlowError):
     """Too many of the prompts are always, or never, answered right. Says how many, and what to change."""
 

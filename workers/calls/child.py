@@ -9,17 +9,19 @@ never torch by itself.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import os
 import resource
+import signal
 import socket
 import sys
 import traceback
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.lifeline import die_with_parent
+from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
 from workers.calls.callee import Callee
 from workers.calls.frames import (
     LENGTH_BYTES,
@@ -45,10 +47,12 @@ def main() -> None:
     """Load the function and serve until the pool is gone."""
     parent_pid, descriptor = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
+    _outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
     load = receive(connection)
     assert isinstance(load, Load)
-    sys.path[:] = load.path
+    sys.path[:] = map(os.fsdecode, load.path)
     if load.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
     module, _, name = load.entry.partition(":")
@@ -131,13 +135,27 @@ class Server:
     def _raised(self, ask: Ask, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError):
             self._told = True
-            try:
-                traceback.print_exception(error)
-            except Exception:  # noqa: BLE001  what it says of itself is a user's code, too
-                sys.stderr.write("the error cannot be printed\n")
+            with contextlib.suppress(Exception):  # stderr may be closed
+                try:
+                    traceback.print_exception(error)
+                except Exception:  # noqa: BLE001  what it says of itself is a user's code, too
+                    sys.stderr.write("the error cannot be printed\n")
         if isinstance(error, MemoryError):  # what is held here would make the next call fail, too
             os._exit(1)
         return Raised(ask.number, one_line(error))
+
+
+def _outlive_stop_signals() -> None:
+    """Leave it to the pool when this process ends, without passing that on: programs would inherit signals that are
+    ignored (workers ignore these), but not a handler; and what the user's code forks gets the defaults."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_obey_stop_signals)
+
+
+def _obey_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _framed(outcome: Outcome) -> bytes:

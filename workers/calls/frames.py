@@ -28,13 +28,13 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         entry: `module:function` of ours, which returns the `Callee`.
         settings: its arguments.
-        path: where modules are sought, as in the parent.
+        path: where modules are sought, as in the parent; as the file system spells it, which need not be UTF-8.
         memory_bytes: limit of the address space; None: none.
     """
 
     entry: str
     settings: Mapping[str, Any]
-    path: list[str]
+    path: list[bytes]
     memory_bytes: int | None
 
 
@@ -78,14 +78,14 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """The function returned what is no result; the whole message."""
+    """The function returned something that cannot be used; the whole message."""
 
     number: int
     text: str
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """The child's loop is alive, and the call is no more its business."""
+    """The child's loop is alive, and the call is cancelled."""
 
     number: int
 

@@ -16,6 +16,7 @@ pool each. Torch-free.
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 from collections import deque
@@ -24,7 +25,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
+from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed, UserCodeNotStarted, one_line
 from workers.calls.frames import Load
 from workers.calls.process import CallRaised, ChildDied, ChildProcess, ResultUnusable
 
@@ -103,7 +104,7 @@ class CallPool:
 
         Raises:
             ConfigError: the function cannot be imported.
-            UserCodeFailed: the process did not start.
+            UserCodeNotStarted: the process did not start, twice.
         """
         self._ready.result()
 
@@ -198,17 +199,16 @@ class CallPool:
                 self._begin(self._await(call, child, number))
 
     def _grow(self) -> None:
-        """Start a child if one more is allowed, and is of use."""
+        """Start a child if there is work for it and the limit allows one more."""
         most = min(self._most_children - len(self._children), max(1, len(self._waiting)))
         if self._starting < most:
             self._starting += 1
             self._begin(self._start_child())
 
     async def _start_child(self) -> None:
-        load = Load(self._entry.function, self._entry.settings, list(sys.path), self._entry.memory_bytes)
         try:
-            child = await _started(load)
-        except (ConfigError, ChildDied, TimeoutError, OSError) as error:
+            child = await _started(self._entry)
+        except Exception as error:  # noqa: BLE001  the boundary of a task: whoever waits for the child raises it
             self._starting -= 1
             self._not_started(error)
         else:
@@ -223,7 +223,7 @@ class CallPool:
     def _not_started(self, error: Exception) -> None:
         """A function that is not there costs all calls; a later child that does not start, the one it was for."""
         why = f" ({error})" if str(error) else ""
-        told: AsyncFlowError = UserCodeFailed(f"{self._what}: its process did not start{why}; see this log")
+        told: AsyncFlowError = UserCodeNotStarted(f"{self._what}: its process did not start{why}; see this log")
         if not self._ready.done():
             if isinstance(error, ConfigError):
                 told = self._refusal = error
@@ -277,7 +277,18 @@ def _is_wanted(call: _Call) -> bool:
     return call.outcome.running() or call.outcome.set_running_or_notify_cancel()
 
 
-async def _started(load: Load) -> ChildProcess:
+async def _started(entry: Entry) -> ChildProcess:
+    """Start a child, a second time if it dies or takes too long: memory or a disk may have been short for a moment."""
+    path = [os.fsencode(place) for place in sys.path]
+    load = Load(entry.function, entry.settings, path, entry.memory_bytes)
+    try:
+        return await _started_once(load)
+    except (ChildDied, TimeoutError, OSError) as error:
+        logger.warning("a process for users' code did not start (%s); starting it again", one_line(error))
+        return await _started_once(load)
+
+
+async def _started_once(load: Load) -> ChildProcess:
     child = ChildProcess(load)
     try:
         await child.until_loaded()

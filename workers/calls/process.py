@@ -1,12 +1,14 @@
 """One child of a pool: its process, its socket, and the calls that are in its hands. Used inside the pool's loop only.
 
-A child is started afresh (`python -m workers.calls.child`), never forked: this process may have torch's threads.
+A child is started afresh (`python -m workers.calls.child`), never forked: this process may have torch's threads. It
+leads a process group of its own, so that what a user's function started ends with it.
 """
 
 import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from workers.calls.frames import (
 START_TIMEOUT_S = 120.0
 """How long a child may take to import what it needs (s)."""
 RESPONSE_S = 1.0
-"""How long the loop of an async child may take to hear that a call is over (s)."""
+"""How long an async child's loop may take to hear that a call is over, and we to read what a dead child sent (s)."""
 _LOADED = -1
 _LOOK_S = 0.01
 
@@ -48,7 +50,7 @@ class CallRaised(Exception):
 
 
 class ResultUnusable(Exception):
-    """The function returned what is no result; the whole message."""
+    """The function returned something that cannot be used; the whole message."""
 
 
 class ChildProcess:
@@ -58,7 +60,7 @@ class ChildProcess:
         is_async: it takes several calls at a time.
         capacity: how many; the pool says.
         alive: it takes calls.
-        crowded: it died with several calls in its hands, so nobody knows which of them did it.
+        crowded: it died with several calls in its hands, and any of them may be the cause.
     """
 
     def __init__(self, load: Load) -> None:
@@ -69,6 +71,7 @@ class ChildProcess:
                 [sys.executable, "-u", "-P", "-m", "workers.calls.child", str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                process_group=0,
             )
         self._socket = ours
         self._load = load
@@ -77,6 +80,7 @@ class ChildProcess:
         self._alone = False
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._death = _death_of(self._process.pid)
         self.is_async = False
         self.capacity = 1
         self.alive = True
@@ -91,6 +95,8 @@ class ChildProcess:
             TimeoutError: it takes too long.
         """
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        if self._death is not None:
+            asyncio.get_running_loop().add_reader(self._death, self._died)
         reply = self._replies[_LOADED] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(reader))
         self._writer.write(frame(self._load))
@@ -153,7 +159,8 @@ class ChildProcess:
             return
         self.alive = False
         self.crowded = len(self._replies) > 1
-        self._process.kill()
+        self._watch_no_more()
+        self._kill_group()
         if self._writer is None:
             self._socket.close()
         else:
@@ -174,6 +181,24 @@ class ChildProcess:
                 await self._writer.wait_closed()
         while self._process.poll() is None:  # killed, so soon
             await asyncio.sleep(_LOOK_S)
+
+    def _died(self) -> None:
+        """The process ended. What it sent is still read: end of file follows, unless a process that it forked into a
+        session of its own holds the socket open."""
+        self._watch_no_more()
+        self._kill_group()
+        asyncio.get_running_loop().call_later(RESPONSE_S, self.kill)
+
+    def _watch_no_more(self) -> None:
+        if self._death is not None:
+            asyncio.get_running_loop().remove_reader(self._death)
+            os.close(self._death)
+            self._death = None
+
+    def _kill_group(self) -> None:
+        if self._process.returncode is None:  # else the number may be another group's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self, number: int) -> None:
         """A call is too late: cancel it where the others can go on, else kill the child.
@@ -200,6 +225,15 @@ class ChildProcess:
                     waiting.set_result(reply)
         except (EOFError, ConnectionError):
             self.kill()
+
+
+def _death_of(pid: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None before Linux 5.3, where end of file says so
+    unless what the child forked keeps the socket open."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
 
 
 async def _done_within(future: "asyncio.Future[Any]", timeout_s: float) -> bool:

@@ -37,7 +37,7 @@ class PooledReward:
 
         Raises:
             ConfigError: the function cannot be imported.
-            UserCodeFailed: the process did not start.
+            UserCodeNotStarted: the process did not start, twice.
         """
         try:
             self._pool.until_ready()

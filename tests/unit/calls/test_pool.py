@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.calls.pool import CallPool, Entry
+from workers.calls.pool import CallPool
 
 DEADLINE_S = 60
 SOURCE = """
@@ -94,29 +94,6 @@ judge = Judge()
 """
 
 Open = Callable[..., CallPool]
-
-
-@pytest.fixture(name="open_pool")
-def _open_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens pools over the functions above; their children end with the test."""
-    (tmp_path / "users_code.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    pools: list[CallPool] = []
-
-    def open_pool(name: str, *, entry: str = "entry", timeout_s: float = DEADLINE_S, concurrency: int = 1) -> CallPool:
-        pool = CallPool(
-            Entry(f"users_code:{entry}", {"name": name}),
-            what=f"reward.function: mine:{name}",
-            limit="reward.timeout_s",
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-        )
-        pools.append(pool)
-        return pool
-
-    yield open_pool
-    for pool in pools:
-        pool.close()
 
 
 def test_values_of_json_come_back_as_they_are(open_pool: Open) -> None:
