@@ -1,6 +1,8 @@
 """A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
 
+import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -55,20 +57,29 @@ class UserTask(ColumnTask):
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
         """Return the output, float32 [N].
 
+        The function is not called on a row that lacks one of its numbers (NaN: the reward failed, so the row has no
+        weight): its mask is 0, any other output NaN.
+
         Raises:
             UserCodeFailed: the function raised, or returned no number that can be used; says which task and function.
         """
         rows = list(self._rows(batch))
-        calls = [
-            self._pool.submit(row.prompt, row.response, row.answer, row.columns, on=f"response {excerpt(row.response)}")
-            for row in rows
+        calls = [None if any(map(math.isnan, row.columns.values())) else self._called(row) for row in rows]
+        missing = 0.0 if self._config.output == LOSS_MASKS else math.nan
+        values = [
+            missing if call is None else self._checked(call.result(), row)
+            for call, row in zip(calls, rows, strict=True)
         ]
-        values = [self._checked(call.result(), row) for call, row in zip(calls, rows, strict=True)]
         return {self._config.output: Column.of_scalars(torch.tensor(values, dtype=torch.float32))}
 
     def close(self) -> None:
         """End the children."""
         self._pool.close()
+
+    def _called(self, row: TaskRow) -> "Future[float]":
+        return self._pool.submit(
+            row.prompt, row.response, row.answer, row.columns, on=f"response {excerpt(row.response)}"
+        )
 
     def _rows(self, batch: PackedBatch) -> Iterator[TaskRow]:
         inputs, decoder, blank = self._config.inputs, self._decoder, [""] * len(batch)

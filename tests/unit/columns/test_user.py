@@ -1,5 +1,6 @@
 """A user's task: what its function is given, and what becomes of what it returns."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ def several(row):
     return [1.0, 2.0]
 def large(row):
     return 1.5
+def reward(row):
+    return row.columns["rewards"]
 def nothing(row):
     return float("nan")
 def huge(row):
@@ -135,6 +138,17 @@ def test_only_masks_are_bounded(module: str, make: Make) -> None:
     assert make(module, "large", output="toxicity").compute(make_batch(), 1)["toxicity"].values.tolist() == [1.5, 1.5]
     with pytest.raises(UserCodeFailed, match="toxicity must be a number that float32 holds"):
         make(module, "nothing", output="toxicity").compute(make_batch(), 1)
+
+
+@pytest.mark.parametrize(("output", "value"), [("loss_masks", 0.0), ("toxicity", math.nan)])
+def test_function_is_not_called_where_a_number_that_it_reads_is_missing(
+    module: str, make: Make, output: str, value: float
+) -> None:
+    """An answer whose reward failed has no weight; it must not end the run."""
+    batch = make_batch()
+    batch.columns["rewards"].values[0] = math.nan
+    column = make(module, "reward", output=output, inputs=["rewards"]).compute(batch, 1)[output]
+    assert column.values.tolist() == pytest.approx([value, 1.0], nan_ok=True)
 
 
 def test_column_holds_what_the_function_returned(module: str, make: Make) -> None:
