@@ -6,9 +6,10 @@
                                                         gets a line
 
 Who scores asks: the rollout's outbox, or the role `reward`. Whole groups come to it, and it lets nothing of one out
-before it has judged it. Answers whose reward failed (NaN) are no part of the judgement; a group of nothing else is put,
-so that the trainer sees it. Only after a crash in the middle of a put a part of a group may be all that is left to
-score; it is let through, and its advantages are zero if its rewards are equal.
+before it has judged it. Answers whose reward failed (NaN) are no part of the judgement; a group with fewer than two
+rewards shows no difference to judge, and is put: its advantages are zero, and the trainer counts the failures. Only
+after a crash in the middle of a put a part of a group may be all that is left to score; it is let through, and its
+advantages are zero if its rewards are equal.
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 
 def uniform_groups(groups: Sequence[int], rewards: Sequence[float], *, group_size: int) -> frozenset[int]:
-    """Return the ids of the whole groups whose rewards are all equal.
+    """Return the ids of the whole groups that have several rewards, all of them equal.
 
     Args:
         groups: id of each answer's group.
@@ -34,4 +35,4 @@ def uniform_groups(groups: Sequence[int], rewards: Sequence[float], *, group_siz
 
 def _teaches_nothing(rewards: Sequence[float]) -> bool:
     known = [reward for reward in rewards if not math.isnan(reward)]
-    return bool(known) and min(known) == max(known)
+    return len(known) > 1 and min(known) == max(known)
