@@ -62,12 +62,14 @@ class UpdateLog:
         self.next_update = UpdateTotals()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the updates report: means over them; without any, all is 0."""
+        """Return what the updates report; without any, all is 0. One in which no answer had a weight is counted, and
+        is no part of the means: its loss and gradient are 0 whatever the policy does."""
         made = self.made
+        counting = [update for update in made if update.totals.sequences]
         return {
             "num_updates": len(made),
-            "loss": fmean(update.loss for update in made) if made else 0.0,
-            "grad_norm": fmean(update.stats.grad_norm for update in made) if made else 0.0,
+            "loss": fmean(update.loss for update in counting) if counting else 0.0,
+            "grad_norm": fmean(update.stats.grad_norm for update in counting) if counting else 0.0,
             "lr": made[-1].stats.lr if made else 0.0,
         }
 

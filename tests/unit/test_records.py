@@ -52,6 +52,15 @@ def test_figures_of_several_updates_are_means_over_them() -> None:
     assert metrics["masked_fraction"] == pytest.approx(2 / 8)
 
 
+def test_an_update_without_an_answer_that_counts_is_counted_but_is_no_part_of_the_means() -> None:
+    record = StepRecord(1)
+    for counts, loss_sum, norm in ((LossCounts(8, 3, 4), 4.0, 1.0), (LossCounts(0, 0, 0), 0.0, 0.0)):
+        record.policy.next_update.add(counts, loss_sum)
+        record.policy.add(record.policy.next_update, scale=0.5, stats=StepStats(norm, 1e-3))
+    metrics = record.training_metrics()
+    assert (metrics["num_updates"], metrics["loss"], metrics["grad_norm"]) == (2, 2.0, 1.0)
+
+
 def test_length_bias_is_the_step_s_mean_against_all_so_far() -> None:
     lengths = LengthMean()
     assert [lengths.add(10.0, 4), lengths.add(40.0, 4), lengths.add(25.0, 8)] == [0.0, 15.0, 0.0]
