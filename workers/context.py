@@ -78,6 +78,7 @@ class WorkerContext:
         if self.config.deterministic:
             make_deterministic(self.device)
         self._status = _Status()
+        self._reward_has_failed = False
         self._progress_at = time.monotonic()
         self._store = self.sealed_store()
         self._closed = threading.Event()
@@ -165,8 +166,10 @@ class WorkerContext:
     def reward_failed(self, why: str) -> None:
         """Say why an answer could not be scored: the launcher shows the first time, the trainer the last. Any thread
         may call this."""
-        self.said_first("reward_failure", why)
-        self._store.set("reward_failure", why)
+        if not self._reward_has_failed:
+            self.said_first("reward_failure", why)
+            self._reward_has_failed = True
+        self._store.put("reward_failure", why)  # before the trainer gets the answer
 
     def last_reward_failure(self) -> str:
         """Return why, so far, an answer could not be scored last; "" if no rank said so."""

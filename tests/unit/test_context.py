@@ -3,7 +3,7 @@
 import json
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore
@@ -60,3 +60,35 @@ def test_rank_that_just_starts_again_has_not_waited_yet() -> None:
     context._store.set("status/rollout-0/0", json.dumps({"state": "generating", "time": 2.0, "waiting_s": 1.5}))
     context._store.set("status/rollout-1/0", json.dumps({"state": "starting", "time": 3.0}))
     assert context.waiting_seconds() == {"rollout": [(2.0, 1.5)]}
+
+
+class LateStore:
+    """A client of a store: like PyTorch's, it has written for sure only when its next call is answered."""
+
+    def __init__(self, server: HashStore) -> None:
+        self._server, self._sent, self.num_swaps = server, list[tuple[str, Any]](), 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self._sent.append((key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        for key, value in self._sent:
+            self._server.set(key, value)
+        self._sent.clear()
+        return bool(self._server.check(keys))
+
+    def compare_set(self, key: str, old: Any, new: Any) -> bytes:
+        self.num_swaps += 1
+        return self._server.compare_set(key, old, new)
+
+
+def test_reward_s_failure_is_there_for_the_trainer_when_its_rows_are() -> None:
+    server = HashStore()
+    scoring, training = LateStore(server), object.__new__(WorkerContext)
+    context: Any = object.__new__(WorkerContext)
+    context._store, context._reward_has_failed = SealedStore(cast(Any, scoring), b"secret"), False
+    training._store = SealedStore(server, b"secret")
+    for why in ("first", "second"):
+        context.reward_failed(why)
+        assert training.last_reward_failure() == why
+    assert scoring.num_swaps == 1, "the first failure is said once"
