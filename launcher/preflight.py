@@ -19,7 +19,7 @@ from launcher.paths import check_makeable
 from launcher.placement import place_gangs
 from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
-from workers.algorithms.config import DAPOConfig
+from workers.algorithms.config import DAPOConfig, GSPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.data import PromptRow
@@ -119,6 +119,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     check_generating(config)
     _check_critic(config)
     _check_overlong(config)
+    _check_gspo(config)
     check_reward_role(config)
     _check_evaluate(config)
     return tasks
@@ -252,6 +253,17 @@ def _check_overlong(config: RunConfig) -> None:
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
             f"(rollout.max_response_tokens {longest}); set it below that"
+        )
+
+
+def _check_gspo(config: RunConfig) -> None:
+    """Refuse ratios between two engines that round differently: GSPO's clip is as narrow as that gap."""
+    algorithm = config.algorithm
+    own_ratios = algorithm.off_policy.has_proximal_policy or config.actor.tri_model
+    if isinstance(algorithm, GSPOConfig) and not own_ratios:
+        raise ConfigError(
+            "algorithm.off_policy.method: none cannot be with algorithm.name gspo, whose clip is as narrow as the gap "
+            "between the generating engine's log-probabilities and the trainer's; leave it out, or set actor.tri_model"
         )
 
 
