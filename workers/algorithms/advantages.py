@@ -13,8 +13,8 @@ def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float
     Computed in float64, so that rounding of a mean is never divided by `eps`.
 
     Args:
-        reward_BG: floating [B, G]; NaN: there is none, and the group is the others. With one there is nothing to
-            compare with, and all is zero.
+        reward_BG: floating [B, G]; NaN where an answer has none; the group is then the other answers. A single
+            reward has nothing to be compared with, so all is zero.
         scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as TRL and verl do).
         eps: added to the deviation.
     Returns:

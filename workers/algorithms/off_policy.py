@@ -1,8 +1,8 @@
 """Correction for tokens that another policy drew: the one place that knows how. Pure.
 
 With mu the policy that drew a token, as the generating engine computed it, theta the one that is trained, and p the
-*proximal* policy: theta as the step found it, as the trainer computes it. Two engines round differently, so mu is not p
-even where both have the same weights.
+*proximal* policy: theta at the start of the step, as the trainer computes it. Two engines round differently, so mu
+is not p even where both have the same weights.
 
 Where a step makes one update, p is theta without its gradient, and costs no forward pass of its own. It also
 means that theta / p is 1: the clip acts under `none` only, and what bounds an update otherwise is C. Where it makes

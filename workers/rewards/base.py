@@ -61,7 +61,11 @@ def as_score(value: object, *, what: str, response: str) -> Score:
 
 
 def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
-    """Return reward, whether it is right, and its parts; raises whatever the value's class does if it has none."""
+    """Return the reward, whether the answer is right, and the reward's parts.
+
+    Raises:
+        Exception: the value holds no number; whatever its class raises.
+    """
     if isinstance(value, Score):
         return as_number(value.reward), bool(value.correct), _parts(value.parts)
     if not isinstance(value, Mapping):

@@ -53,8 +53,8 @@ class RewardConfig(Settings):
     retries: int = Field(5, ge=0)
     """How often such a request that failed is sent again."""
     max_failures_in_a_row: int = Field(1000, ge=0)
-    """The run ends with an error when so many answers in a row have no score in one process: it would learn from
-    nothing but zeros. 0: never."""
+    """The run ends with an error when so many answers in a row have no score in one process: answers without one
+    have no weight, so there would be little or nothing to learn from. 0: never."""
     model: RewardModelConfig | None = None
     """A model that scores answers, too; needs the role `reward`."""
 

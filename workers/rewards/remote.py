@@ -6,7 +6,7 @@
 A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One that
 fails (no connection, a deadline, status 408, 429 or 5xx) is sent again, `reward.retries` times, after 0.5, 1, 2 ... s.
 If a batch is answered by an error, or by nonsense, its answers are sent one by one, so that one that the scorer cannot
-bear costs only itself. What is still without a score then costs its sample: reward 0, and a warning. Torch-free.
+bear costs only itself. What is still without a score then has no reward, so no weight, and is warned of. Torch-free.
 """
 
 import http.client
