@@ -66,13 +66,15 @@ class ChildProcess:
     def __init__(self, load: Load) -> None:
         """Start the process. It dies with the thread that calls this."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.callback(ours.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-m", "workers.calls.child", str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+            unless_started.pop_all()
         self._socket = ours
         self._load = load
         self._numbers = itertools.count()

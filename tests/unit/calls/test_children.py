@@ -96,17 +96,14 @@ def test_a_path_that_is_no_utf8_does_not_keep_a_child_from_starting(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, os.fsdecode(b"/tmp/\xff")])
     pool = open_pool("echo")
-    pool._ready.result(DEADLINE_S)
-    assert pool.call(1, on="it") == 1
+    assert pool.submit(1, on="it").result(DEADLINE_S) == 1
 
 
-def test_an_error_that_nobody_expected_is_told_to_who_waits_for_the_first_child(
-    open_pool: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unforeseen_error_of_a_start_is_told(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, 7])
     pool = open_pool("echo")
     with pytest.raises(UserCodeFailed, match="mine:echo: its process did not start .*int"):
-        pool._ready.result(DEADLINE_S)
+        pool.submit(1, on="it").result(DEADLINE_S)
 
 
 def test_a_child_that_dies_while_it_imports_is_started_once_more(open_pool: Open) -> None:
