@@ -11,11 +11,10 @@ import msgspec
 import pytest
 import torch
 from echo_peers import SECRET, Credentials, Echo, Ping, Pong, early_server, vanishing_client
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import TCPStore
 
-from asyncflow.errors import PeerRefused, RoleFailed, TransportError
-from asyncflow.sealed_store import GlooStore, SealedStore
-from asyncflow.service_threads import ServiceThreads
+from asyncflow.errors import PeerRefused, TransportError
+from asyncflow.sealed_store import GlooStore
 from asyncflow.transport import channel
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
@@ -300,57 +299,6 @@ def test_ask_after_the_close_is_not_served(credentials: Credentials) -> None:
     server.close()
     with pytest.raises(TransportError, match="here did not answer; is it running"):
         Connection(Credentials(credentials.store, SECRET, 0.5), "here", "late", Pong)
-
-
-class BreakingCredentials(Credentials):
-    """The store clients of the acceptor (they alone have a deadline of their own) break as often as told."""
-
-    breaks: list[Exception]
-
-    def own_store(self, timeout_s: float | None = None) -> SealedStore:
-        """Return a client that works, or breaks at the first pop."""
-        store = super().own_store(timeout_s)
-        if timeout_s is not None and self.breaks:
-            error = self.breaks.pop()
-
-            def broken(_: str) -> bytes:
-                raise error
-
-            store.queue_pop = broken  # type: ignore[method-assign]
-        return store
-
-
-def breaking(credentials: Credentials, *breaks: Exception) -> BreakingCredentials:
-    broken = BreakingCredentials(credentials.store, SECRET, credentials.timeout_s)
-    object.__setattr__(broken, "breaks", list(breaks))
-    return broken
-
-
-def test_server_whose_store_client_breaks_takes_another_one(credentials: Credentials) -> None:
-    threads = ServiceThreads("here")
-    lost = DistNetworkError("connection reset")
-    server = ChannelServer(breaking(credentials, lost, lost), "here", Ping, Echo(), threads=threads)
-    try:
-        connection = Connection(credentials, "here", "client", Pong)
-        assert connection.call(Ping("hello"), timeout_s=10)[0].text == "hello"
-        connection.close()
-        threads.check()
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize(
-    "breaks", [[DistNetworkError("connection reset")] * 100, [KeyError("nobody thought of this")]], ids=["store", "bug"]
-)
-def test_server_that_can_accept_nobody_fails_its_service(credentials: Credentials, breaks: list[Exception]) -> None:
-    threads = ServiceThreads("here")
-    server = ChannelServer(breaking(credentials, *breaks), "here", Ping, Echo(), threads=threads)
-    try:
-        assert threads.failed.wait(30)
-        with pytest.raises(RoleFailed, match=f"here: thread accept-here died: .*{breaks[0].args[0]}"):
-            threads.check()
-    finally:
-        server.close()
 
 
 def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Credentials) -> None:
