@@ -215,12 +215,17 @@ class ChannelServer:
         session = Session(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
         thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
-        with self._lock:
-            closed = self._closed.is_set()
-            if not closed:
-                self._channels[session.number] = (channel, thread)
-                thread.start()
-                self._serving = {each for each in self._serving if each.is_alive()} | {thread}
+        try:
+            with self._lock:
+                closed = self._closed.is_set()
+                if not closed:
+                    thread.start()
+                    self._channels[session.number] = (channel, thread)
+                    self._serving = {each for each in self._serving if each.is_alive()} | {thread}
+        except RuntimeError as error:  # no more threads: the client connects again
+            logger.warning("%s: %s is not served: %s", self._service, ask.client, error)
+            channel.abort()
+            return
         if closed:
             channel.goodbye()
 

@@ -66,6 +66,19 @@ def test_server_that_can_accept_nobody_fails_its_service(credentials: Credential
         server.close()
 
 
+def refuse_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Let the next thread of that name not start; returns a list that is empty once that has happened."""
+    start, refusals = threading.Thread.start, ["can't start new thread"]
+
+    def start_unless_refused(thread: threading.Thread) -> None:
+        if thread.name == name and refusals:
+            raise RuntimeError(refusals.pop())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
+    return refusals
+
+
 class LeavingEcho(Echo):
     """Knows that a client left."""
 
@@ -80,14 +93,7 @@ class LeavingEcho(Echo):
 def test_client_that_gets_no_thread_for_replies_is_told_and_connects_again(
     credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, refusals = threading.Thread.start, ["can't start new thread"]
-
-    def start_unless_refused(thread: threading.Thread) -> None:
-        if thread.name == "replies-here" and refusals:
-            raise RuntimeError(refusals.pop())
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
+    refuse_thread(monkeypatch, "replies-here")
     echo, stop, failures = LeavingEcho(), threading.Event(), list[TransportError]()
     server = ChannelServer(credentials, "here", Ping, echo)
     try:
@@ -96,5 +102,23 @@ def test_client_that_gets_no_thread_for_replies_is_told_and_connects_again(
         assert [str(error) for error in failures] == ["channel to here: can't start new thread"]
         assert echo.left.wait(20), "the channel that nobody reads from was not cut"
         opened.close()
+    finally:
+        server.close()
+
+
+def test_client_that_the_server_has_no_thread_for_is_cut_off_and_takes_no_place(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = refuse_thread(monkeypatch, "serve-client")
+    server = ChannelServer(credentials, "here", Ping, Echo(), max_clients=1)
+    try:
+        unheard = Connection(credentials, "here", "client", Pong)
+        with pytest.raises(TransportError, match="gone"):
+            unheard.call(Ping("hello"), timeout_s=20)
+        assert refusals == []
+        unheard.close()
+        connection = Connection(credentials, "here", "client", Pong)
+        assert connection.call(Ping("hello"), timeout_s=20)[0].text == "hello"
+        connection.close()
     finally:
         server.close()
