@@ -145,7 +145,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
         The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
     """
     from workers.data import read_prompt_rows
-    from workers.model_files import BACKBONE, check_dense, check_model_dir, check_other_model_dir
+    from workers.model_files import BACKBONE, check_model_dir, check_other_model_dir, check_trainable
     from workers.rewards.load import check_reward
 
     check_reward(config.reward)
@@ -153,7 +153,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
         check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
     check_model_dir(Path(config.model.path))
     if config.actor.engine != "sim":
-        check_dense(Path(config.model.path))
+        check_trainable(Path(config.model.path))
     check_megatron(config)
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")

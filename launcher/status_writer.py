@@ -28,7 +28,7 @@ from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
-from weightsync.agent_status import agent_status, connect_agent
+from weightsync.messages import AgentStatus, AskStatus, Reply
 from workers.dataflow import WEIGHTS
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
@@ -132,10 +132,12 @@ class _Services:
         answers = {}
         for name, connection in self._agents.items():
             try:
-                connection = connection or connect_agent(
-                    self._credentials, name, _NAME, timeout_s=_TIMEOUT_S, stop=self._stop
+                connection = connection or Connection(
+                    self._credentials, name, _NAME, Reply, timeout_s=_TIMEOUT_S, stop=self._stop
                 )
-                answers[name] = msgspec.to_builtins(agent_status(connection, timeout_s=_TIMEOUT_S))
+                status, _ = connection.call(AskStatus(), timeout_s=_TIMEOUT_S)
+                assert isinstance(status, AgentStatus)
+                answers[name] = msgspec.to_builtins(status)
             except (TransportError, DistError) as error:
                 logger.debug("status: %s", error)
                 if connection is not None:

@@ -1,8 +1,8 @@
-"""Entry of one service process of a queue that runs alone:
+"""Entry of one service process of a queue that runs alone.
 
-`python -m tq.service_process ADDRESS_FILE SERVICE LOG_LEVEL`.
+    python -m tq.service_process ADDRESS_FILE SERVICE LOG_LEVEL
 
-Started, and started again when it died, by `tq.local.LocalQueue`; ends with it.
+`tq.local.LocalQueue` starts it, and again when it died. The process ends with its parent.
 """
 
 import faulthandler

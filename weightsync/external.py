@@ -27,8 +27,9 @@ from asyncflow.errors import ConfigError, TransportError, WeightSyncError
 from asyncflow.job import Job
 from asyncflow.network import GLOO_INTERFACE, interface_towards, is_loopback
 from asyncflow.store_server import connect_store
+from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from weightsync.agent_status import connect_agent
+from weightsync.messages import Reply
 from weightsync.receiver import WeightReceiver
 from weightsync.version import Version
 
@@ -110,7 +111,7 @@ def connect_weights(run_dir: Path | str, name: str, *, agent: str = AGENT, timeo
     try:
         store = connect_store(job.store_host, job.store_port, timedelta(seconds=timeout_s))
         credentials = Credentials(store, bytes.fromhex(job.secret), timeout_s)
-        connect_agent(credentials, agent, name, timeout_s=timeout_s).close()
+        Connection(credentials, agent, name, Reply, timeout_s=timeout_s).close()
     except (TransportError, dist.DistError) as error:
         raise WeightSyncError(f"{name}: no weights from {agent} of the run in {run_dir} ({error})") from error
     return WeightFeed(credentials, agent, name, over=lambda: _is_over(run_dir, job))

@@ -36,7 +36,7 @@ class RegionLayout:
         return self._starts[number], self._specs[number].num_bytes
 
     def spec(self, number: int) -> TensorSpec:
-        """Return a tensor's."""
+        """Return the shape and dtype of a whole tensor."""
         return self._specs[number]
 
 

@@ -29,12 +29,14 @@ class ModelKind(NamedTuple):
     lacks: str
 
 
-GENERATES = ModelKind(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"), "generates no text")
+GENERATES = ModelKind(("ForCausalLM", "LMHeadModel"), "is no causal language model of text alone")
 SCORES = ModelKind(("ForSequenceClassification",), "scores no text")
-BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is no language model")
+BACKBONE = ModelKind((*GENERATES.endings, *SCORES.endings), "is no language model of text alone")
 """What a critic may begin with."""
 SCORE_HEAD = "score"
 """What transformers calls the head of a language model's backbone that gives numbers."""
+_SENSES = ("vision", "visual", "audio", "speech", "image", "img")
+"""How parts of config.json begin that are for images or sound."""
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
@@ -84,24 +86,33 @@ def check_other_model_dir(path: Path, kind: ModelKind, *, key: str) -> None:
     """
     try:
         _check_parts(path, kind)
-        check_dense(path)
+        check_trainable(path)
     except BadModelDir as error:
         raise BadModelDir(error.problem, key=key) from None
 
 
-def check_dense(path: Path) -> None:
-    """Refuse a mixture of experts: the weights of most have other names in memory than in their files.
+def check_trainable(path: Path) -> None:
+    """Refuse what no engine trains yet.
+
+    The weights of most mixtures of experts have other names in memory than in their files. Most models with images or
+    sound are refused by their architecture already, which does not end in ForCausalLM.
 
     Raises:
-        ConfigError: config.json has a number of experts.
+        ConfigError: config.json has a number of experts, or a part for images or sound.
     """
     config = read_model_config(path)
+    architecture = config["architectures"][0]
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for name, number in part.items():
-            if name.endswith("experts") and type(number) is int and number > 1:
+        for name, value in part.items():
+            if name.endswith("experts") and type(value) is int and value > 1:
                 raise BadModelDir(
-                    f"{path} is a mixture of experts ({name} {number} in config.json), which AsyncFlow cannot use "
+                    f"{path} is a mixture of experts ({name} {value} in config.json), which AsyncFlow cannot use "
                     f"yet; name a dense model"
+                )
+            if name.startswith(_SENSES) and isinstance(value, dict):
+                raise BadModelDir(
+                    f"{path} is of a {architecture}, which takes more than text ({name} in config.json); AsyncFlow "
+                    f"cannot use it yet, so name a model of text alone"
                 )
 
 

@@ -100,7 +100,7 @@ def run_controller(context: WorkerContext) -> None:
     context.report("serving")
     service.threads.wait(context.stopping)
     service.stop()
-    context.exiting.wait()
+    service.threads.wait(context.exiting)
     service.close()
 
 

@@ -15,12 +15,14 @@ import json
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from pathlib import PurePosixPath
 from typing import Any
 
 from torch.distributed import DistStoreError
 
 from asyncflow.errors import CheckpointError
 from asyncflow.sealed_store import SealedStore
+from workers.checkpoint_files import CRITIC
 
 _SLICE_S = 30.0
 """A store's wait is repeated so often: it has a deadline, and waiting for the other trainer has none here. Who does not
@@ -100,11 +102,15 @@ class TrainerWords:
         """Return what `give_files` says.
 
         Raises:
-            CheckpointError: the critic could not write, or did not within `timeout_s`.
+            CheckpointError: the critic could not write, or did not within `timeout_s`, or names files that are not its.
         """
         files, error = self._wait(f"files/{step}", timeout_s=timeout_s, what=f"the critic did not save step {step}")
         if error:
             raise CheckpointError(f"the critic could not save step {step}: {error}")
+        for name in files:
+            parts = PurePosixPath(name).parts
+            if len(parts) < 2 or parts[0] != CRITIC or ".." in parts:
+                raise CheckpointError(f"the critic says that it wrote {name!r}, which is not in {CRITIC}/")
         return {name: (num_bytes, digest) for name, (num_bytes, digest) in files.items()}
 
     def _set(self, key: str, value: Any) -> None:

@@ -61,7 +61,8 @@ class Connection:
 
         Raises:
             PeerRefused: the service has as many clients as it takes.
-            TransportError: the service does not answer within the deadline, or fails its proof.
+            TransportError: the service does not answer within the deadline, or fails its proof; or no thread is to be
+                had.
         """
         self.service = service
         self._client = client
@@ -81,7 +82,11 @@ class Connection:
         pipes = None if callbacks_only else self._channel.pipes
         self._turns = None if pipes is None else ReadingTurns(pipes, self._read_one)
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._fail(str(error))
+            raise TransportError(f"channel to {service}: {error}") from error
 
     def submit(
         self, message: Any, payload: Payload | None = None, *, timeout_s: float | None = None

@@ -53,8 +53,8 @@ M = TypeVar("M", bound=msgspec.Struct)
 class Introductions:
     """One end's hello and verdict, each with a proof of the pair's key: who sends them took part in the handshake.
 
-    Both ends chose a nonce that is in the key, so nobody has heard a proof with it before. A proof is of one side and
-    one kind of message, so nobody gets his own words back.
+    The key contains a nonce of each end, so a proof recorded in an earlier exchange fails here. A proof also covers the
+    sender's side and the kind of message, so a reflection fails, too: a message sent back to its own sender.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:

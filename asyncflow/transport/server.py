@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import AsyncFlowError, PeerRefused, SealBroken, TransportError
+from asyncflow.errors import AsyncFlowError, PeerRefused, SealBroken, TransportError, one_line
 from asyncflow.sealed_store import SealedStore
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
@@ -31,6 +32,8 @@ _CLOSE = b"close"
 _REPLY_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 6.0
 _IDLE = timedelta(days=30)
+_STORE_TRIES = 4
+_STORE_PAUSE_S = 0.5
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -107,6 +110,7 @@ class ChannelServer:
         *,
         limits: Limits | None = None,
         max_clients: int = 1024,
+        threads: ServiceThreads | None = None,
     ) -> None:
         """Start listening.
 
@@ -117,6 +121,7 @@ class ChannelServer:
             handler: carries them out.
             limits: largest request accepted, and whether memory is shared.
             max_clients: further clients are refused while so many are connected.
+            threads: of the service, which fails if it can accept no further clients; None: that is only logged.
         """
         self._credentials = credentials
         self._service = service
@@ -129,23 +134,22 @@ class ChannelServer:
         self._channels: dict[int, tuple[Channel, threading.Thread]] = {}
         self._serving: set[threading.Thread] = set()  # also those whose channel ended, until they are really gone
         self._greeting = 0
-        self._closed = False
-        self._acceptor = threading.Thread(target=self._accept, name=f"accept-{service}", daemon=True)
-        self._acceptor.start()
+        self._closed = threading.Event()
+        self._acceptor = (threads or ServiceThreads(service)).start(self._accept, name=f"accept-{service}")
 
     def close(self) -> None:
         """Say goodbye to every client and stop; idempotent."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
             channels = list(self._channels.values())
             serving = set(self._serving)
         try:
             with self._credentials.borrowed_store() as store:
                 store.queue_push(ask_key(self._service), _CLOSE)
         except (TransportError, dist.DistError) as error:
-            logger.debug("%s: %s", self._service, error)  # then the acceptor has noticed it too
+            logger.debug("%s: %s", self._service, error)  # then the acceptor notices it, too
         goodbyes = [threading.Thread(target=channel.goodbye, daemon=True) for channel, _ in channels]
         for goodbye in goodbyes:
             goodbye.start()
@@ -166,19 +170,26 @@ class ChannelServer:
 
     def _accept(self) -> None:
         store: SealedStore | None = None
+        broken = 0
         while True:
             try:
                 store = store or self._credentials.own_store(_IDLE.total_seconds())
                 data = store.queue_pop(ask_key(self._service))
-                if data == _CLOSE and self._closed:  # else it is of a former life of this service
+                broken = 0
+                if data == _CLOSE and self._closed.is_set():  # else it is of a former life of this service
                     return
                 ask = msgpack_decoder(Ask).decode(data)
             except (SealBroken, *UNREADABLE) as error:
                 logger.warning("%s: an ask was dropped (%s)", self._service, error)
                 continue
-            except (TransportError, dist.DistError):
-                logger.warning("%s: the job store is gone; no further clients are accepted", self._service)
-                return
+            except (TransportError, dist.DistError) as error:
+                store, broken = None, broken + 1
+                if self._closed.wait(_STORE_PAUSE_S):
+                    return
+                if broken == _STORE_TRIES:
+                    raise
+                logger.warning("%s: the job store does not answer, tried again (%s)", self._service, one_line(error))
+                continue
             try:
                 threading.Thread(target=self._greet, args=(ask,), name=f"greet-{ask.client}", daemon=True).start()
             except RuntimeError as error:  # no more threads: this one must go on, the client asks again
@@ -186,7 +197,7 @@ class ChannelServer:
 
     def _greet(self, ask: Ask) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
             full = self._greeting + len(self._channels) >= self._max_clients
             self._greeting += not full
@@ -204,12 +215,17 @@ class ChannelServer:
         session = Session(next(self._numbers), ask.client)
         name = f"serve-{ask.client}"
         thread = threading.Thread(target=self._serve, args=(channel, session), name=name, daemon=True)
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._channels[session.number] = (channel, thread)
-                thread.start()
-                self._serving = {each for each in self._serving if each.is_alive()} | {thread}
+        try:
+            with self._lock:
+                closed = self._closed.is_set()
+                if not closed:
+                    thread.start()
+                    self._channels[session.number] = (channel, thread)
+                    self._serving = {each for each in self._serving if each.is_alive()} | {thread}
+        except RuntimeError as error:  # no more threads: the client connects again
+            logger.warning("%s: %s is not served: %s", self._service, ask.client, error)
+            channel.abort()
+            return
         if closed:
             channel.goodbye()
 

@@ -14,9 +14,9 @@ from asyncflow.errors import ConfigError
 from workers.model_files import (
     BACKBONE,
     INDEX_FILE,
-    check_dense,
     check_model_dir,
     check_other_model_dir,
+    check_trainable,
     eos_token_ids,
     max_positions,
     model_fingerprint,
@@ -80,7 +80,10 @@ def test_header_lists_the_tensors() -> None:
         (lambda path: edit_config(path, architectures=None), "names no architectures"),
         (lambda path: (path / "tokenizer.json").unlink(), "holds no tokenizer"),
         (lambda path: edit_config(path, architectures=[3]), "names no architectures"),
-        (lambda path: edit_config(path, architectures=["BertModel"]), "is of a BertModel, which generates no text"),
+        (
+            lambda path: edit_config(path, architectures=["BertModel"]),
+            "is of a BertModel, which is no causal language model",
+        ),
         (lambda path: edit_config(path, model_type=None), "names no model_type"),
         (lambda path: edit_generation(path, eos_token_id=None), "names no eos_token_id"),
         (lambda path: edit_generation(path, eos_token_id=99), "eos_token_id 99 of .* is no token of its 16"),
@@ -175,15 +178,45 @@ def test_fingerprint_follows_the_architecture_only(model_dir: Path) -> None:
 def test_mixture_of_experts_is_refused(model_dir: Path, settings: dict[str, object]) -> None:
     edit_config(model_dir, **settings)
     with pytest.raises(ConfigError, match=r"^model.path: .* is a mixture of experts \(\w+ \d+ in config.json\)"):
-        check_dense(model_dir)
+        check_trainable(model_dir)
     with pytest.raises(ConfigError, match=r"^critic.path: .* is a mixture of experts"):
         check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_experts": None}, {"num_experts": 0}, {"num_local_experts": 1}])
-def test_dense_model_is_none(model_dir: Path, settings: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vision_config": {"depth": 32}},
+        {"img_processor": {"name": "clip"}},
+        {"thinker_config": {"audio_config": {"d_model": 8}}},
+    ],
+)
+def test_model_with_images_or_sound_is_refused(model_dir: Path, settings: dict[str, object]) -> None:
+    edit_config(model_dir, architectures=["SomeOmniForCausalLM"], **settings)
+    with pytest.raises(
+        ConfigError, match=r"^model.path: .* is of a SomeOmniForCausalLM, which .* \(\w+ in config.json"
+    ):
+        check_trainable(model_dir)
+    with pytest.raises(ConfigError, match=r"^critic.path: .* is of a SomeOmniForCausalLM, which"):
+        check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_model_that_is_no_causal_language_model_is_refused_by_name(model_dir: Path, architecture: str) -> None:
+    edit_config(model_dir, architectures=[architecture])
+    with pytest.raises(ConfigError, match=f"is of a {architecture}, which is no causal language model of text alone"):
+        check_model_dir(model_dir)
+    with pytest.raises(ConfigError, match=rf"^critic.path: .* is of a {architecture}, which"):
+        check_other_model_dir(model_dir, BACKBONE, key="critic.path")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_experts": None}, {"num_experts": 0}, {"num_local_experts": 1}, {"vision_config": None}],
+)
+def test_dense_model_of_text_is_none(model_dir: Path, settings: dict[str, object]) -> None:
     edit_config(model_dir, **settings)
-    check_dense(model_dir)
+    check_trainable(model_dir)
     check_other_model_dir(model_dir, BACKBONE, key="critic.path")
 
 

@@ -39,6 +39,16 @@ def test_a_save_begins_and_has_files_or_an_error() -> None:
         words.files(4, timeout_s=1)
 
 
+@pytest.mark.parametrize(
+    "name", ["critic/../../step_000001/dcp/x", "/etc/passwd", "dcp/__0_0.distcp", "critic", "../x", ""]
+)
+def test_files_of_a_critic_lie_in_its_part_of_the_checkpoint(name: str) -> None:
+    words = TrainerWords(SealedStore(HashStore(), b"secret"), lineage=0)
+    words.give_files(3, {"critic/__0_0.distcp": (17, "00ff"), name: (17, "00ff")})
+    with pytest.raises(CheckpointError, match=f"'{name}', which is not in critic/"):
+        words.files(3, timeout_s=1)
+
+
 def test_waiting_for_a_save_has_a_deadline() -> None:
     words = TrainerWords(SealedStore(HashStore(), b"secret"), lineage=0)
     with pytest.raises(CheckpointError, match=r"did not save step 3 within 0.05 s \(checkpoint.timeout_s\)"):

@@ -133,6 +133,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._to_ack: deque[Granted] = deque()
         self._acks: ThreadPoolExecutor | None = None
         self._settling: Future[None] | None = None
+        self._lost: deque[Superseded] = deque()  # of acks, to be raised in the caller's thread
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
@@ -235,30 +236,26 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
 
         Raises:
-            Superseded: some of them are somebody else's by now, so they were trained for nothing. Not raised again.
+            Superseded: some were somebody else's by now, so they were trained for nothing; all others are acked. Raised
+                once.
             TransportError: some are still to be acked.
             ConfigError: the last round's outputs could not be put.
         """
-        self.ack_soon()
-        settling, self._settling = self._settling, None
-        assert settling is not None
-        settling.result()
+        self._begin_acks().result()
+        self._settling = None
+        self._raise_lost()
 
     def ack_soon(self) -> None:
         """As `ack`, in a thread of its own; whoever needs to know that it is done calls `ack`.
 
         Raises:
-            AsyncFlowError: an earlier one failed, see `ack`; this call did nothing, the next one goes on.
+            AsyncFlowError: one of those begun so far failed, see `ack`. The others go on.
         """
-        self._refuse_owed_put()
-        before, self._settling = self._settling, None
+        before = self._settling
+        self._begin_acks()
         if before is not None and before.done():
             before.result()
-        self._to_ack.extend(self._held)
-        self._held.clear()
-        if self._acks is None:
-            self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{self._request.task}")
-        self._settling = self._acks.submit(self._settle_all)
+        self._raise_lost()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the partition to begin with. Rows of it that are acked already do not come again.
@@ -339,15 +336,28 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch, batch.indices
 
+    def _begin_acks(self) -> Future[None]:
+        self._refuse_owed_put()
+        self._to_ack.extend(self._held)
+        self._held.clear()
+        if self._acks is None:
+            self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{self._request.task}")
+        self._settling = self._acks.submit(self._settle_all)
+        return self._settling
+
+    def _raise_lost(self) -> None:
+        lost = [self._lost.popleft() for _ in range(len(self._lost))]
+        if lost:
+            raise lost[0]
+
     def _settle_all(self) -> None:
         """In the thread of acks: oldest first; one that fails stays, unless it can never succeed."""
         while self._to_ack:
             try:
                 if self._client is not None:
                     self._settle(self._client, self._to_ack[0])
-            except Superseded:
-                self._to_ack.popleft()
-                raise
+            except Superseded as error:
+                self._lost.append(error)
             self._to_ack.popleft()
 
     def _settle(self, client: QueueClient, granted: Granted) -> None:

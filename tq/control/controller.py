@@ -222,7 +222,13 @@ class ControllerService:
             self._directory.publish(store)
         limits = Limits(payload_bytes=config.max_message_bytes)
         self._server = ChannelServer(
-            credentials, name, CONTROLLER_REQUESTS, self, limits=limits, max_clients=config.max_clients
+            credentials,
+            name,
+            CONTROLLER_REQUESTS,
+            self,
+            limits=limits,
+            max_clients=config.max_clients,
+            threads=self.threads,
         )
         self._look_for_silent()
         self._look_for_silent_units()

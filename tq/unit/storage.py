@@ -141,7 +141,7 @@ class StorageUnit:
         self._beat_s = config.unit_timeout_s / _BEATS_PER_TIMEOUT
         self._beat()
         self._server = ChannelServer(
-            credentials, name, UNIT_REQUESTS, self, limits=limits, max_clients=config.max_clients
+            credentials, name, UNIT_REQUESTS, self, limits=limits, max_clients=config.max_clients, threads=self.threads
         )
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class WeightAgent:
         limits = Limits(payload_bytes=max(2**31, 2 * config.bucket_bytes))
         with self._lock:  # a link that is quick waits until all are there
             self._peers = {peer: PeerLink(credentials, name, peer, self, self.threads, limits=limits) for peer in peers}
-        self._server = ChannelServer(credentials, name, Request, self, limits=limits)
+        self._server = ChannelServer(credentials, name, Request, self, limits=limits, threads=self.threads)
         self._timer = self.threads.start(self._tick, name="weights-timer")
 
     def status(self) -> AgentStatus:

@@ -319,10 +319,37 @@ def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Loa
     list(loader)
     with pytest.raises(Superseded, match="row 0"):
         loader.ack()
+    assert client.acked == [[1], [2]], "whoever drops the work and goes on leaves nothing unacked"
     loader.ack()
     loader.ack()
     assert client.acked == [[1], [2]]
     assert loader.state_dict()["partition"] == 2
+
+
+def test_ack_that_was_superseded_is_told_though_the_next_one_was_begun_meanwhile(load: Load) -> None:
+    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[Superseded("row 0 is somebody else's")])
+    loader = load(client, last_partition=2)
+    list(loader)
+    loader.ack_soon()
+    list(loader)
+    loader.ack_soon()
+    client.may_ack.set()
+    with pytest.raises(Superseded, match="row 0"):
+        loader.ack()
+    loader.ack()
+    assert client.acked == [[1]]
+
+
+def test_call_that_tells_of_an_earlier_superseded_ack_acks_its_own_rows(load: Load) -> None:
+    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[Superseded("row 0 is somebody else's")])
+    loader = load(client, last_partition=2)
+    list(loader)
+    loader.ack_soon()
+    client.may_ack.set()
+    list(loader)
+    with pytest.raises(Superseded, match="row 0"):
+        loader.ack()
+    assert client.acked == [[1]]
 
 
 def outputs(indices: Sequence[int]) -> dict[str, Column]:
