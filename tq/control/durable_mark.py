@@ -1,10 +1,11 @@
 """What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
 
     tq/LINEAGE/NAME/incarnation     how often it was started
-    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, what left them, admission's mark; no refills
+    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark; no refills
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
     tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `LostNumbers`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
+    tq/LINEAGE/NAME/removed/P       rows that left partition P with groups in quarantine and have no replacement
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
@@ -43,14 +44,12 @@ class Mark(msgspec.Struct):
     Attributes:
         newest_version: newest published weights.
         partitions: number -> rows as declared, the newest ones.
-        removed: number -> rows that left with groups in quarantine and have no replacement, the newest ones.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
-    removed: dict[int, int] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -82,9 +81,8 @@ class DurableMark:
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them. Admission's refills only ever get more."""
-        for known in (mark.partitions, mark.removed):
-            for partition in sorted(known)[:-KEPT_PARTITIONS]:
-                del known[partition]
+        for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
+            del mark.partitions[partition]
         admission = mark.admission
         if admission is not None:
             self._save_refills(admission.refills)
@@ -103,6 +101,20 @@ class DurableMark:
         key = f"{self._base}/lost/{part}"
         if records:
             self._call("put", key, msgspec.msgpack.encode(records))
+        else:
+            self._call("delete_key", key)
+
+    def load_removed(self) -> dict[int, RowSet]:
+        """Return partition -> the rows that it lacks, as they were saved."""
+        keys = {int(partition): f"{self._base}/removed/{partition}" for partition in self.names("removed")}
+        spans = msgpack_decoder(list[Span])
+        return {partition: RowSet.of_spans(spans.decode(self._call("get", key))) for partition, key in keys.items()}
+
+    def save_removed(self, partition: int, rows: RowSet) -> None:
+        """Write which rows a partition lacks now; returns when the store has them."""
+        key = f"{self._base}/removed/{partition}"
+        if rows:
+            self._call("put", key, msgspec.msgpack.encode(rows.spans()))
         else:
             self._call("delete_key", key)
 
