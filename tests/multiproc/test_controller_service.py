@@ -307,6 +307,20 @@ def waiting_for(bench: Bench) -> str:
     return str(reply.waiting_for.removeprefix(prefix))
 
 
+def test_only_a_put_of_rows_that_are_away_asks_the_store_what_tasks_write(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.unit([0]).close()
+    until(lambda: bench.timers.running(GRACE_S) == [True])
+    other = bench.connection("storage-1")
+    ask(other, RegisterUnit("storage-1", "life", [], {}))
+    reads, read = [], bench.service._outputs.read
+    monkeypatch.setattr(bench.service._outputs, "read", lambda tasks: (reads.append(tasks), read(tasks))[1])
+    for row, num_reads in ((5, 0), (6, 0), (0, 1), (7, 1)):
+        ask(other, RowsCreated("storage-1", 1, [row], [row], ["x"], [1], 4))
+        assert len(reads) == num_reads, f"after row {row}"
+
+
 @pytest.mark.parametrize("fact", ["save_lost", "save_finished"])
 def test_a_controller_whose_durable_write_fails_has_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fact: str

@@ -46,8 +46,8 @@ class UnitRegistry:
                     known[number] = max(times, known.get(number, 0))
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._book.set_online(unit, online=True)
-        partitions = {one.partition for one in [*event.records, *event.quarantined]}
-        for partition in partitions | event.finished.keys():
+        partitions = {record.partition for record in event.records} | event.finished.keys()
+        for partition in partitions | {removed.partition for removed in event.quarantined}:
             self._book.drop_partition_if_finished(partition)
             self._book.recount(partition)
         return reply
