@@ -31,7 +31,7 @@ class Memory:
         """Taken before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
-        self._removed = durable.load_removed()
+        self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
         self._unsaved: set[tuple[int, int]] = set()
         """Of those, (partition, part) that the store does not have yet: a save may fail."""
         self._mark.newest_version = max(version, self._mark.newest_version)
@@ -59,8 +59,9 @@ class Memory:
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""
-        for partition, rows in self._removed.items():
-            yield RowsQuarantined(partition, rows)
+        for partition, parts in self._removed.items():
+            for rows in parts.values():
+                yield RowsQuarantined(partition, rows)
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, parts in self._finished.items():
@@ -133,11 +134,18 @@ class Memory:
             state: returns the rows that it lacks now; somebody else may have saved later ones than caused this call.
         """
         with self._saving_removed:
-            self._removed[partition] = state(partition)
-            self._durable.save_removed(partition, self._removed[partition])
+            self._save_removed(partition, state(partition).parts())
             for old in sorted(self._removed)[:-KEPT_PARTITIONS]:
-                del self._removed[old]
-                self._durable.save_removed(old, RowSet())
+                self._save_removed(old, {})
+
+    def _save_removed(self, partition: int, now: dict[int, RowSet]) -> None:
+        before = self._removed.pop(partition, {})
+        if now:
+            self._removed[partition] = now
+        for part in now.keys() | before.keys():
+            rows = now.get(part, RowSet())
+            if rows != before.get(part, RowSet()):
+                self._durable.save_removed(partition, part, rows)
 
     def _save_finished(self, newly: Finished) -> None:
         for partition, rows in newly.items():

@@ -184,7 +184,7 @@ class ControlState:
     def removed_rows(self, partition: int) -> RowSet:
         """Return the rows that a partition will never have."""
         info = self._book.rows.partitions.get(partition)
-        return RowSet() if info is None else RowSet.of_spans(info.removed.spans())
+        return RowSet() if info is None else info.removed.copy()
 
     @property
     def losses_changed(self) -> bool:
