@@ -269,9 +269,11 @@ class ChannelServer:
             logger.info("%s: %s", self._service, error)
             channel.abort()
         finally:
-            self._handler.disconnected(session)
-            with self._lock:
-                self._channels.pop(session.number, None)
+            try:
+                self._handler.disconnected(session)
+            finally:
+                with self._lock:
+                    self._channels.pop(session.number, None)
 
     def _run(self, call: Call, meta: bytes) -> None:
         try:

@@ -318,6 +318,22 @@ def test_clients_beyond_the_cap_are_refused_until_one_leaves(credentials: Creden
         server.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_client_whose_end_the_service_cannot_take_keeps_no_place(credentials: Credentials) -> None:
+    echo = Echo()
+    echo.disconnected = lambda session: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    server = ChannelServer(credentials, "here", Ping, echo, max_clients=1)
+    try:
+        first = Connection(credentials, "here", "first", Pong)
+        first.call(Ping("hello"), timeout_s=10)
+        serving = next(thread for _, thread in server._channels.values())
+        first.close()
+        serving.join(10)
+        Connection(credentials, "here", "second", Pong).close()
+    finally:
+        server.close()
+
+
 def test_error_that_nobody_expects_fails_the_channel_and_whoever_waits(
     server: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

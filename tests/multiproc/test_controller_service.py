@@ -1,5 +1,7 @@
 """A controller service beside units and clients that do what the test says."""
 
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,17 +9,22 @@ from typing import Any
 import pytest
 from fake_controller import WAIT_S, until
 
+from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
-from asyncflow.transport.server import Session
+from asyncflow.transport.server import Call, ChannelServer, Session
 from tq import ControllerService, TaskSpec
 from tq.config import QueueConfig
 from tq.control import controller
 from tq.messages import (
     CONTROLLER_REPLIES,
+    UNIT_REQUESTS,
+    Done,
+    FenceTask,
     FetchRound,
     FetchRows,
     GetQueueStats,
+    Granted,
     Held,
     Join,
     Message,
@@ -232,9 +239,106 @@ def test_a_consumer_that_joins_while_the_end_of_its_earlier_channel_is_noticed_i
     assert waiting_for(bench) == "reader@here"
 
 
+class ToldUnit:
+    """A storage unit's ear: `heard` is what controllers tell it, `confirms` lets it answer."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+        self.confirms = threading.Event()
+        self._server = ChannelServer(credentials, "storage-0", UNIT_REQUESTS, self)
+
+    def handle(self, call: Call) -> None:
+        """Confirm, once that is allowed."""
+        self.heard.put(call.message)
+        assert self.confirms.wait(WAIT_S)
+        call.reply(Done())
+
+    def disconnected(self, session: Session) -> None:
+        """Nothing hangs on it."""
+
+    def close(self) -> None:
+        """Leave."""
+        self.confirms.set()
+        self._server.close()
+
+
+@pytest.mark.parametrize("moment", ["while it learns what tasks write", "after it told what the unit missed"])
+def test_a_unit_that_registers_while_recovery_ends_hears_of_the_fence_before_its_rows_go_out(
+    bench: Bench, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    bench.unit([0]).close()
+    bench.service.close()
+    bench.start()
+    service, there, goes_on = bench.service, threading.Event(), threading.Event()
+
+    def hold_once() -> None:
+        there.set()
+        assert goes_on.wait(WAIT_S)
+
+    if moment == "after it told what the unit missed":
+        catch_up = service._orders.catch_up
+        monkeypatch.setattr(service._orders, "catch_up", lambda unit: (catch_up(unit), hold_once()))
+    else:
+        read = service._outputs.read
+        monkeypatch.setattr(service._outputs, "read", lambda tasks: (hold_once(), read(tasks))[1])
+    unit, other = bench.connection("storage-0"), bench.connection("other")
+    told = ToldUnit(credentials)
+    registering = unit.submit(
+        RegisterUnit("storage-0", "life", [RowRecords(1, [0], [0], [1], [1], [1], ["x"], [])], {})
+    )
+    assert there.wait(WAIT_S)
+    service._end_recovery()
+    goes_on.set()
+    assert isinstance(told.heard.get(timeout=WAIT_S), FenceTask)
+    with contextlib.suppress(TimeoutError):
+        registering.result(0.5)  # it must not: the fence is not confirmed
+    assert not isinstance(ask(other, FetchRows("train", "other@1", 1, 0, timeout_s=0.0)), Granted)
+    told.confirms.set()
+    assert isinstance(registering.result(WAIT_S)[0], UnitAccepted)
+    assert ask(other, FetchRows("train", "other@1", 1, 0, WAIT_S)).rows == [0]
+    told.close()
+
+
 def waiting_for(bench: Bench) -> str:
     """Return whom a restarted controller waits for."""
     reply = ask(bench.connection("other"), FetchRows("train", "other@1", 1, 0, timeout_s=0.0))
     prefix = "the controller was restarted and waits for "
     assert reply.waiting_for.startswith(prefix)
     return str(reply.waiting_for.removeprefix(prefix))
+
+
+def test_only_a_put_of_rows_that_are_away_asks_the_store_what_tasks_write(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.unit([0]).close()
+    until(lambda: bench.timers.running(GRACE_S) == [True])
+    other = bench.connection("storage-1")
+    ask(other, RegisterUnit("storage-1", "life", [], {}))
+    reads, read = [], bench.service._outputs.read
+    monkeypatch.setattr(bench.service._outputs, "read", lambda tasks: (reads.append(tasks), read(tasks))[1])
+    for row, num_reads in ((5, 0), (6, 0), (0, 1), (7, 1)):
+        ask(other, RowsCreated("storage-1", 1, [row], [row], ["x"], [1], 4))
+        assert len(reads) == num_reads, f"after row {row}"
+
+
+@pytest.mark.parametrize("fact", ["save_lost", "save_finished"])
+def test_a_controller_whose_durable_write_fails_has_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    """It must start again: an answer that it dropped would hold a lease for ever, and a loss would not be written."""
+    bench.unit([0]).close()
+    until(lambda: bench.timers.running(GRACE_S) == [True])
+    waiting = bench.connection("other").submit(FetchRows("train", "other@1", 1, 0, timeout_s=WAIT_S))
+
+    def fail(*_: Any) -> None:
+        raise TransportError("no answer of the job store")
+
+    again, ones = bench.connection("storage-0"), [1]
+    records = [RowRecords(1, [1], [1], ones, ones, ones, ["x"], [])]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.service._durable, fact, fail)
+        with pytest.raises(TransportError, match="no answer of the job store"):
+            ask(again, RegisterUnit("storage-0", "another life", records, {1: [2]}))
+    assert bench.service.threads.failed.is_set()
+    assert "durable facts" in str(bench.service.threads.failure)
+    assert not waiting.done()

@@ -28,6 +28,7 @@ from tq.messages import (
     WriteSnapshot,
 )
 from tq.snapshot import read_snapshot, write_manifest
+from tq.task_outputs import TaskOutputs
 
 
 @pytest.fixture(name="bench")
@@ -69,6 +70,20 @@ def test_repeated_put_is_told_again_and_a_different_one_is_refused(bench: Bench)
     done(client.put("ref", 3, [0], {"ref": numbers(float("nan"))}))  # the row is freed by now
     done(client.put("train", 4, [0]))
     refused(client.put("train", 3, [0]), Superseded, "not here any more")
+
+
+@pytest.mark.parametrize(("task", "column"), [("train", "h"), ("nobody", "g"), ("train", "x")])
+def test_a_put_that_is_refused_teaches_nobody_that_the_task_writes_such_columns(
+    bench: Bench, task: str, column: str
+) -> None:
+    _, client = bench.started()
+    outputs, tasks = TaskOutputs(bench.credentials), ["ref", "train", "nobody"]
+    done(client.create([0], {"x": numbers(0)}))
+    refused(client.put("ref", 1, [0], {"x": numbers(1)}), PeerRefused, "already")
+    assert outputs.read(tasks) == {}
+    done(client.put("ref", 1, [0], {"h": numbers(1)}))
+    refused(client.put(task, 2, [0], {column: numbers(1)}), PeerRefused, "already|no task is named")
+    assert outputs.read(tasks) == {"ref": ["h"]}
 
 
 def test_same_new_rows_again_are_stored_once_and_others_are_refused(bench: Bench) -> None:

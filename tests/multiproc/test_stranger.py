@@ -57,6 +57,14 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
         lease = client.fetch("score", num_rows=1, timeout_s=CONFIG.request_timeout_s)
         assert isinstance(lease, Granted) and len(lease.rows) == 1, "the queue goes on where it was"
 
+        key = "tq/outputs/score/x"
+        stranger.set(key, "1")
+        os.kill(queue.pids()["storage-0"], signal.SIGKILL)
+        line = f"ERROR job store: what is in {key!r} was not written by this job"
+        wait_until(lambda: line in log.read_text(), line, deadline_s=DEADLINE_S)
+        stranger.delete_key(key)
+        queue.wait_until_up(DEADLINE_S)
+
         stranger.set("tq/next_row", "0")
         with pytest.raises(SealBroken, match="'tq/next_row'"):
             queue.client("producer").put_rows({"x": tq.column([3])})

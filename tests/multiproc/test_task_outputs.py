@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tq
+from asyncflow.errors import PeerRefused
 from tq.messages import Granted, LostRows, NoRows
 
 SHORT_FORM = {"first": ["x"], "second": ["x", "h"]}
@@ -92,6 +93,22 @@ def test_a_task_that_acked_a_row_without_writing_stays_done_with_it() -> None:
         first_writes(client, [0])
         assert nothing_for(client, "look")
         assert sorted(take(client, "last", 2).rows) == [0, 1]
+
+
+def test_a_task_whose_put_was_refused_and_that_acked_stays_done_with_the_row() -> None:
+    with tq.start({**SHORT_FORM, "last": ["h"]}, num_units=1, config=FAST) as queue:
+        client = queue.client("me")
+        client.put_rows({"x": values(0)}, rows=[0])
+        first_writes(client, [0])
+        lease = take(client, "second", 1)
+        with pytest.raises(PeerRefused, match="second put h already"):
+            client.put("second", lease, [0], {"h": values(1)})
+        client.ack("second", lease)
+        kill_and_wait(queue, "storage-0")
+        client.put_rows({"x": values(0)}, rows=lost(client).rows)
+        first_writes(client, [0])
+        take(client, "last", 1)
+        assert nothing_for(client, "second")
 
 
 def test_a_restored_queue_knows_what_its_tasks_wrote(tmp_path: Path) -> None:

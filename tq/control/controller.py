@@ -9,13 +9,14 @@ prompts. Nobody calls another process while holding the lock.
                      rest, serve
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, SealBroken
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -273,7 +274,8 @@ class ControllerService:
         if self._closed:
             return
         if units:
-            self._memory.remember_finished(self._newly_finished)
+            with self._failing("durable facts"):
+                self._memory.remember_finished(self._newly_finished)
         self._forget(owners)
 
     def handle(self, call: Call) -> None:
@@ -315,8 +317,8 @@ class ControllerService:
 
     def _create(self, message: RowsCreated, call: Call) -> None:
         with self._lock:
-            any_away = self._state.any_away
-        if any_away:
+            returning = self._state.any_away(message.rows)
+        if returning:
             self._learn_outputs()
         self._ask(message, call, message.timeout_s)
 
@@ -375,18 +377,38 @@ class ControllerService:
 
     def _register(self, message: RegisterUnit, call: Call) -> None:
         self._durable.add("unit", message.unit)
-        self._orders.catch_up(message.unit)
         self._learn_outputs()
+        answers = None
+        while answers is None:
+            self._orders.catch_up(message.unit)
+            answers = self._registered(message, call)
+        with self._failing("durable facts"):
+            self._memory.remember_finished(self._newly_finished)  # an earlier life of the unit may have known of them
+        self._send(answers)
+
+    def _registered(self, message: RegisterUnit, call: Call) -> News | None:
+        """Returns what to tell; None: the unit must be told something first, a fence say, before its rows go out."""
         with self._lock:
+            if self._orders.owes(message.unit):
+                return None
             self._sessions.registered(call.session.number, message.unit, time.monotonic())
             self._graces.end(message.unit)
-            answers = self._handle(message, self._calls.keep(call))
-        self._memory.remember_finished(self._newly_finished)  # an earlier life of the unit may have known of them
-        self._send(answers)
+            return self._handle(message, self._calls.keep(call))
 
     def _learn_outputs(self) -> None:
         """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
-        self._apply(TasksWrite(self._outputs.read(self._directory.tasks)))
+        with self._failing("outputs of tasks", SealBroken):
+            outputs = self._outputs.read(self._directory.tasks)
+        self._apply(TasksWrite(outputs))
+
+    @contextlib.contextmanager
+    def _failing(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """If that fails, so has the service: it starts again, and rebuilds everything."""
+        try:
+            yield
+        except kind as error:
+            self.threads.fail(what, error)
+            raise
 
     def _hear_done(self, event: DoneElsewhere) -> None:
         self._learn_outputs()
@@ -415,20 +437,32 @@ class ControllerService:
 
     def _send(self, news: News) -> None:
         """Tell clients, units and admission; the lock is not held."""
-        if self._state.losses_changed or self._memory.remembering_losses:
-            self._memory.remember_losses(self._losses)  # before anybody hears of them
+        with self._failing("durable facts"):
+            self._make_durable(news)  # before anybody hears of them
         for one in news:
             match one:
                 case Lost() | Quarantined() if self._admitting is not None:
                     self._admitting.add(one)
-                case Shrunk():
-                    self._memory.remember(one)
-                case Cleared():
-                    self._memory.clear(one.partition)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.refuse(error)
                 case (call, Answer(reply=reply)):
                     call.reply(reply)
+
+    def _make_durable(self, news: News) -> None:
+        """What left with its group is written before the losses: a row that is in neither would be missed for ever."""
+        for one in news:
+            if isinstance(one, Shrunk):
+                self._memory.remember_removed(one.partition, self._removed)
+        if self._state.losses_changed or self._memory.remembering_losses:
+            self._memory.remember_losses(self._losses)
+        for one in news:
+            if isinstance(one, Cleared):
+                self._memory.clear(one.partition)
+                self._memory.remember_removed(one.partition, self._removed)
+
+    def _removed(self, partition: int) -> RowSet:
+        with self._lock:
+            return self._state.removed_rows(partition)
 
     def _losses_to_tell(self) -> list[UnitLoss]:
         with self._lock:

@@ -1,10 +1,11 @@
 """What of a controller outlives its process: a few facts in the job store. Everything else is rebuilt from the units.
 
     tq/LINEAGE/NAME/incarnation     how often it was started
-    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, what left them, admission's mark; no refills
+    tq/LINEAGE/NAME/mark            newest version, sizes of partitions, admission's mark; no refills
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
     tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `LostNumbers`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
+    tq/LINEAGE/NAME/removed/P/K     rows that left it with groups in quarantine and have no replacement, in like parts
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
@@ -43,14 +44,12 @@ class Mark(msgspec.Struct):
     Attributes:
         newest_version: newest published weights.
         partitions: number -> rows as declared, the newest ones.
-        removed: number -> rows that left with groups in quarantine and have no replacement, the newest ones.
         stopped: the queue was stopped.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
-    removed: dict[int, int] = {}
     stopped: bool = False
     admission: AdmissionMark | None = None
 
@@ -82,9 +81,8 @@ class DurableMark:
 
     def save(self, mark: Mark) -> None:
         """Write the facts; returns when the store has them. Admission's refills only ever get more."""
-        for known in (mark.partitions, mark.removed):
-            for partition in sorted(known)[:-KEPT_PARTITIONS]:
-                del known[partition]
+        for partition in sorted(mark.partitions)[:-KEPT_PARTITIONS]:
+            del mark.partitions[partition]
         admission = mark.admission
         if admission is not None:
             self._save_refills(admission.refills)
@@ -108,23 +106,24 @@ class DurableMark:
 
     def load_finished(self) -> Finished:
         """Return the finished rows that were saved."""
-        prefix = f"{self._base}/finished/"
-        finished: Finished = {}
-        for key in self._call("list_keys"):
-            if key.startswith(prefix):
-                partition = int(key.removeprefix(prefix).partition("/")[0])
-                spans = msgpack_decoder(list[Span]).decode(self._call("get", key))
-                finished.setdefault(partition, RowSet()).merge(RowSet.of_spans(spans))
-        return finished
+        return self._load_rows("finished")
 
     def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
         """Write one part of the finished rows of a partition; returns when the store has it."""
-        self._call("put", f"{self._base}/finished/{partition}/{part}", msgspec.msgpack.encode(rows.spans()))
+        self._save_rows("finished", partition, part, rows)
 
     def forget_finished(self, partition: int, parts: Iterable[int]) -> None:
         """Remove these parts of the finished rows of a partition."""
         for part in parts:
-            self._call("delete_key", f"{self._base}/finished/{partition}/{part}")
+            self._save_rows("finished", partition, part, RowSet())
+
+    def load_removed(self) -> dict[int, RowSet]:
+        """Return partition -> the rows that it lacks, as they were saved."""
+        return self._load_rows("removed")
+
+    def save_removed(self, partition: int, part: int, rows: RowSet) -> None:
+        """Write one part of the rows that a partition lacks now; returns when the store has it."""
+        self._save_rows("removed", partition, part, rows)
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""
@@ -141,6 +140,23 @@ class DurableMark:
         if keys:
             self._call("multi_get", keys)  # their seals: anybody can add a key
         return [key.removeprefix(prefix) for key in keys]
+
+    def _load_rows(self, kind: str) -> dict[int, RowSet]:
+        prefix = f"{self._base}/{kind}/"
+        rows: dict[int, RowSet] = {}
+        for key in self._call("list_keys"):
+            if key.startswith(prefix):
+                partition = int(key.removeprefix(prefix).partition("/")[0])
+                spans = msgpack_decoder(list[Span]).decode(self._call("get", key))
+                rows.setdefault(partition, RowSet()).merge(RowSet.of_spans(spans))
+        return rows
+
+    def _save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
+        key = f"{self._base}/{kind}/{partition}/{part}"
+        if rows:
+            self._call("put", key, msgspec.msgpack.encode(rows.spans()))
+        else:
+            self._call("delete_key", key)
 
     def _save_refills(self, refills: Sequence[Refill]) -> None:
         """Write those that are new, with the others of their part."""

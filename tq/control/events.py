@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import AsyncFlowError
+from tq.control.row_set import RowSet
 from tq.messages import (
     AckLost,
     ClearPartition,
@@ -97,6 +98,14 @@ class RowsLost:
 
 
 @dataclass(frozen=True)
+class RowsQuarantined:
+    """An earlier incarnation knew that a partition will never have these rows (`ControlState.removed_rows`)."""
+
+    partition: int
+    rows: RowSet
+
+
+@dataclass(frozen=True)
 class TasksWrite:
     """Tasks were seen to write such columns, which this controller may not have been told: task -> columns."""
 
@@ -177,13 +186,9 @@ class Quarantined:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A partition will never have so many of its rows: their groups are in quarantine, and nobody replaces them.
-
-    An instruction to remember it, whatever is declared later, and the event that tells the next incarnation.
-    """
+    """A partition will have fewer rows than declared: remember which ones it lacks (`ControlState.removed_rows`)."""
 
     partition: int
-    num_removed: int
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ Event = (
     | RecoveryDeadline
     | RowsFinished
     | RowsLost
-    | Shrunk
+    | RowsQuarantined
     | TasksWrite
     | DoneElsewhere
     | TellLost

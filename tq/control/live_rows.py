@@ -69,7 +69,7 @@ class PartitionInfo:
 
     Attributes:
         declared: by `OpenPartition`; None: not yet.
-        num_removed: rows that it will never have (quarantine without a replacement).
+        removed: rows that it will never have (quarantine without a replacement), unless they are put again.
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
         finished: those rows; whoever put them may never have heard so, and put them again.
@@ -78,7 +78,7 @@ class PartitionInfo:
     """
 
     declared: int | None = None
-    num_removed: int = 0
+    removed: RowSet = field(default_factory=RowSet)
     num_live: int = 0
     num_finished: int = 0
     finished: RowSet = field(default_factory=RowSet)
@@ -88,12 +88,17 @@ class PartitionInfo:
     @property
     def num_rows(self) -> int | None:
         """How many rows it will have; None: not known."""
-        return None if self.declared is None else self.declared - self.num_removed
+        return None if self.declared is None else self.declared - len(self.removed)
 
     @property
     def all_known(self) -> bool:
         """Whether no row will follow."""
-        return self.declared is not None and self.num_live + self.num_finished >= self.declared - self.num_removed
+        return self.declared is not None and self.num_live + self.num_finished >= self.declared - len(self.removed)
+
+    def has(self, rows: Iterable[int]) -> None:
+        """It has these rows, if it had lost them before."""
+        for number in rows if self.removed else ():
+            self.removed.discard(number)
 
 
 class LiveRows:
@@ -173,6 +178,7 @@ class LiveRows:
         info = self.partition(partition)
         info.num_finished += len(numbers)
         info.finished.update(numbers)
+        info.has(numbers)
         if nameless:
             info.nameless.update(numbers)
         self.newly_finished.setdefault(partition, RowSet()).update(numbers)
@@ -187,6 +193,7 @@ class LiveRows:
         self.rows.update(rows)
         info = self.partition(partition)
         info.num_live += len(rows)
+        info.has(number for number, _ in rows)
         info.numbers += [number for number, _ in rows]
         num_bytes = sum([row.num_bytes for _, row in rows])
         self.num_bytes += num_bytes

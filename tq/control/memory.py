@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
-from tq.control.events import Event, RowsFinished, RowsLost, Shrunk
+from tq.control.events import Event, RowsFinished, RowsLost, RowsQuarantined
 from tq.control.row_set import RowSet
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
 
@@ -27,9 +27,11 @@ class Memory:
         self._durable = durable
         self._lock = threading.Lock()
         self._saving_losses, self._saving_finished = threading.Lock(), threading.Lock()
+        self._saving_removed = threading.Lock()
         """Taken before the facts are asked for, so that those of the latest moment are saved last."""
         self._mark = durable.load()
         self._finished = {partition: rows.parts() for partition, rows in durable.load_finished().items()}
+        self._removed = {partition: rows.parts() for partition, rows in durable.load_removed().items()}
         self._unsaved: set[tuple[int, int]] = set()
         """Of those, (partition, part) that the store does not have yet: a save may fail."""
         self._mark.newest_version = max(version, self._mark.newest_version)
@@ -57,8 +59,9 @@ class Memory:
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""
-        for partition, num_removed in self._mark.removed.items():
-            yield Shrunk(partition, num_removed)
+        for partition, parts in self._removed.items():
+            for rows in parts.values():
+                yield RowsQuarantined(partition, rows)
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, parts in self._finished.items():
@@ -69,14 +72,12 @@ class Memory:
         if self._mark.stopped:
             yield Stop()
 
-    def remember(self, event: OpenPartition | Shrunk | PublishVersion | Stop) -> None:
+    def remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
         """Make durable what the control state was told, or found out."""
         with self._lock:
             match event:
                 case OpenPartition():
                     self._mark.partitions[event.partition] = event.num_rows
-                case Shrunk():
-                    self._mark.removed[event.partition] = event.num_removed
                 case PublishVersion():
                     self._mark.newest_version = max(self._mark.newest_version, event.step)
                 case Stop():
@@ -103,8 +104,7 @@ class Memory:
         with self._saving_finished:
             self._forget_finished(partition)
         with self._lock:
-            declared, removed = (known.pop(partition, None) for known in (self._mark.partitions, self._mark.removed))
-            if declared is not None or removed is not None:
+            if self._mark.partitions.pop(partition, None) is not None:
                 self._durable.save(self._mark)
 
     @property
@@ -125,6 +125,27 @@ class Memory:
                 self._save_finished(facts[0])
                 for part, records in facts[1].items():
                     self._durable.save_lost(part, records)
+
+    def remember_removed(self, partition: int, state: Callable[[int], RowSet]) -> None:
+        """A partition lacks rows, or was cleared and has none that it lacks.
+
+        Args:
+            partition: which one.
+            state: returns the rows that it lacks now; somebody else may have saved later ones than caused this call.
+        """
+        with self._saving_removed:
+            self._save_removed(partition, state(partition).parts())
+            for old in sorted(self._removed)[:-KEPT_PARTITIONS]:
+                self._save_removed(old, {})
+
+    def _save_removed(self, partition: int, now: dict[int, RowSet]) -> None:
+        before = self._removed.pop(partition, {})
+        if now:
+            self._removed[partition] = now
+        for part in now.keys() | before.keys():
+            rows = now.get(part, RowSet())
+            if rows != before.get(part, RowSet()):
+                self._durable.save_removed(partition, part, rows)
 
     def _save_finished(self, newly: Finished) -> None:
         for partition, rows in newly.items():

@@ -67,7 +67,7 @@ class Quarantines:
     def remove(self, numbers: Iterable[int], cause: QuarantineCause = UNKNOWN) -> None:
         """Rows of groups in quarantine left the queue; `cause`: as whoever began it says."""
         table = self._book.rows
-        partitions = set()
+        removed: dict[int, list[int]] = {}
         for number in numbers:
             row = table.rows[number]
             if not self.has(row):
@@ -76,13 +76,17 @@ class Quarantines:
             self._book.remove(number)
             for task in self._book.tasks.values():
                 task.partition(row.partition).queue.forget_group(row.group)
-            table.partition(row.partition).num_removed += not self._refill
-            partitions.add(row.partition)
-        for partition in partitions:
+            removed.setdefault(row.partition, []).append(number)
+        for partition, gone in removed.items():
+            self.lack(partition, gone)
             for task in self._book.tasks.values():
                 task.sized(partition)
-            if not self._refill:
-                self._book.out.append(Shrunk(partition, table.partition(partition).num_removed))
+
+    def lack(self, partition: int, numbers: Iterable[int]) -> None:
+        """A partition will not have these rows, which are not in the table, unless admission replaces their groups."""
+        if not self._refill:
+            self._book.rows.partition(partition).removed.update(numbers)
+            self._book.out.append(Shrunk(partition))
 
     def forget(self, partition: int) -> None:
         """A partition was cleared."""

@@ -33,6 +33,17 @@ class RowSet:
     def __len__(self) -> int:
         return sum(bits.bit_count() for bits in self._chunks.values())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowSet) and self._chunks == other._chunks
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def copy(self) -> "RowSet":
+        """Return the same rows, to be changed by themselves."""
+        rows = RowSet()
+        rows._chunks = dict(self._chunks)
+        return rows
+
     def add(self, row: int) -> None:
         """Take in one row."""
         chunk = row // _BITS

@@ -11,7 +11,7 @@ Events are the messages of `tq.messages` (those that carry a question come with 
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
 from tq import lease_tokens
@@ -29,7 +29,7 @@ from tq.control.events import (
     RecoveryDeadline,
     RowsFinished,
     RowsLost,
-    Shrunk,
+    RowsQuarantined,
     TasksWrite,
     UnitGone,
     UnitLost,
@@ -176,11 +176,15 @@ class ControlState:
         newly, self._book.rows.newly_finished = self._book.rows.newly_finished, {}
         return newly
 
-    @property
-    def any_away(self) -> bool:
-        """Whether rows are lost, or count as lost once they are put again: then it matters what tasks write."""
-        rows = self._book.rows
-        return rows.num_lost > 0 or not all(unit.online for unit in rows.units.values())
+    def any_away(self, rows: Iterable[int]) -> bool:
+        """Whether some are lost, or count as lost once they are put again: then it matters what tasks write."""
+        table = self._book.rows.rows
+        return any(number in table and not table[number].unit.online for number in rows)
+
+    def removed_rows(self, partition: int) -> RowSet:
+        """Return the rows that a partition will never have."""
+        info = self._book.rows.partitions.get(partition)
+        return RowSet() if info is None else info.removed.copy()
 
     @property
     def losses_changed(self) -> bool:
@@ -233,8 +237,8 @@ class ControlState:
                     self._settle(event)
             case OpenPartition():
                 self._open(event)
-            case Shrunk():
-                self._book.rows.partition(event.partition).num_removed = event.num_removed
+            case RowsQuarantined():
+                self._book.rows.partition(event.partition).removed.merge(event.rows)
             case WatchLost():
                 self._losses.watchers[request] = event
                 self._tell_watchers()

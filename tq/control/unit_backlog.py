@@ -79,6 +79,12 @@ class UnitBacklog:
             self._begin()
             self._changed.notify_all()
 
+    @property
+    def owes(self) -> bool:
+        """Whether the unit has not confirmed everything."""
+        with self._changed:
+            return bool(self._entries)
+
     def stop(self) -> None:
         """End the thread soon."""
         with self._changed:

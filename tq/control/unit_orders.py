@@ -82,6 +82,12 @@ class UnitOrders:
             self._links.give_up_waiting(unit)
             backlog.catch_up()
 
+    def owes(self, unit: str) -> bool:
+        """Whether the unit has not confirmed something that it was, or is to be, told."""
+        with self._lock:
+            backlog = self._backlogs.get(unit)
+        return backlog is not None and backlog.owes
+
     def close(self) -> None:
         """Stop; idempotent."""
         with self._lock:

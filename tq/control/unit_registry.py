@@ -46,7 +46,8 @@ class UnitRegistry:
                     known[number] = max(times, known.get(number, 0))
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._book.set_online(unit, online=True)
-        for partition in {record.partition for record in event.records} | event.finished.keys():
+        partitions = {record.partition for record in event.records} | event.finished.keys()
+        for partition in partitions | {removed.partition for removed in event.quarantined}:
             self._book.drop_partition_if_finished(partition)
             self._book.recount(partition)
         return reply
@@ -167,6 +168,11 @@ class UnitRegistry:
                 self._finish(number, here=table[number].unit in lives or table[number].unit.lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
+        for removed in event.quarantined if first_time else ():
+            finished = book.rows.finished(removed.partition)
+            unknown = [number for number in removed.rows if number not in table and number not in finished]
+            if unknown:  # an earlier incarnation, or another controller, knew of them
+                book.quarantines.lack(removed.partition, unknown)
         quarantined = {number: removed.cause for removed in event.quarantined for number in removed.rows}
         for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
             if number in listed or number not in table:

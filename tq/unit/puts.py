@@ -1,4 +1,6 @@
-"""Puts to a storage unit: new rows and outputs. From the message to the reply, without waiting for a controller.
+"""Puts to a storage unit: new rows and outputs. From the message to the reply; no thread waits for a controller.
+
+The first put of a column by a task also waits for the job store, which then knows that the task writes it.
 
 block (I/O) --> [lock] hold? state change, notices --> ... --> every controller agreed --> Stored
                                                        '-----> one did not --> new rows go again; outputs stay
@@ -93,7 +95,6 @@ class UnitPuts:
         Raises:
             AsyncFlowError: refused at once.
         """
-        self._outputs.note(message.task, [column.name for column in message.columns])
         block = self._blocks.add(message.rows, message.columns, call.payload)
         self._carry_out(partial(self._commit, message, block, call), block)
 
@@ -192,6 +193,9 @@ class UnitPuts:
         _refuse(call, error)
 
     def _commit(self, message: PutOutputs, block: Block | None, call: Call) -> None:
+        with self._lock:  # a put that is refused shows nothing of what its task writes
+            self._state.check_commit(message.task, message.token, message.rows, block)
+        self._outputs.note(message.task, [column.name for column in message.columns])
         with self._lock:
             if self._holds.park(partial(self.resume, partial(self._commit, message, block, call), block, call)):
                 return

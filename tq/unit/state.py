@@ -111,6 +111,21 @@ class UnitState:
             PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
                 token; nothing was stored.
         """
+        if (refusal := self.check_commit(task, token, rows, block)) is not None:
+            return self._repeated(rows, block, refusal)
+        commit = Commit(task, token, frozenset() if block is None else block.names)
+        for number in rows:
+            self._rows[number].commits[task] = commit
+        self._attach(rows, block)
+        self._sweep(rows)
+        return None
+
+    def check_commit(self, task: str, token: int, rows: Sequence[int], block: Block | None) -> PeerRefused | None:
+        """Raise what `commit` would raise; changes nothing.
+
+        Returns:
+            None; or, if every row was committed under this token before, the refusal should the values differ.
+        """
         _check_distinct(rows)
         self._check_tasks([task])
         names = frozenset[str]() if block is None else block.names
@@ -119,16 +134,11 @@ class UnitState:
             refusal = PeerRefused(f"row {rows[0]}: {task} put something else under this lease before")
             if any(commit.names != names for commit in before):
                 raise refusal
-            return self._repeated(rows, block, refusal)
+            return refusal
         for number in rows:
             clash = [] if number not in self._rows else sorted(self._rows[number].places.keys() & names)
             if clash or number not in self._rows or task in self._rows[number].commits:
                 raise PeerRefused(f"row {number}: {task} put {' '.join(clash) or 'its outputs'} already")
-        commit = Commit(task, token, names)
-        for number in rows:
-            self._rows[number].commits[task] = commit
-        self._attach(rows, block)
-        self._sweep(rows)
         return None
 
     def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:

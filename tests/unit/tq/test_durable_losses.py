@@ -263,6 +263,10 @@ class Shell:
         """See `DurableMark`."""
         return {}
 
+    def load_removed(self) -> dict[int, RowSet]:
+        """See `DurableMark`."""
+        return {}
+
     def save_finished(self, partition: int, part: int, rows: RowSet) -> None:
         """See `DurableMark`."""
         self.finished.setdefault(partition, RowSet()).merge(rows)

@@ -1,5 +1,6 @@
 """The size of a partition outlives the controller, whenever it got smaller: its trainer hears that it is over."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from tq.control.durable_mark import DurableMark
 from tq.control.events import Instruction, RecoveryDeadline
 from tq.control.memory import Memory
 from tq.control.recovery import Recovering
-from tq.messages import OpenPartition
+from tq.messages import OpenPartition, RegisterUnit, RemovalReason, RowsRemoved
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=1)
@@ -62,6 +63,7 @@ class Shell:
         """Have the shell carry out what an event caused."""
         service = object.__new__(ControllerService)
         service._state, service._memory, service._admitting = self.world.state, self.memory, None
+        service._lock = threading.Lock()
         service._send(cast(Any, instructions))
 
 
@@ -97,3 +99,63 @@ def test_partition_that_is_cleared_has_its_whole_size_again(shell: Shell) -> Non
     shell.world.put([3, 4])
     share = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
     assert (share.rows, share.last) == ([3, 4], True)
+
+
+def test_sizes_that_are_written_late_do_not_undo_later_ones(shell: Shell) -> None:
+    """Two channels' threads carry out what two events caused, in any order."""
+    shell.open(3)
+    shell.world.put([0, 1, 2])
+    first, second = (shell.world.remove([row], reason="quarantined") for row in (0, 1))
+    shell.tell(second)
+    shell.tell(first)
+    shell.restart(2)
+    share = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
+    assert (share.rows, share.last) == ([2], True)
+
+
+def test_size_that_is_written_after_the_partition_was_cleared_is_that_of_the_new_one(shell: Shell) -> None:
+    shell.open(3)
+    shell.world.put([0, 1, 2])
+    late = shell.world.remove([0], reason="quarantined")
+    shell.tell(shell.world.remove([1, 2]))
+    shell.tell(late)
+    shell.open(2)
+    shell.restart()
+    asked = shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9)
+    shell.world.put([3])
+    assert asked not in shell.world.answers
+    shell.world.put([4])
+    share = shell.world.granted(asked)
+    assert (share.rows, share.last) == ([3, 4], True)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_rows_that_a_unit_took_out_are_counted_once_whether_or_not_the_controller_wrote_it(
+    shell: Shell, saved: bool
+) -> None:
+    shell.open(4)
+    shell.world.put([0, 1, 2, 3])
+    caused = shell.world.remove([0, 1], reason="quarantined")
+    if saved:
+        shell.tell(caused)
+    shell.start(first_token=1000, recovering=Recovering(frozenset({"storage-0"}), frozenset()))
+    removed = RowsRemoved("storage-0", 1, [0, 1], RemovalReason.QUARANTINED)
+    shell.world.request(RegisterUnit("storage-0", "1", [], {1: [2]}, [removed]))
+    shell.world.confirm_fences()
+    asked = shell.world.ask_round("train", 0, 0, num_ranks=1)
+    assert asked not in shell.world.answers, "row 3 may be at another unit"
+    shell.world.request(RegisterUnit("storage-1", "1", [], {1: [3]}))
+    assert shell.world.refused(asked) == "partition_done"
+
+
+def test_a_row_that_is_tried_again_after_a_restart_belongs_to_its_partition(shell: Shell) -> None:
+    shell.open(3)
+    shell.world.put([0, 1])
+    shell.tell(shell.world.remove([0], reason="quarantined"))
+    shell.restart(1)
+    shell.world.put([0])
+    asked = shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9)
+    assert asked not in shell.world.answers, "row 2 is still to come"
+    shell.world.put([2])
+    share = shell.world.granted(asked)
+    assert (share.rows, share.last) == ([0, 1, 2], True)

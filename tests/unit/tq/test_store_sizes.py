@@ -7,7 +7,7 @@ from counting_store import CountingStore, memory_in
 
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark
-from tq.control.events import RowsLost
+from tq.control.events import RowsLost, RowsQuarantined
 from tq.control.lost_numbers import LostNumbers
 from tq.control.row_set import RowSet
 from tq.messages import RowRecords
@@ -55,6 +55,21 @@ def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_
     assert max(store.written.values()) < LARGEST_VALUE
     assert lost_in(store) == list(ROWS)
     assert refills_in(store) == refills(NUM_REFILLS)
+
+
+def test_rows_that_a_partition_lacks_are_written_in_parts_and_only_where_they_changed(store: CountingStore) -> None:
+    memory, removed = memory_in(store), RowSet(range(0, 1_000_000, 2))
+    memory.remember_removed(1, lambda _: removed.copy())
+    assert max(store.written.values()) < LARGEST_VALUE
+    before = store.written_bytes
+    removed.add(999_999)
+    memory.remember_removed(1, lambda _: removed.copy())
+    assert store.written_bytes - before < LARGEST_VALUE
+    told = RowSet()
+    for event in memory_in(store).events():
+        assert isinstance(event, RowsQuarantined) and event.partition == 1
+        told.merge(event.rows)
+    assert told == removed
 
 
 def test_filtered_groups_do_not_cost_more_the_more_there_were(store: CountingStore) -> None:

@@ -97,7 +97,7 @@ class TwoControllers:
         request = self.requests
         if isinstance(event, FetchRows):
             controller.parked[request] = event
-        putting = isinstance(event, RowsCreated) and controller.state.any_away
+        putting = isinstance(event, RowsCreated) and controller.state.any_away(event.rows)
         if putting or isinstance(event, RegisterUnit | DoneElsewhere):
             controller.state.handle(TasksWrite(self.noted))
         instructions = controller.state.handle(event, request)
