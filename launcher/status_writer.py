@@ -28,6 +28,7 @@ from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig
+from tq.directory import Directory
 from weightsync.messages import AgentStatus, AskStatus, Reply
 from workers.dataflow import WEIGHTS
 
@@ -36,6 +37,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
 _SHARE = 0.05
 """Of the time goes into asking, within these bounds."""
 _TIMEOUT_S = 2.0
+_LEAVE_S = 20.0
+"""For the call that is under way, and closing. A process that ends while a thread of it is in PyTorch aborts (s)."""
 _NAME = "status"
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class StatusWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(_TIMEOUT_S)
+        self._thread.join(_LEAVE_S)
         with self._writing:  # a thread that is late finds the stop, and does not make the file again
             self._path.unlink(missing_ok=True)
 
@@ -86,7 +89,8 @@ class StatusWriter:
             while not self._stop.is_set():
                 began = time.monotonic()
                 for ask in (services.controllers, services.units, services.weights):
-                    self._write(**ask())
+                    if not self._stop.is_set():
+                        self._write(**ask())
                 took_s = time.monotonic() - began
                 self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
         finally:
@@ -131,6 +135,8 @@ class _Services:
         """Return `weights`, of each agent that answers."""
         answers = {}
         for name, connection in self._agents.items():
+            if self._stop.is_set():
+                break
             try:
                 connection = connection or Connection(
                     self._credentials, name, _NAME, Reply, timeout_s=_TIMEOUT_S, stop=self._stop
@@ -149,7 +155,11 @@ class _Services:
     def _asked(self, question: Callable[[QueueClient], T]) -> T | None:
         """Return the queue's answer, or None; a client that got none is opened anew the next time."""
         try:
-            self._client = self._client or QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
+            if self._client is None:
+                with self._credentials.borrowed_store() as store:
+                    if not Directory.is_published(store):  # a client would wait in the store, which no stop ends
+                        return None
+                self._client = QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
             return question(self._client)
         except (TransportError, DistError) as error:
             logger.debug("status: %s", error)
