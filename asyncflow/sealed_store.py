@@ -138,6 +138,16 @@ class SealedStore:
         keys: list[str] = self._store.list_keys()
         return [key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix)]
 
+    def read_below(self, prefix: str) -> dict[str, bytes]:
+        """Return the values of all keys that begin with `prefix`, by the rest of the key, in one round trip.
+
+        Raises:
+            SealBroken: one is not the job's: anybody can add a key.
+        """
+        keys = [key for key in self.list_keys() if key.startswith(prefix)]
+        values = self.multi_get(keys) if keys else []
+        return {key.removeprefix(prefix): value for key, value in zip(keys, values, strict=True)}
+
     def queue_push(self, key: str, item: bytes) -> None:
         """Add to a queue."""
         self._store.queue_push(self._prefix + key, self._seal(_ITEM, key, item))

@@ -42,10 +42,8 @@ class TaskOutputs:
         Raises:
             TransportError: the store is gone.
         """
-        keys = [key for key in self._call("list_keys") if key.startswith(f"{_PREFIX}/")]
-        if keys:
-            self._call("multi_get", keys)  # their seals: anybody can add a key
-        prefixes = {task: f"{_PREFIX}/{task}/" for task in tasks}
+        keys = self._call("read_below", f"{_PREFIX}/")
+        prefixes = {task: f"{task}/" for task in tasks}
         found = {
             task: [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
             for task, prefix in prefixes.items()

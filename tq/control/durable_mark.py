@@ -73,8 +73,7 @@ class DurableMark:
             return Mark()
         mark = msgpack_decoder(Mark).decode(self._call("get", key))
         if mark.admission is not None:
-            for part in sorted(map(int, self.names("refills"))):
-                data = self._call("get", f"{self._base}/refills/{part}")
+            for _, data in sorted(self._parts("refills").items(), key=lambda part: int(part[0])):
                 mark.admission.refills += msgpack_decoder(list[Refill]).decode(data)
             self._num_refills = len(mark.admission.refills)
         return mark
@@ -92,8 +91,8 @@ class DurableMark:
     def load_lost(self) -> list[RowRecords]:
         """Return the lost rows that were saved."""
         records: list[RowRecords] = []
-        for part in self.names("lost"):
-            records += msgpack_decoder(list[RowRecords]).decode(self._call("get", f"{self._base}/lost/{part}"))
+        for data in self._parts("lost").values():
+            records += msgpack_decoder(list[RowRecords]).decode(data)
         return records
 
     def save_lost(self, part: int, records: list[RowRecords]) -> None:
@@ -134,21 +133,18 @@ class DurableMark:
         self._call("delete_key", f"{self._base}/{kind}/{name}")
 
     def names(self, kind: str) -> list[str]:
-        """Return the owners or units that were there when the last incarnation ended; of other kinds, the parts."""
-        prefix = f"{self._base}/{kind}/"
-        keys = [key for key in self._call("list_keys") if key.startswith(prefix)]
-        if keys:
-            self._call("multi_get", keys)  # their seals: anybody can add a key
-        return [key.removeprefix(prefix) for key in keys]
+        """Return the owners or units that were there when the last incarnation ended."""
+        return list(self._parts(kind))
+
+    def _parts(self, kind: str) -> dict[str, bytes]:
+        parts: dict[str, bytes] = self._call("read_below", f"{self._base}/{kind}/")
+        return parts
 
     def _load_rows(self, kind: str) -> dict[int, RowSet]:
-        prefix = f"{self._base}/{kind}/"
         rows: dict[int, RowSet] = {}
-        for key in self._call("list_keys"):
-            if key.startswith(prefix):
-                partition = int(key.removeprefix(prefix).partition("/")[0])
-                spans = msgpack_decoder(list[Span]).decode(self._call("get", key))
-                rows.setdefault(partition, RowSet()).merge(RowSet.of_spans(spans))
+        for name, data in self._parts(kind).items():
+            spans = msgpack_decoder(list[Span]).decode(data)
+            rows.setdefault(int(name.partition("/")[0]), RowSet()).merge(RowSet.of_spans(spans))
         return rows
 
     def _save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
