@@ -50,7 +50,7 @@ def test_storage_unit_whose_thread_dies_ends_and_names_it(
 
 @pytest.mark.gate
 def test_controller_whose_thread_dies_ends_and_names_it(start: Start, address: Path) -> None:
-    controller = start(of_queue, str(address), "controller-0", "tq.control.unit_backlog:UnitBacklog._tell_all", 1)
+    controller = start(of_queue, str(address), "controller-0", "tq.control.unit_orders:UnitBacklog._tell_all", 1)
     start(of_queue, str(address), "storage-0")
     client = QueueClient(QueueAddress.load(address).credentials(), "me", config=CONFIG)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))})

@@ -12,7 +12,7 @@ import tq
 from asyncflow.errors import SealBroken
 from asyncflow.transport.handshake import ask_key
 from tq.address import QueueAddress
-from tq.control.durable_mark import Mark
+from tq.control.durable_facts import Mark
 from tq.messages import Granted
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)

@@ -23,7 +23,8 @@ from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.server import Call, ChannelServer, Session
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control.durable_mark import DurableMark
+from tq.control.connected import Sessions, UnitGraces
+from tq.control.durable_facts import DurableMark, Memory
 from tq.control.events import (
     Answer,
     Cleared,
@@ -46,16 +47,13 @@ from tq.control.events import (
 )
 from tq.control.kept_calls import KeptCalls
 from tq.control.lead_questions import LeadQuestions
-from tq.control.memory import Memory
 from tq.control.prompt_admitter import PromptAdmitter, PromptSource
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet
 from tq.control.saved_rows import SavedRows
-from tq.control.sessions import Sessions
 from tq.control.state import ControlState
-from tq.control.task_rates import TaskRates
+from tq.control.stats import TaskRates
 from tq.control.task_state import TaskSpec
-from tq.control.unit_graces import UnitGraces
 from tq.control.unit_orders import UnitOrders
 from tq.directory import Directory
 from tq.lease_tokens import first_token

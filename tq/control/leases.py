@@ -4,8 +4,10 @@ given --done--> spent (remembered, so that a repeated ack is recognized)
   '--void--> fencing --Fenced--> free to be given again
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+from tq.policies import Parcel
 
 _SPENT_REMEMBERED = 16384
 
@@ -50,9 +52,7 @@ class Leases:
         self.holders: dict[int, int] = {}
         """Row -> token of the lease that it is in."""
         self.fencing: dict[int, int] = {}
-        """Row -> token of the fence that it waits for."""
-        self.stale: set[int] = set()
-        """Lost rows that must be fenced when they are put again, before anybody gets them."""
+        """Row -> token of the fence that it waits for; 0: a lost row, to be fenced where it is put again."""
         self.returns: dict[int, int] = {}
         """Row -> how often it came back."""
         self._fences: dict[int, Fencing] = {}
@@ -127,6 +127,10 @@ class Leases:
         """Whether this is a lease, or was one until all its rows were done."""
         return token in self.by_token or token in self._spent
 
+    def owe_fence(self, rows: Iterable[int]) -> None:
+        """Rows of void leases are lost: nobody gets them before a fence holds where they are put again."""
+        self.fencing.update(dict.fromkeys(rows, 0))
+
     def fence(self, token: int, fencing: Fencing) -> None:
         """Rows wait for a fence."""
         self._fences[token] = fencing
@@ -146,7 +150,6 @@ class Leases:
     def forget(self, row: int) -> None:
         """A row is gone for good."""
         self.fencing.pop(row, None)
-        self.stale.discard(row)
         self.returns.pop(row, None)
 
     def _end(self, lease: Lease) -> None:
@@ -160,3 +163,36 @@ class Leases:
             self._spent[lease.token] = frozenset(lease.granted)
             if len(self._spent) > _SPENT_REMEMBERED:
                 del self._spent[next(iter(self._spent))]
+
+
+class Trials:
+    """Which rows of a task are handed out alone: those whose next return would put their group into quarantine.
+
+    A consumer that dies has many rows in hand, and all of them come back; the one that it died of is among them. So the
+    last try of a row is made alone: its reader gets nothing more of the task until it is done with it, and what is
+    blamed for another death is one parcel.
+
+        returns, of max_deliveries 3    0, 1: together with others    2: alone    3: quarantine
+    """
+
+    def __init__(self, leases: Leases, max_deliveries: int) -> None:
+        """Args:
+        leases: the task's.
+        max_deliveries: see `TaskSpec`.
+        """
+        self._leases = leases
+        self._last_try = max_deliveries - 1 if max_deliveries > 1 else 0
+
+    def holds(self, owner: str) -> bool:
+        """Whether a consumer has a row in hand that is on its last try."""
+        return bool(self._last_try and self._leases.returns) and any(map(self._is_last, self._leases.of(owner)))
+
+    def together(self, parcels: Sequence[Parcel]) -> int:
+        """Return how many of the parcels, from the first on, may be in one lease; all of them as a rule."""
+        if not self._last_try or not self._leases.returns:
+            return len(parcels)
+        alone = (k for k, parcel in enumerate(parcels) if any(map(self._is_last, parcel.rows)))
+        return max(1, next(alone, len(parcels)))
+
+    def _is_last(self, row: int) -> bool:
+        return self._leases.returns.get(row, 0) >= self._last_try

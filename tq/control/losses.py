@@ -1,13 +1,25 @@
-"""Rows that were lost with a unit and must be put again, and the producers that watch for them. Pure."""
+"""Rows whose unit is gone: which must be put again, who is told, and what of it must be made durable. Pure.
 
-from collections.abc import Iterable, Sequence
+lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
+report 5          watchers are told of 5, under a sequence number
+take              {0: [5], 2: [9000]}    the store holds both
+back 5            changed: -, the record stays: the unit may not know yet which tasks were done with the row
+end 5             changed: part 0        take -> {0: []}: the store forgets the part
+"""
 
-from tq.control.live_rows import LiveRow
+from collections.abc import Iterable, Iterator
+
+from tq.control.rows import Row
 from tq.messages import LostRows, WatchLost
+
+_ROWS = 4096
+"""Neighbours that go into one part of the durable record."""
+_PARTS = 256
+"""Rows beyond so many parts begin with the first one again."""
 
 
 class Losses:
-    """Reported losses, each under a sequence number, so that no watcher misses one or sees it twice."""
+    """Part of a `RowTable`."""
 
     def __init__(self, first: int) -> None:
         """Args:
@@ -17,6 +29,58 @@ class Losses:
         """By request."""
         self._sequence = first
         self._reported: dict[int, int] = {}
+        """Row -> sequence number; no watcher misses a loss or sees it twice."""
+        self._undecided: dict[int, bool] = {}
+        """Row -> whether a reader waits for it, though it is in that reader's lease."""
+        self._lost: dict[int, set[int]] = {}
+        self._noted: dict[int, set[int]] = {}
+        self._changed: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield all lost rows."""
+        for rows in self._lost.values():
+            yield from rows
+
+    # What happens to rows
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """The unit of these rows is gone."""
+        for number in numbers:
+            self._lost.setdefault(_part(number), set()).add(number)
+            self._changed.add(_part(number))
+            self._undecided.setdefault(number, False)
+
+    def look_again(self, numbers: Iterable[int], *, wanted: bool = False) -> None:
+        """Lost rows left a lease, or a reader of their lease waits for them (`wanted`): they may be needed now."""
+        for number in numbers:
+            self._undecided[number] = wanted or self._undecided.get(number, False)
+
+    def ack(self, number: int) -> None:
+        """A task is done with a lost row."""
+        self._changed.add(_part(number))
+
+    def back(self, number: int) -> None:
+        """A row was put again; if it gets lost once more, that is another loss."""
+        self._lost.get(_part(number), set()).discard(number)
+        self._reported.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """A row is finished, or removed."""
+        self.back(number)
+        if number in self._noted.get(_part(number), ()):
+            self._changed.add(_part(number))
+
+    # Who is told
+
+    @property
+    def undecided(self) -> bool:
+        """Whether somebody must decide on rows."""
+        return bool(self._undecided)
+
+    def take_undecided(self) -> dict[int, bool]:
+        """Return lost row -> whether a reader waits for it, of those that nobody has decided on."""
+        undecided, self._undecided = self._undecided, {}
+        return undecided
 
     def report(self, rows: Iterable[int]) -> list[int]:
         """These rows must be put again; returns those that were not reported yet."""
@@ -26,23 +90,28 @@ class Losses:
             self._reported.update(dict.fromkeys(new, self._sequence))
         return new
 
-    def unseen(self, after: int, table: dict[int, LiveRow]) -> LostRows | None:
-        """Return the losses above a sequence number; None: there are none.
-
-        Args:
-            after: of the last report that a watcher has seen.
-            table: live rows; what is not lost any more is forgotten.
-        """
-        for number in list(self._reported):
-            if number not in table or not table[number].unit.lost:
-                del self._reported[number]
-        rows: Sequence[int] = sorted(number for number, sequence in self._reported.items() if sequence > after)
+    def unseen(self, after: int, table: dict[int, Row]) -> LostRows | None:
+        """Return the losses above a sequence number, the last one that a watcher has seen; None: there are none."""
+        rows = sorted(number for number, sequence in self._reported.items() if sequence > after)
         if not rows:
             return None
         held = [table[number] for number in rows]
-        return LostRows(self._sequence, [row.partition for row in held], list(rows), [row.group for row in held])
+        return LostRows(self._sequence, [row.partition for row in held], rows, [row.group for row in held])
 
-    def forget(self, rows: Iterable[int]) -> None:
-        """Rows are somewhere again: when they get lost once more, that is another loss."""
-        for number in rows:
-            self._reported.pop(number, None)
+    # What is durable
+
+    @property
+    def changed(self) -> bool:
+        """Whether the record must be written again: for a loss, an ack of a lost row, the end of a noted one."""
+        return bool(self._changed)
+
+    def take(self) -> dict[int, list[int]]:
+        """Return part -> the lost rows that its record is to hold, of the parts that changed since the last call."""
+        changed, self._changed = self._changed, set()
+        for part in changed:
+            self._noted[part] = set(self._lost.get(part, ()))
+        return {part: sorted(self._noted[part]) for part in sorted(changed)}
+
+
+def _part(number: int) -> int:
+    return number // _ROWS % _PARTS

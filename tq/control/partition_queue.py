@@ -4,12 +4,13 @@ offer ---> (whole groups: until all rows of the group that are left are offered)
    ^--------------- withdraw: the row's unit went away, or the row is done ---------------'
 """
 
+import heapq
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncflow.errors import PeerRefused
-from tq.control.live_rows import LiveRow, LiveRows
-from tq.control.ready_queue import ReadyQueue
+from tq.control.rows import Row, Rows
 from tq.policies import Parcel, Policy, Want
 
 
@@ -31,7 +32,7 @@ class _Group:
 class PartitionQueue:
     """Owned by `TaskState`."""
 
-    def __init__(self, rows: LiveRows, bit: int, *, whole_groups: bool) -> None:
+    def __init__(self, rows: Rows, bit: int, *, whole_groups: bool) -> None:
         """Args:
         rows: the table.
         bit: the task's.
@@ -47,19 +48,19 @@ class PartitionQueue:
         self._queue = ReadyQueue()
         self._groups: dict[int, _Group] = {}
 
-    def expect(self, row: LiveRow) -> None:
+    def expect(self, row: Row) -> None:
         """A row that the task is not done with came to be; its group may wait for it."""
         if self._whole and row.group not in self._groups:
             self._groups[row.group] = _Group(row.group_size)
 
-    def expect_again(self, row: LiveRow) -> None:
+    def expect_again(self, row: Row) -> None:
         """The task was done with this row, and is not any more."""
         if self._whole:
             group = self._groups.setdefault(row.group, _Group(0))
             self._unlist(group)
             group.num_left += 1
 
-    def settle(self, row: LiveRow) -> None:
+    def settle(self, row: Row) -> None:
         """The task is done with a row, which is not offered any more."""
         if not self._whole or row.group not in self._groups:
             return
@@ -89,7 +90,7 @@ class PartitionQueue:
         """A group in quarantine will not be completed."""
         self._groups.pop(group, None)
 
-    def offer(self, number: int, row: LiveRow) -> None:
+    def offer(self, number: int, row: Row) -> None:
         """A row may be handed out."""
         row.queued |= self._bit
         if self._whole:
@@ -102,7 +103,7 @@ class PartitionQueue:
             self.num_rows += 1
             self.num_tokens += row.tokens
 
-    def withdraw(self, number: int, row: LiveRow) -> None:
+    def withdraw(self, number: int, row: Row) -> None:
         """A row may not be handed out any more."""
         row.queued &= ~self._bit
         if self._whole:
@@ -114,7 +115,7 @@ class PartitionQueue:
             self.num_rows -= 1
             self.num_tokens -= row.tokens
 
-    def grew(self, row: LiveRow, tokens: int) -> None:
+    def grew(self, row: Row, tokens: int) -> None:
         """An offered row got more tokens."""
         if not self._whole or self._groups[row.group].parcel:
             self.num_tokens += tokens
@@ -189,3 +190,60 @@ class PartitionQueue:
             self.num_rows -= len(group.parcel)
             self.num_tokens -= sum(self._rows.rows[number].tokens for number in group.parcel)
             group.parcel = ()
+
+
+_BUCKET_BITS = 10
+
+
+class ReadyQueue:
+    """Row numbers in ascending order. A number may be here twice or be out of date: the caller checks what it pops.
+
+    Cost does not grow with the number of rows that wait: neighbouring numbers share a bucket, and only the bucket in front
+    is kept sorted. So a million rows cost a heap of a thousand buckets, in whatever order they become ready.
+    """
+
+    def __init__(self) -> None:
+        self._front: list[int] = []
+        """Negated, so that the smallest number is last."""
+        self._front_bucket = -1
+        self._buckets: dict[int, list[int]] = {}
+        self._order: list[int] = []
+
+    def push(self, number: int) -> None:
+        """Add a number."""
+        bucket = number >> _BUCKET_BITS
+        if bucket == self._front_bucket:
+            insort(self._front, -number)
+            return
+        members = self._buckets.get(bucket)
+        if members is not None:
+            members.append(number)
+            return
+        self._buckets[bucket] = [number]
+        heapq.heappush(self._order, bucket)
+        if bucket < self._front_bucket:
+            self._retreat()
+
+    def pop(self) -> int | None:
+        """Take the smallest number; None: there is none. A number that was pushed twice comes once."""
+        if not self._front:
+            if not self._order:
+                return None
+            self._front_bucket = heapq.heappop(self._order)
+            self._front = sorted(-number for number in self._buckets.pop(self._front_bucket))
+        number = -self._front.pop()
+        while self._front and self._front[-1] == -number:
+            self._front.pop()
+        return number
+
+    def put_back(self, numbers: Sequence[int]) -> None:
+        """Return numbers that were popped."""
+        for number in reversed(numbers):
+            self.push(number)
+
+    def _retreat(self) -> None:
+        """A bucket that comes earlier exists."""
+        if self._front:
+            self._buckets[self._front_bucket] = [-number for number in self._front]
+            heapq.heappush(self._order, self._front_bucket)
+        self._front, self._front_bucket = [], -1

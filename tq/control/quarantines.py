@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tq.control.events import Quarantine, Quarantined, Shrunk
-from tq.control.live_rows import LiveRow
+from tq.control.rows import Row
 from tq.refill import UNKNOWN, QuarantineCause
 
 if TYPE_CHECKING:
-    from tq.control.row_book import RowBook
+    from tq.control.row_table import RowTable
 
 
 class Quarantines:
-    """Part of a `RowBook`."""
+    """Part of a `RowTable`."""
 
-    def __init__(self, book: "RowBook", *, refill: bool) -> None:
+    def __init__(self, book: "RowTable", *, refill: bool) -> None:
         """Args:
         book: rows and tasks.
         refill: admission replaces groups, so partitions keep their size; else they get smaller.
@@ -37,18 +37,18 @@ class Quarantines:
         """Whether there is one."""
         return bool(self._groups)
 
-    def has(self, row: LiveRow) -> bool:
+    def has(self, row: Row) -> bool:
         """Whether a row's group is in quarantine."""
         return (row.partition, row.group) in self._groups
 
-    def begin(self, row: LiveRow, cause: QuarantineCause) -> None:
+    def begin(self, row: Row, cause: QuarantineCause) -> None:
         """Nobody gets anything of this row's group any more, and the units take it out."""
         if self.has(row):
             return
         table = self._book.rows
         members = self._withhold(row, cause)
         where = table.by_unit(members)
-        self.remove([number for number in members if table.rows[number].unit.lost])
+        self.remove([number for number in members if table.rows[number].lost])
         if where:
             self._book.out.append(Quarantine(where, cause))
 
@@ -93,7 +93,7 @@ class Quarantines:
         self._groups = {key: cause for key, cause in self._groups.items() if key[0] != partition}
         self._reported = {key for key in self._reported if key[0] != partition}
 
-    def _report(self, row: LiveRow) -> None:
+    def _report(self, row: Row) -> None:
         key = (row.partition, row.group)
         if key not in self._reported:
             self._reported.add(key)
@@ -102,7 +102,7 @@ class Quarantines:
             self.count += not cause.filtered
             self._book.out.append(Quarantined(row.partition, row.group, row.group_size, cause))
 
-    def _withhold(self, row: LiveRow, cause: QuarantineCause) -> list[int]:
+    def _withhold(self, row: Row, cause: QuarantineCause) -> list[int]:
         """Hand out nothing of a row's group any more; returns the group's rows."""
         table = self._book.rows
         self._groups[row.partition, row.group] = cause

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from asyncflow.errors import PeerRefused
 from tq.control.events import FenceAll
-from tq.control.live_rows import LiveRow, UnitInfo
-from tq.control.row_book import RowBook
+from tq.control.row_table import RowTable
+from tq.control.rows import Row, UnitLife
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, GiveBack, Held
 
@@ -33,7 +33,7 @@ class Recovering:
 class Recovery:
     """One controller's way back."""
 
-    def __init__(self, book: RowBook, expected: Recovering) -> None:
+    def __init__(self, book: RowTable, expected: Recovering) -> None:
         """Args:
         book: rows and tasks, empty so far.
         expected: whom to wait for.
@@ -152,7 +152,7 @@ class Recovery:
             if task.spec.keeps_leases:
                 self._remember_unknown(task, one)
             else:  # the lease may be alive for its other rows
-                task.leases.stale.update(number for number in one.rows if number not in self._book.rows.rows)
+                task.leases.owe_fence(number for number in one.rows if number not in self._book.rows.rows)
             for number in one.rows:
                 newest[number] = max(one.token, newest.get(number, 0))
         for owner, one in sorted(held, key=lambda item: item[1].token):
@@ -181,8 +181,8 @@ class Recovery:
 
         Whatever wrote the trainer's inputs was done with them, and its outputs are lost like they.
         """
-        upstream = self._book.upstream(task)
-        left, written = self._book.rows.every_task & ~upstream, task.inputs | self._book.columns_of(upstream)
+        upstream = self._book.graph.upstream(task.bit)
+        left, written = self._book.rows.every_task & ~upstream, task.inputs | self._book.graph.outputs(upstream)
         for number in one.rows:
-            row = LiveRow(UnitInfo(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
+            row = Row(UnitLife(""), one.partition, _GROUP_UNKNOWN, 1, written, left, tokens=0, num_bytes=0)
             self._book.add_lost(number, row)

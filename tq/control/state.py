@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
 from tq import lease_tokens
-from tq.control.arrivals import Arrivals
 from tq.control.events import (
     Answer,
     DeadlinePassed,
@@ -35,13 +34,10 @@ from tq.control.events import (
     UnitLost,
 )
 from tq.control.fetches import Fetches
-from tq.control.losses import Losses
-from tq.control.lost_acks import ack_lost
-from tq.control.put_queue import PutQueue
+from tq.control.puts import Arrivals, PutQueue, Room
 from tq.control.recovery import Recovering, Recovery
-from tq.control.room import Room
-from tq.control.row_book import RowBook
 from tq.control.row_set import RowSet
+from tq.control.row_table import RowTable
 from tq.control.stats import count_rows
 from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
@@ -102,14 +98,13 @@ class ControlState:
         refill: admission replaces groups in quarantine; else their partition gets smaller.
         recovering: whom a restarted controller waits for; None: a first start.
         """
-        self._book = RowBook(tasks, served=served, first_token=first_token, refill=refill)
+        self._book = RowTable(tasks, served=served, first_token=first_token, refill=refill)
         self._reasons = WaitReasons(self._book)
         self._fetches = Fetches(self._book, self._reasons, version=version, lineage=lineage, published=published)
         self._oldest_token = lease_tokens.first_token(lineage)
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
-        self._losses = Losses(first_token)
         self._arrivals = Arrivals(self._book)
-        self._puts = PutQueue(self._book, self._arrivals, self._losses, self._room)
+        self._puts = PutQueue(self._book, self._arrivals, self._room)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
@@ -189,7 +184,7 @@ class ControlState:
     @property
     def losses_changed(self) -> bool:
         """Whether `take_losses` would return something."""
-        return self._book.lost.changed
+        return self._book.losses.changed
 
     def take_losses(self) -> dict[int, list[RowRecords]]:
         """Return part -> which of its rows went with a unit, and who was done with them, where that changed.
@@ -197,7 +192,7 @@ class ControlState:
         No unit remembers them: the shell makes this durable, part by part, so that a later incarnation (`RowsLost`)
         asks for them and nobody works on them twice.
         """
-        return {part: self._registry.lost_records(rows) for part, rows in self._book.lost.take().items()}
+        return {part: self._registry.lost_records(rows) for part, rows in self._book.losses.take().items()}
 
     def losses(self) -> list[UnitLoss]:
         """Return what went with units, by their lives: what the lead is told (`TellLost`)."""
@@ -215,7 +210,6 @@ class ControlState:
                 self._puts.create(event, request)
             case RowsConfirmed():
                 confirmed = self._arrivals.confirm(event)
-                self._losses.forget(event.rows)
                 self._book.out.append(Answer(request, confirmed))
             case OutputsWritten():
                 self._book.write(event)
@@ -230,7 +224,7 @@ class ControlState:
                 self._fetches.check(event)
                 self._fetches.add(request, event)
             case GiveBack() | AckLost():
-                self._book.bit(event.task)
+                self._book.rows.bit(event.task)
                 if self._recovery is not None and self._recovery.collecting:
                     self._recovery.defer(event)
                 else:
@@ -240,7 +234,7 @@ class ControlState:
             case RowsQuarantined():
                 self._book.rows.partition(event.partition).removed.merge(event.rows)
             case WatchLost():
-                self._losses.watchers[request] = event
+                self._book.losses.watchers[request] = event
                 self._tell_watchers()
             case PublishVersion():
                 self._fetches.publish(event.step)
@@ -262,7 +256,7 @@ class ControlState:
                     self._book.settle_lost(name, rows)
             case TasksWrite():
                 for name, columns in event.outputs.items():
-                    self._book.learn_outputs(name, self._book.rows.mask(columns))
+                    self._book.graph.learn(name, columns)
             case Fenced():
                 self._book.fenced(event)
                 if self._recovery is not None:
@@ -280,7 +274,6 @@ class ControlState:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
                 reply = self._registry.register(event)
-                self._losses.forget(row for record in event.records if not record.pending for row in record.rows)
                 self._book.out.append(Answer(request, reply))
                 if self._recovery is not None:
                     self._recovery.registered(event.unit)
@@ -326,7 +319,7 @@ class ControlState:
         self._arrivals.forget(event.unit, set(event.rows))
         table = self._book.rows.rows
         at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
-        here = [number for number in at_unit if not table[number].unit.lost]  # else an earlier life of the unit had it
+        here = [number for number in at_unit if not table[number].lost]  # else an earlier life of the unit had it
         if event.reason is RemovalReason.QUARANTINED:
             self._book.quarantines.remove(here, event.cause)
             return
@@ -350,7 +343,7 @@ class ControlState:
 
     def _settle(self, event: GiveBack | AckLost, *, promised: bool = False) -> None:
         if isinstance(event, AckLost):
-            ack_lost(self._book, event, promised=promised)
+            self._book.ack_lost(event, promised=promised)
             return
         task = self._book.tasks.get(event.task)
         if task is None:
@@ -393,24 +386,24 @@ class ControlState:
     def _expire(self, request: int) -> None:
         if self._puts.expire(request, self._reasons.blocking):
             return
-        if self._losses.watchers.pop(request, None) is not None:
+        if self._book.losses.watchers.pop(request, None) is not None:
             self._book.out.append(Answer(request, NoRows(NoRowsReason.DEADLINE, self.newest_version)))
         else:
             self._fetches.expire(request)
 
     def _report_losses(self) -> None:
-        if not self._book.lost_now or (self._recovery is not None and self._recovery.collecting):
+        if not self._book.losses.undecided or (self._recovery is not None and self._recovery.collecting):
             return
-        new = self._losses.report(self._book.needed())
+        new = self._book.losses.report(self._book.needed())
         if new:
             self._book.out.append(Lost(tuple(new)))
             self._tell_watchers()
 
     def _tell_watchers(self) -> None:
-        for request, watch in list(self._losses.watchers.items()):
-            reply = self._losses.unseen(watch.after, self._book.rows.rows)
+        for request, watch in list(self._book.losses.watchers.items()):
+            reply = self._book.losses.unseen(watch.after, self._book.rows.rows)
             if reply is not None:
-                del self._losses.watchers[request]
+                del self._book.losses.watchers[request]
                 self._book.out.append(Answer(request, reply))
 
     def _rebuild(self) -> None:

@@ -1,13 +1,15 @@
 """Counts of a controller's rows, from counters: nothing here looks at single rows. Pure."""
 
+from collections.abc import Iterable
+
 from tq.control.fetches import Fetches
-from tq.control.room import Room
-from tq.control.row_book import RowBook
+from tq.control.puts import Room
+from tq.control.row_table import RowTable
 from tq.control.task_state import TaskState
 from tq.messages import QueueStats, TaskStats
 
 
-def count_rows(book: RowBook, fetches: Fetches, room: Room) -> QueueStats:
+def count_rows(book: RowTable, fetches: Fetches, room: Room) -> QueueStats:
     """Return what a controller's state knows of itself."""
     return QueueStats(
         tasks=[_count_task(task, fetches.parked.count(name)) for name, task in book.tasks.items()],
@@ -38,3 +40,25 @@ def _count_task(task: TaskState, parked: int) -> TaskStats:
         deliveries=task.num_deliveries,
         given_back=task.num_given_back,
     )
+
+
+_WINDOW_S = 10.0
+
+
+class TaskRates:
+    """How fast each task gets on: remembers how much was done some seconds ago.
+
+    The caller holds the lock and passes the clock (s, monotonic).
+    """
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._before: dict[str, tuple[float, int]] = {}
+
+    def note(self, tasks: Iterable[TaskStats], now: float) -> None:
+        """Fill in the rows per second since about the last window's begin."""
+        for task in tasks:
+            before, done = self._before.get(task.task, (self._started, 0))
+            task.rows_per_s = (task.acked - done) / max(now - before, 1e-3)
+            if now - before > _WINDOW_S:
+                self._before[task.task] = (now, task.acked)

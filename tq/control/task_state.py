@@ -10,12 +10,11 @@ waiting --inputs written, row at hand--> ready --granted--> leased --outputs wri
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from tq.control.leases import Fencing, Leases
-from tq.control.live_rows import LiveRow, LiveRows
+from tq.control.leases import Fencing, Leases, Trials
 from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Round, Rounds, Share
+from tq.control.rows import Row, Rows
 from tq.control.step_rounds import StepRounds
-from tq.control.trials import Trials
 from tq.messages import Held
 from tq.policies import Fifo, Parcel, Policy, Want
 from tq.task_spec import TaskSpec as TaskSpec
@@ -36,7 +35,7 @@ class TaskPartition:
 class TaskState:
     """Readiness, leases and rounds of one task."""
 
-    def __init__(self, spec: TaskSpec, rows: LiveRows) -> None:
+    def __init__(self, spec: TaskSpec, rows: Rows) -> None:
         """Args:
         spec: the task.
         rows: the table, shared by all tasks.
@@ -69,7 +68,7 @@ class TaskState:
 
     # Rows
 
-    def refresh(self, number: int, row: LiveRow) -> None:
+    def refresh(self, number: int, row: Row) -> None:
         """Offer a row when it may be handed out, withdraw it when not."""
         wanted = self._wanted(number, row)
         if wanted == bool(row.queued & self.bit):
@@ -82,7 +81,7 @@ class TaskState:
             part.queue.withdraw(number, row)
         self.changed.add(row.partition)
 
-    def created(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+    def created(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition came to be; the task may be done with some already."""
         self._cleared.discard(partition)
         part = self.partition(partition)
@@ -99,7 +98,7 @@ class TaskState:
         self._list(partition, part)
         self.changed.add(partition)
 
-    def done(self, number: int, row: LiveRow) -> None:
+    def done(self, number: int, row: Row) -> None:
         """The task is done with a row, whoever had it; its bit in `left` was just cleared."""
         part = self.partition(row.partition)
         if row.queued & self.bit:
@@ -110,7 +109,7 @@ class TaskState:
         self.num_acked += 1
         self._settle(part, row)
 
-    def reopened(self, number: int, row: LiveRow) -> None:
+    def reopened(self, number: int, row: Row) -> None:
         """What the task wrote was lost: it is not done with this row any more; its bit in `left` was just set."""
         part = self._resurrected(row.partition)
         part.num_done -= 1
@@ -118,7 +117,7 @@ class TaskState:
         self.num_left += 1
         self.refresh(number, row)
 
-    def removed(self, number: int, row: LiveRow) -> None:
+    def removed(self, number: int, row: Row) -> None:
         """A row leaves the table before all tasks are done with it."""
         part = self._resurrected(row.partition)
         if row.queued & self.bit:
@@ -138,7 +137,7 @@ class TaskState:
         self.partition(partition).num_done += num_rows
         self.changed.add(partition)
 
-    def settled_before(self, row: LiveRow) -> None:
+    def settled_before(self, row: Row) -> None:
         """The group of such a row became known."""
         part = self.partition(row.partition)
         part.queue.expect(row)
@@ -246,7 +245,6 @@ class TaskState:
 
     def fence(self, token: int, rows: Sequence[int], *, counts: bool) -> None:
         """Rows of void leases wait for a fence."""
-        self.leases.stale.difference_update(rows)
         self.leases.fence(token, Fencing(tuple(rows), counts))
 
     def keeps_leases(self, owner: str) -> bool:
@@ -350,7 +348,7 @@ class TaskState:
         """What chooses rows: the task's policy; in order there is nothing to choose."""
         return Fifo() if self.spec.in_order else self.spec.policy
 
-    def _wanted(self, number: int, row: LiveRow) -> bool:
+    def _wanted(self, number: int, row: Row) -> bool:
         leases = self.leases
         return (
             row.left & self.bit != 0
@@ -358,7 +356,6 @@ class TaskState:
             and row.available
             and number not in leases.holders
             and number not in leases.fencing
-            and number not in leases.stale
         )
 
     def _resurrected(self, number: int) -> TaskPartition:
@@ -368,7 +365,7 @@ class TaskState:
             self.partition(number).num_done += self._size(number) or 0
         return self.partition(number)
 
-    def _settle(self, part: TaskPartition, row: LiveRow) -> None:
+    def _settle(self, part: TaskPartition, row: Row) -> None:
         part.queue.settle(row)
         part.num_done += 1
         self._list(row.partition, part)

@@ -7,17 +7,17 @@ another life           it started empty: what is not in the inventory is lost
 
 from collections.abc import Iterable, Iterator
 
-from tq.control.arrivals import Arrivals
 from tq.control.events import Commit
-from tq.control.live_rows import LiveRow, UnitInfo
-from tq.control.row_book import RowBook
+from tq.control.puts import Arrivals
+from tq.control.row_table import RowTable
+from tq.control.rows import Row, UnitLife
 from tq.messages import RegisterUnit, RowRecords, UnitAccepted, UnitLoss
 
 
 class UnitRegistry:
     """Merges inventories into the book."""
 
-    def __init__(self, book: RowBook, arrivals: Arrivals, tasks: list[str]) -> None:
+    def __init__(self, book: RowTable, arrivals: Arrivals, tasks: list[str]) -> None:
         """Args:
         book: rows and tasks.
         arrivals: takes rows in.
@@ -70,7 +70,7 @@ class UnitRegistry:
     def losses(self) -> list[UnitLoss]:
         """Return the rows that went with their unit, by the unit's life."""
         lives: dict[tuple[str, str], list[int]] = {}
-        for number in self._book.lost:
+        for number in self._book.losses:
             unit = self._book.rows.rows[number].unit
             lives.setdefault((unit.name, unit.incarnation), []).append(number)
         return [UnitLoss(*life, self.lost_records(rows)) for life, rows in sorted(lives.items())]
@@ -87,7 +87,7 @@ class UnitRegistry:
     def take_lost(self, records: Iterable[RowRecords]) -> None:
         """An earlier incarnation knew that these rows went with their unit."""
         for record in records:
-            for number, row in self._rows(record, UnitInfo("")):
+            for number, row in self._rows(record, UnitLife("")):
                 self._book.add_lost(number, row)
 
     def count_finished(self, partition: int, rows: Iterable[int]) -> None:
@@ -108,7 +108,7 @@ class UnitRegistry:
                 book.out.append(Commit(name, book.token(), book.rows.by_unit([number])))
             book.settle(name, [number])
 
-    def _unit(self, event: RegisterUnit) -> tuple[UnitInfo, UnitInfo | None]:
+    def _unit(self, event: RegisterUnit) -> tuple[UnitLife, UnitLife | None]:
         """Return this life of the unit, and the same life if it was given up before."""
         units = self._book.rows.units
         known = units.get(event.unit)
@@ -117,37 +117,35 @@ class UnitRegistry:
             return known, None
         if known is not None:
             self._book.lose(known)
-        unit = units[event.unit] = UnitInfo(event.unit, event.incarnation, online=False)
+        unit = units[event.unit] = UnitLife(event.unit, event.incarnation, online=False)
         return unit, next((dead for dead in self._book.rows.dead_units if _same(dead, unit)), None)
 
-    def _records(
-        self, event: RegisterUnit, unit: UnitInfo
-    ) -> Iterator[tuple[RowRecords, int, LiveRow, dict[str, int]]]:
+    def _records(self, event: RegisterUnit, unit: UnitLife) -> Iterator[tuple[RowRecords, int, Row, dict[str, int]]]:
         for record in event.records:
             for k, (number, row) in enumerate(self._rows(record, unit)):
                 yield record, number, row, {task: times[k] for task, times in record.deliveries.items()}
 
-    def _rows(self, record: RowRecords, unit: UnitInfo) -> Iterator[tuple[int, LiveRow]]:
+    def _rows(self, record: RowRecords, unit: UnitLife) -> Iterator[tuple[int, Row]]:
         table = self._book.rows
         written = table.mask(record.columns)
         done = sum(table.bits.get(task, 0) for task in set(record.done))
         for k, number in enumerate(record.rows):
-            yield number, LiveRow(
+            yield number, Row(
                 unit, record.partition, record.groups[k], record.group_sizes[k], written,
                 table.every_task & ~done, record.tokens[k], record.num_bytes[k],
             )  # fmt: skip
 
-    def _merge(self, number: int, row: LiveRow, reply: UnitAccepted, *, pending: bool) -> int:
+    def _merge(self, number: int, row: Row, reply: UnitAccepted, *, pending: bool) -> int:
         """Take one row of an inventory; returns the tasks that are known to be done with it (bits)."""
         book = self._book
         known = book.rows.rows.get(number)
-        elsewhere = known is not None and not known.unit.lost and known.unit is not row.unit
+        elsewhere = known is not None and not known.lost and known.unit is not row.unit
         if elsewhere or self._arrivals.expects(number):
             reply.drop.append(number)
             if not pending:
                 self._arrivals.let_go(number, row)
             return 0
-        if known is None or known.unit.lost:
+        if known is None or known.lost:
             if pending:
                 return self._arrivals.announce(number, row)
             return self._arrivals.merge(number, row, values_kept=known is not None and _same(known.unit, row.unit))
@@ -158,14 +156,14 @@ class UnitRegistry:
         book.refresh(number)
         return done
 
-    def _take_tombstones(self, event: RegisterUnit, lives: list[UnitInfo], listed: set[int]) -> None:
+    def _take_tombstones(self, event: RegisterUnit, lives: list[UnitLife], listed: set[int]) -> None:
         book, table = self._book, self._book.rows.rows
         first_time = (event.unit, event.incarnation) not in self._lives
         self._lives.add((event.unit, event.incarnation))
         for partition, rows in event.finished.items():
             known = [number for number in rows if number in table]
             for number in known:
-                self._finish(number, here=table[number].unit in lives or table[number].unit.lost)
+                self._finish(number, here=table[number].unit in lives or table[number].lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
         for removed in event.quarantined if first_time else ():
@@ -185,5 +183,5 @@ class UnitRegistry:
                 book.remove(number)
 
 
-def _same(one: UnitInfo, other: UnitInfo) -> bool:
+def _same(one: UnitLife, other: UnitLife) -> bool:
     return one.name == other.name and one.incarnation == other.incarnation

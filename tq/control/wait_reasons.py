@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tq.control.live_rows import LiveRow
-from tq.control.row_book import RowBook
+from tq.control.row_table import RowTable
+from tq.control.rows import Row
 from tq.control.task_state import TaskState
 from tq.messages import NEW_ROWS, FetchRound, FetchRows
 
@@ -21,7 +21,7 @@ class Reason:
 class WaitReasons:
     """Looks for what is missing, and knows who writes what."""
 
-    def __init__(self, book: RowBook) -> None:
+    def __init__(self, book: RowTable) -> None:
         self.recovering = ""
         """What a restarted controller waits for; "": it serves."""
         self._book = book
@@ -119,9 +119,9 @@ class WaitReasons:
                 numbers.append(row)
         return numbers
 
-    def _away(self, rows: list[LiveRow]) -> list[str]:
-        lost = sum(1 for row in rows if row.unit.lost)
-        away = sorted({row.unit.name for row in rows if not row.unit.online and not row.unit.lost})
+    def _away(self, rows: list[Row]) -> list[str]:
+        lost = sum(1 for row in rows if row.lost)
+        away = sorted({row.unit.name for row in rows if not row.unit.online and not row.lost})
         causes = [f"{lost} rows were lost with their unit and not put again"] if lost else []
         return causes + ([f"{' '.join(away)} is away with rows"] if away else [])
 

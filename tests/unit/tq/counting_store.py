@@ -6,8 +6,7 @@ from torch.distributed import DistStoreError, HashStore
 
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
-from tq.control.durable_mark import DurableMark
-from tq.control.memory import Memory
+from tq.control.durable_facts import DurableMark, Memory
 
 
 class CountingStore(HashStore):

@@ -136,7 +136,7 @@ def check_counters(state: ControlState) -> None:
         assert task.leases.holders.keys() <= rows.keys()
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
         for number, row in rows.items():
-            waits = number in task.leases.fencing or number in task.leases.stale or number in task.leases.holders
+            waits = number in task.leases.fencing or number in task.leases.holders
             ready = not task.inputs & ~row.written and row.available and not waits
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():

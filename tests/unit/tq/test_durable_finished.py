@@ -13,7 +13,7 @@ from asyncflow.errors import TransportError
 from asyncflow.mac import MAC_BYTES
 from tq import TaskSpec
 from tq.control.controller import ControllerService
-from tq.control.durable_mark import KEPT_PARTITIONS, Finished
+from tq.control.durable_facts import KEPT_PARTITIONS, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet

@@ -8,9 +8,8 @@ import pytest
 
 from tq import TaskSpec
 from tq.control.controller import ControllerService
-from tq.control.durable_mark import DurableMark, Mark
+from tq.control.durable_facts import DurableMark, Mark, Memory
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
-from tq.control.memory import Memory
 from tq.control.recovery import Recovering
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState

@@ -11,9 +11,8 @@ from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
 from tq.control.controller import ControllerService
-from tq.control.durable_mark import DurableMark
+from tq.control.durable_facts import DurableMark, Memory
 from tq.control.events import Instruction, RecoveryDeadline
-from tq.control.memory import Memory
 from tq.control.recovery import Recovering
 from tq.messages import OpenPartition, RegisterUnit, RemovalReason, RowsRemoved
 

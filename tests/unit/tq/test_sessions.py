@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq.control.sessions import Sessions
+from tq.control.connected import Sessions
 
 
 def looks(sessions: Sessions, first: int, last: int, timeout_s: float = 10.0) -> list[str]:

@@ -8,7 +8,7 @@ from counting_store import CountingStore, memory_in
 from tq.config import ScheduleConfig
 from tq.control.admission import AdmissionMark
 from tq.control.events import RowsLost, RowsQuarantined
-from tq.control.lost_numbers import LostNumbers
+from tq.control.losses import LostNumbers
 from tq.control.row_set import RowSet
 from tq.messages import RowRecords
 from tq.refill import QuarantineCause, Refill

@@ -1,6 +1,6 @@
 """How fast tasks get on."""
 
-from tq.control.task_rates import TaskRates
+from tq.control.stats import TaskRates
 from tq.messages import TaskStats
 
 

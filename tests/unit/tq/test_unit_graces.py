@@ -2,7 +2,7 @@
 
 from fake_timers import FakeTimers
 
-from tq.control.unit_graces import UnitGraces
+from tq.control.connected import UnitGraces
 
 
 def test_time_of_an_earlier_break_does_not_count_for_a_later_one() -> None:

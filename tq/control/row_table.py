@@ -7,19 +7,20 @@ change causes are collected in `out`; `ControlState` hands them to its shell.
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from asyncflow.errors import PeerRefused
-from tq.control.events import Cleared, Fence, Fenced, Instruction
-from tq.control.live_rows import LiveRow, LiveRows, UnitInfo
-from tq.control.lost_numbers import LostNumbers
+from asyncflow.errors import PeerRefused, Superseded
+from tq.control.events import Cleared, Commit, Fence, Fenced, Instruction
+from tq.control.losses import Losses
 from tq.control.quarantines import Quarantines
 from tq.control.row_set import RowSet
+from tq.control.rows import Row, Rows, UnitLife
+from tq.control.task_graph import TaskGraph
 from tq.control.task_state import TaskState
-from tq.messages import OutputsWritten
+from tq.messages import AckLost, OutputsWritten
 from tq.refill import QuarantineCause
 from tq.task_spec import TaskSpec
 
 
-class RowBook:
+class RowTable:
     """Rows, and the served tasks' view of them."""
 
     def __init__(
@@ -31,87 +32,44 @@ class RowBook:
         first_token: lease tokens count up from here.
         refill: admission replaces groups in quarantine, so partitions keep their size.
         """
-        self.rows = LiveRows([spec.name for spec in tasks])
+        self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
         self.out: list[Instruction] = []
-        self.lost_now: list[int] = []
-        """Rows of which somebody must decide whether they are put again."""
-        self.wanted: set[int] = set()
-        """Of those, rows that a reader waits for though they are in its lease."""
         self.quarantines = Quarantines(self, refill=refill)
-        self.lost = LostNumbers()
-        """Rows whose unit is gone."""
-        self._declared = [self.rows.mask(spec.outputs) for spec in tasks]
-        self._outputs = list(self._declared)
-        self._inputs = [self.rows.mask(spec.inputs) for spec in tasks]
-        self._nowhere = UnitInfo("", online=False, lost=True)
-        self.moved: set[int] = set()
-        """Rows that were lost and put again while a trainer had them in hand."""
+        self.losses = Losses(first_token)
+        self.graph = TaskGraph(tasks, self.rows)
+        self._nowhere = UnitLife("", online=False, lost=True)
         self._tokens = itertools.count(first_token)
 
     def token(self) -> int:
         """Return the next lease token."""
         return next(self._tokens)
 
-    def bit(self, task: str) -> int:
-        """Return a task's bit.
-
-        Raises:
-            PeerRefused: there is no such task.
-        """
-        bit = self.rows.bits.get(task)
-        if bit is None:
-            raise PeerRefused(f"no task is named {task!r}; known: {' '.join(self.rows.bits)}")
-        return bit
-
-    def learn_outputs(self, task: str, mask: int) -> None:
-        """A task was seen to write such columns (bits), for some row."""
-        self._outputs[self.bit(task).bit_length() - 1] |= mask
-
-    def columns_of(self, tasks: int) -> int:
-        """Return the columns (bits) that tasks (bits) write."""
-        mask = 0
-        for k, outputs in enumerate(self._outputs):
-            mask |= outputs if tasks >> k & 1 else 0
-        return mask
-
-    def upstream(self, task: TaskState) -> int:
-        """Return the tasks (bits) that wrote, directly or not, what `task` reads."""
-        found, read = 0, task.inputs
-        while True:
-            new = sum(1 << k for k, outputs in enumerate(self._outputs) if outputs & read) & ~found
-            if not new:
-                return found & ~task.bit
-            found |= new
-            for k, inputs in enumerate(self._inputs):
-                read |= inputs if new >> k & 1 else 0
-
     # Coming
 
-    def add_lost(self, number: int, row: LiveRow) -> None:
+    def add_lost(self, number: int, row: Row) -> None:
         """A row is known, but no unit has it; the units may prove otherwise. One in the table, or done, stays."""
         if number in self.rows.rows or self.rows.is_finished(number, row.partition):
             return
         row.unit = self._lost_unit()
         self.add(row.partition, [(number, row)])
-        self.lost_now.append(number)
-        self.lost.lose([number])
+        self.losses.lose([number])
 
-    def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+    def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
         for _, row in rows if self.quarantines.any else ():
             row.withheld = self.quarantines.has(row)
         self.rows.add(partition, rows)
         for task in self.tasks.values():
             task.created(partition, rows)
-            stale = task.leases.stale
-            for number, row in rows if stale else ():
-                if number in stale and row.left & task.bit:
+            fencing = task.leases.fencing
+            for number, row in rows if fencing else ():
+                if number in fencing and row.left & task.bit:
                     self._fence(task, [number], counts=False)
         for number in [number for number, row in rows if not row.left]:
             self._finish(number)
 
-    def revive(self, number: int, row: LiveRow, put: LiveRow, *, values_kept: bool = False) -> int:
+    def revive(self, number: int, row: Row, put: Row, *, values_kept: bool = False) -> int:
         """A lost row is somewhere again; returns the tasks that stay done with it (bits).
 
         Args:
@@ -120,18 +78,17 @@ class RowBook:
             put: what there is now.
             values_kept: it came back with everything that was written.
         """
-        done = self.rows.every_task & ~row.left if values_kept else self.still_done(row, put)
+        done = self.rows.every_task & ~row.left if values_kept else self.graph.still_done(row, put)
         reopened = self.rows.every_task & ~row.left & ~done
         newly = row.left & ~put.left
-        row.left |= reopened
+        row.reopen(reopened)
         if row.group < 0:  # only a lease told of it so far
             for task in self.tasks.values():
                 if row.left & task.bit & ~reopened:
                     task.partition(row.partition).queue.expect_again(put)
-        row.group, row.group_size, row.written = put.group, put.group_size, put.written
+        row.became(put)
         self.rows.move(row, put.unit, put.num_bytes)
-        self.lost.back(number)
-        row.tokens = put.tokens
+        self.losses.back(number)
         for task in self.tasks.values():
             if reopened & task.bit:
                 task.reopened(number, row)
@@ -141,27 +98,14 @@ class RowBook:
             self._resume_leases(number, row)
         return done
 
-    def still_done(self, row: LiveRow, put: LiveRow) -> int:
-        """Return the tasks (bits) that are done with a lost row that was put again: not those whose outputs went.
-
-        These are the declared ones and, beside them, what the task was seen to write and the row had.
-        """
-        done = self.rows.every_task & ~row.left
-        for k, (declared, outputs) in enumerate(zip(self._declared, self._outputs, strict=True)):
-            if (declared | outputs & row.written) & ~put.written:
-                done &= ~(1 << k)
-        return done
-
-    def _resume_leases(self, number: int, row: LiveRow) -> None:
+    def _resume_leases(self, number: int, row: Row) -> None:
         """A row that was lost is back: holders that cannot go on with it lose it, behind a fence."""
         for task in self.tasks.values():
             lease = task.leases.holder(number)
-            if lease is not None and lease.readers and task.spec.keeps_leases:
-                self.moved.add(number)
-            elif lease is not None and lease.readers:
+            if lease is not None and lease.readers and not task.spec.keeps_leases:
                 task.void(lease.token, [number])
-                task.leases.stale.add(number)
-            if number in task.leases.fencing or number in task.leases.stale:
+                task.leases.owe_fence([number])
+            if number in task.leases.fencing:
                 self._fence(task, [number], counts=False)
             task.refresh(number, row)
             task.changed.add(row.partition)
@@ -170,17 +114,16 @@ class RowBook:
 
     def write(self, event: OutputsWritten) -> None:
         """A task's outputs for some rows are in; notifications that come twice change nothing."""
-        self.bit(event.task)
+        bit = self.rows.bit(event.task)
         if event.tokens and len(event.tokens) != len(event.rows):
             raise PeerRefused(f"{event.unit}: {len(event.rows)} rows with {len(event.tokens)} lengths")
         mask = self.rows.mask(event.columns)
-        bit = self.rows.bits[event.task]
-        self.learn_outputs(event.task, mask)
+        self.graph.learn(event.task, event.columns)
         grown = event.num_bytes // max(1, len(event.rows))
         partitions = set()
         for k, number in enumerate(event.rows):
             row = self.rows.rows.get(number)
-            if row is None or not row.left & bit or row.unit.name != event.unit or row.unit.lost:
+            if row is None or not row.left & bit or row.unit.name != event.unit or row.lost:
                 continue
             self.grow(row, mask, event.tokens[k] if event.tokens else 0, grown)
             self._done(event.task, number, row)
@@ -191,14 +134,12 @@ class RowBook:
                         task.refresh(number, row)
         self.drop_finished(event.task, partitions)
 
-    def grow(self, row: LiveRow, mask: int, tokens: int, num_bytes: int) -> None:
+    def grow(self, row: Row, mask: int, tokens: int, num_bytes: int) -> None:
         """Columns were written."""
-        row.written |= mask
-        if tokens:
-            for task in self.tasks.values():
-                if row.queued & task.bit:
-                    task.partition(row.partition).queue.grew(row, tokens)
-            row.tokens += tokens
+        for task in self.tasks.values() if tokens else ():
+            if row.queued & task.bit:
+                task.partition(row.partition).queue.grew(row, tokens)
+        row.wrote(mask, tokens)
         self.rows.grow(row, num_bytes)
 
     def settle(self, task: str, numbers: Iterable[int]) -> None:
@@ -216,21 +157,44 @@ class RowBook:
 
         What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
         """
-        bit, table = self.bit(task), self.rows.rows
-        lost = [
-            number for number in numbers if number in table and table[number].unit.lost and table[number].left & bit
-        ]
+        bit, table = self.rows.bit(task), self.rows.rows
+        lost = [number for number in numbers if number in table and table[number].lost and table[number].left & bit]
         for number in lost:
-            table[number].written |= self.columns_of(bit)
+            table[number].wrote(self.graph.outputs(bit))
         self.settle(task, lost)
+
+    def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
+        """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
+
+        Where they were put again since, their units are told by a `Commit`. The controller that serves the task judges;
+        the others are told afterwards, and may not know of the loss yet.
+
+        Args:
+            event: the ack.
+            promised: the consumer was told that it counts, so it does, also when the rows turn out to be at a unit.
+
+        Raises:
+            Superseded: somebody else has the rows; nothing changed.
+            PeerRefused: the rows are not lost; nothing changed.
+        """
+        open_rows = self._under_lease(event)
+        task, table = self.tasks.get(event.task), self.rows.rows
+        for number in open_rows:
+            row = table[number]
+            if task is not None and not (row.lost or promised or task.spec.keeps_leases):
+                raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
+        where = self.rows.by_unit(open_rows)
+        self.settle(event.task, open_rows)
+        if where and task is not None:
+            self.out.append(Commit(event.task, event.token, where))
 
     def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
         """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""
         taken = task.void(token, rows)
-        lost = [number for number in taken if self.rows.rows[number].unit.lost]
-        task.leases.stale.update(lost)
-        self.lost_now += lost
-        here = [number for number in taken if not self.rows.rows[number].unit.lost]
+        lost = [number for number in taken if self.rows.rows[number].lost]
+        task.leases.owe_fence(lost)
+        self.losses.look_again(lost)
+        here = [number for number in taken if not self.rows.rows[number].lost]
         if here:
             self._fence(task, here, counts=counts)
 
@@ -251,8 +215,8 @@ class RowBook:
             row = self.rows.rows.get(number)
             if row is None or not row.left & task.bit:
                 continue  # its last put came before the fence
-            if row.unit.lost:
-                task.leases.stale.add(number)
+            if row.lost:
+                task.leases.owe_fence([number])
             if fencing.counts:
                 task.num_given_back += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
@@ -268,13 +232,12 @@ class RowBook:
         for task in self.tasks.values():
             task.removed(number, row)
         self.rows.remove(number)
-        self.lost.end(number)
-        self.moved.discard(number)
+        self.losses.end(number)
 
     def clear_if_empty(self, partition: int) -> None:
         """Forget a cleared partition once no unit has rows of it."""
         numbers = list(self.rows.numbers(partition))
-        if any(not self.rows.rows[number].unit.lost for number in numbers):
+        if any(not self.rows.rows[number].lost for number in numbers):
             return
         for number in numbers:
             self.remove(number)
@@ -284,19 +247,18 @@ class RowBook:
         self.quarantines.forget(partition)
         self.out.append(Cleared(partition))
 
-    def lose(self, unit: UnitInfo) -> None:
+    def lose(self, unit: UnitLife) -> None:
         """A unit is gone with its rows; whoever waits for a share with some of them is looked at again."""
         unit.online, unit.lost = False, True
         self.rows.dead_units.append(unit)
         if self.rows.units.get(unit.name) is unit:
             del self.rows.units[unit.name]
         numbers = self.rows.at_unit(unit)
-        self.lost.lose(numbers)
+        self.losses.lose(numbers)
         for number in numbers:
             self.refresh(number)
             self._look_at_shares_with(number)
         self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
-        self.lost_now += [number for number in numbers if number in self.rows.rows]
 
     def misplace(self, numbers: Sequence[int]) -> None:
         """A unit let go of rows that are elsewhere, as another controller says: where that is will be told, or not."""
@@ -305,14 +267,13 @@ class RowBook:
             self.rows.move(row, self._lost_unit(), row.num_bytes)
             self.refresh(number)
             self._look_at_shares_with(number)
-        self.lost.lose(numbers)
-        self.lost_now += numbers
+        self.losses.lose(numbers)
 
-    def unit(self, name: str) -> UnitInfo:
+    def unit(self, name: str) -> UnitLife:
         """Return a unit that is up, made when new."""
-        return self.rows.units.setdefault(name, UnitInfo(name))
+        return self.rows.units.setdefault(name, UnitLife(name))
 
-    def set_online(self, unit: UnitInfo, *, online: bool) -> None:
+    def set_online(self, unit: UnitLife, *, online: bool) -> None:
         """A unit's channel ended, or it is back: its rows may be handed out, or not."""
         unit.online = online
         for number in self.rows.at_unit(unit):
@@ -324,13 +285,11 @@ class RowBook:
 
         A row is not needed when the only tasks left are trainers that have it in hand.
         """
-        lost, self.lost_now = self.lost_now, []
-        wanted, self.wanted = self.wanted, set()
-        for number in dict.fromkeys(lost):
+        for number, wanted in self.losses.take_undecided().items():
             row = self.rows.rows.get(number)
-            if row is None or not row.unit.lost:
+            if row is None or not row.lost:
                 continue
-            if number in wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
+            if wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
                 yield number
 
     def recount(self, partition: int) -> None:
@@ -344,7 +303,7 @@ class RowBook:
                 task.partition(partition).queue.recount(self.rows.numbers(partition))
                 task.sized(partition)
 
-    def finished_again(self, number: int, row: LiveRow) -> None:
+    def finished_again(self, number: int, row: Row) -> None:
         """A finished row was put again: it stays done. If it was finished before this start, its group is known now."""
         info = self.rows.partition(row.partition)
         if number not in info.nameless:
@@ -375,6 +334,21 @@ class RowBook:
 
     # Private
 
+    def _under_lease(self, event: AckLost) -> list[int]:
+        """Return the rows that are not done yet; only the controller that serves the task can check the lease."""
+        bit, task = self.rows.bit(event.task), self.tasks.get(event.task)
+        open_rows = []
+        for number in event.rows:
+            row = self.rows.rows.get(number)
+            is_open = row is not None and bool(row.left & bit)
+            if task is not None and not is_open and not task.leases.settled(event.token, number):
+                raise Superseded(f"row {number}: the lease {event.token} of {event.task} is void")
+            if task is not None and is_open and task.leases.holders.get(number) != event.token:
+                raise Superseded(f"row {number}: the lease {event.token} of {event.task} was given to another")
+            if is_open:
+                open_rows.append(number)
+        return open_rows
+
     def _needs(self, name: str, number: int) -> bool:
         task = self.tasks.get(name)
         lease = None if task is None else task.leases.holder(number)
@@ -392,10 +366,10 @@ class RowBook:
             task.fence(token, rows, counts=counts)
             self.out.append(Fence(task.spec.name, token, unit, rows))
 
-    def _done(self, name: str, number: int, row: LiveRow) -> None:
-        row.left &= ~self.rows.bits[name]
-        if row.unit.lost:
-            self.lost.ack(number)
+    def _done(self, name: str, number: int, row: Row) -> None:
+        row.done(self.rows.bits[name])
+        if row.lost:
+            self.losses.ack(number)
         task = self.tasks.get(name)
         if task is not None:
             task.done(number, row)
@@ -405,10 +379,9 @@ class RowBook:
     def _finish(self, number: int) -> None:
         row = self.rows.remove(number)
         self.rows.finish(row.partition, [number])
-        self.moved.discard(number)
-        self.lost.end(number)
+        self.losses.end(number)
 
-    def _lost_unit(self) -> UnitInfo:
+    def _lost_unit(self) -> UnitLife:
         if self._nowhere not in self.rows.dead_units:
             self.rows.dead_units.append(self._nowhere)
         return self._nowhere

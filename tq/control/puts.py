@@ -1,8 +1,10 @@
 """How rows come into the table: new ones, lost ones that are put again, those of an inventory. Pure.
 
-    RowsCreated ---------------------------> in the table
-    RowsCreated(held) --> announced --RowsConfirmed--> in the table
-                              '--the put failed, or the unit went--> forgotten
+    RowsCreated --room--> in the table
+          '--no room--> parked, in order --room--> in the table
+                             '--deadline--> refused, or its unit went: forgotten
+    RowsCreated(held) --room--> announced --RowsConfirmed--> in the table
+                                    '--the put failed, or the unit went--> forgotten
 
 Where there are several controllers, each hands out rows of other tasks, and each may know of another task that was done
 with a lost row before. So a put is held: every controller says what it knows, and only when all have agreed, and heard
@@ -10,12 +12,64 @@ what the others know, is a row handed out.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from asyncflow.errors import PeerRefused, PutPending, RowsExist
-from tq.control.live_rows import LiveRow, UnitInfo
-from tq.control.row_book import RowBook
+from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist
+from tq.control.events import Answer
+from tq.control.row_table import RowTable
+from tq.control.rows import Row, UnitLife
 from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
+
+
+class Room:
+    """How much may be alive, and which puts wait for it."""
+
+    def __init__(self, *, row_limit: int, byte_limit: int) -> None:
+        """Args:
+        row_limit, byte_limit: of rows that some task is not done with; 0: none.
+        """
+        self.row_limit = row_limit
+        self.byte_limit = byte_limit
+        self.waiting: dict[int, RowsCreated] = {}
+        """By request."""
+
+    def check(self, put: RowsCreated) -> None:
+        """Refuse what will never fit.
+
+        Raises:
+            QueueFull: the put is larger than the queue.
+        """
+        if 0 < self.row_limit < len(put.rows):
+            raise QueueFull(f"a put of {len(put.rows)} rows is larger than the queue ({self.row_limit} live rows)")
+        if 0 < self.byte_limit < put.num_bytes:
+            raise QueueFull(f"a put of {put.num_bytes} bytes is larger than the queue ({self.byte_limit} live bytes)")
+
+    def fits(self, put: RowsCreated, *, num_rows: int, num_bytes: int) -> bool:
+        """Whether a put fits beside what is alive."""
+        rows_fit = not self.row_limit or num_rows + len(put.rows) <= self.row_limit
+        return rows_fit and (not self.byte_limit or num_bytes + put.num_bytes <= self.byte_limit)
+
+    def refusal(self, put: RowsCreated, *, num_rows: int, num_bytes: int, because: str) -> QueueFull:
+        """Return what a put is told that waited too long."""
+        full = []
+        if self.row_limit and num_rows + len(put.rows) > self.row_limit:
+            full.append(f"live rows {num_rows} of {self.row_limit}")
+        if self.byte_limit and num_bytes + put.num_bytes > self.byte_limit:
+            full.append(f"live bytes {num_bytes} of {self.byte_limit}")
+        what = ", ".join(full) or "earlier puts wait, too"
+        return QueueFull(f"no room for {len(put.rows)} rows: {what}; {because}")
+
+    def cancel(self, unit: str, rows: "set[int] | None" = None) -> list[int]:
+        """Drop waiting puts of a unit (with rows: those that name one); returns their requests."""
+        requests = [
+            request
+            for request, put in self.waiting.items()
+            if put.unit == unit and (rows is None or not rows.isdisjoint(put.rows))
+        ]
+        for request in requests:
+            del self.waiting[request]
+        return requests
+
 
 Marks = dict[str, list[int]]
 """Task -> rows, or positions of rows, that it is done with."""
@@ -24,15 +78,15 @@ Marks = dict[str, list[int]]
 class Arrivals:
     """Takes rows into a book."""
 
-    def __init__(self, book: RowBook) -> None:
+    def __init__(self, book: RowTable) -> None:
         """Args:
         book: rows and tasks.
         """
         self.num_bytes = 0
         """Of announced rows."""
         self._book = book
-        self._announced: dict[int, LiveRow] = {}
-        self._let_go: dict[int, LiveRow] = {}
+        self._announced: dict[int, Row] = {}
+        self._let_go: dict[int, Row] = {}
         """Announced rows that another unit had, and let go of for them: lost if the announcement comes to nothing."""
 
     def __len__(self) -> int:
@@ -52,7 +106,7 @@ class Arrivals:
                 f"{count} rows with {len(event.groups)} groups and {len(event.tokens)} lengths: one each, named once"
             )
         for task, positions in event.commits.items():
-            self._book.bit(task)
+            self._book.rows.bit(task)
             if any(not 0 <= k < count for k in positions):
                 raise PeerRefused(f"{event.unit}: commits of {task} name rows beyond the put's {count}")
         num_new = 0
@@ -60,7 +114,7 @@ class Arrivals:
         finished = table.finished(event.partition)
         for number in event.rows:
             coming = self._announced.get(number)
-            if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
+            if coming is not None and coming.unit.name != event.unit and not coming.lost:
                 raise PutPending(
                     f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
                 )
@@ -68,13 +122,13 @@ class Arrivals:
             row = self._announced.get(number) or table.rows.get(number)
             if row is None:
                 num_new += number not in finished
-            elif row.unit.name != event.unit and not row.unit.lost:
+            elif row.unit.name != event.unit and not row.lost:
                 raise RowsExist(
                     f"row {number} exists already, at {row.unit.name}; row indices are never reused in a run"
                 )
         return num_new
 
-    def left_by(self, event: RowsCreated) -> list[UnitInfo]:
+    def left_by(self, event: RowsCreated) -> list[UnitLife]:
         """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
 
         The put may have reached this controller and not another one, which then could never report the rows as lost.
@@ -101,16 +155,16 @@ class Arrivals:
             self._settled([event.partition], event.rows)
         return RowsAccepted(accepted)
 
-    def announce(self, number: int, row: LiveRow) -> int:
+    def announce(self, number: int, row: Row) -> int:
         """A row is somewhere, but not confirmed; returns the tasks that are known to be done with it (bits)."""
         self._drop(number)
         known = self._book.rows.rows.get(number)
-        if known is not None and not known.unit.lost:
+        if known is not None and not known.lost:
             return self._book.rows.every_task & ~known.left  # told twice
         self._announced[number] = row
         self.num_bytes += row.num_bytes
         if known is not None:
-            return self._book.still_done(known, row)
+            return self._book.graph.still_done(known, row)
         return self._book.rows.every_task if self._book.rows.is_finished(number, row.partition) else 0
 
     def expects(self, number: int) -> bool:
@@ -118,7 +172,7 @@ class Arrivals:
         row = self._announced.get(number)
         return row is not None and row.unit.online
 
-    def let_go(self, number: int, row: LiveRow) -> None:
+    def let_go(self, number: int, row: Row) -> None:
         """Another unit returned with this row, which is announced by one that is up, and was told to let go of it."""
         if number not in self._book.rows.rows:
             self._let_go[number] = row
@@ -133,7 +187,7 @@ class Arrivals:
             if row is not None and row.unit.name == event.unit:
                 self._drop(number)
                 self._lose_let_go(number)  # what is known of it counts for the row that is merged
-                row.left &= ~done[k]
+                row.done(done[k])
                 partitions.add(row.partition)
                 for name in self._book.rows.tasks(self.merge(number, row) & row.left):
                     accepted.setdefault(name, []).append(k)
@@ -144,14 +198,13 @@ class Arrivals:
 
     def write(self, event: OutputsWritten) -> None:
         """Who had a lost row in hand put its outputs where it is put again, before that is confirmed."""
-        mask, bit = self._book.rows.mask(event.columns), self._book.bit(event.task)
+        mask, bit = self._book.rows.mask(event.columns), self._book.rows.bit(event.task)
         grown = event.num_bytes // max(1, len(event.rows))
         for k, number in enumerate(event.rows):
             row = self._announced.get(number)
             if row is not None and row.unit.name == event.unit and row.left & bit:
-                row.left &= ~bit
-                row.written |= mask
-                row.tokens += event.tokens[k] if event.tokens else 0
+                row.done(bit)
+                row.wrote(mask, event.tokens[k] if event.tokens else 0)
                 row.num_bytes += grown
                 self.num_bytes += grown
 
@@ -162,7 +215,7 @@ class Arrivals:
                 self._drop(number)
                 self._lose_let_go(number)
 
-    def merge(self, number: int, row: LiveRow, *, values_kept: bool = False) -> int:
+    def merge(self, number: int, row: Row, *, values_kept: bool = False) -> int:
         """A row is at a unit; returns the tasks that are known to be done with it (bits).
 
         Args:
@@ -178,7 +231,7 @@ class Arrivals:
         if known is None:
             book.add(row.partition, [(number, row)])
             return 0
-        if known.unit.lost:
+        if known.lost:
             return book.revive(number, known, row, values_kept=values_kept)
         return 0  # it was in an inventory already
 
@@ -192,7 +245,7 @@ class Arrivals:
         if row is not None:
             self._book.add_lost(number, row)
 
-    def _rows(self, event: RowsCreated) -> list[tuple[int, LiveRow]]:
+    def _rows(self, event: RowsCreated) -> list[tuple[int, Row]]:
         table = self._book.rows
         unit, written = self._book.unit(event.unit), table.mask(event.columns)
         sizes = Counter(event.groups)
@@ -201,7 +254,7 @@ class Arrivals:
         return [
             (
                 number,
-                LiveRow(
+                Row(
                     unit, event.partition, event.groups[k], event.group_size or sizes[event.groups[k]], written,
                     table.every_task & ~done[k], event.tokens[k], size + (k < rest),
                 ),
@@ -213,7 +266,7 @@ class Arrivals:
         """Return, by position, the tasks (bits) that are done with a row."""
         done: Counter[int] = Counter()
         for task, positions in commits.items():
-            bit = self._book.bit(task)
+            bit = self._book.rows.bit(task)
             for k in positions:
                 done[k] |= bit
         return done
@@ -224,3 +277,74 @@ class Arrivals:
         for partition in partitions:
             self._book.drop_partition_if_finished(partition)
             self._book.recount(partition)
+
+
+class PutQueue:
+    """Part of a `ControlState`."""
+
+    def __init__(self, book: RowTable, arrivals: Arrivals, room: Room) -> None:
+        """Args:
+        book: rows and tasks.
+        arrivals: takes rows into it.
+        room: the limits.
+        """
+        self._book = book
+        self._arrivals = arrivals
+        self._room = room
+
+    def create(self, event: RowsCreated, request: int) -> None:
+        """Answer a put, or park it.
+
+        Raises:
+            PeerRefused: it is malformed; its children say that rows exist already, or that it will never fit.
+        """
+        for unit in self._arrivals.left_by(event):
+            self.lose(unit)
+        num_new = self._arrivals.check(event)
+        if num_new and not event.commits:
+            self._room.check(event)
+            if self._room.waiting or not self._fits(event):
+                self._room.waiting[request] = event
+                return
+        self._take(event, request)
+
+    def admit(self) -> None:
+        """Take the puts that there is room for now, the oldest first."""
+        waiting = self._room.waiting
+        while waiting and self._fits(waiting[first := next(iter(waiting))]):
+            event = waiting.pop(first)
+            try:
+                self._arrivals.check(event)
+            except PeerRefused as error:  # somebody else put these rows meanwhile
+                self._book.out.append(Answer(first, error))
+            else:
+                self._take(event, first)
+
+    def expire(self, request: int, because: Callable[[], str]) -> bool:
+        """Refuse a put that waited long enough; returns whether there was one."""
+        put = self._room.waiting.pop(request, None)
+        if put is not None:
+            self._book.out.append(Answer(request, self._room.refusal(put, **self._used(), because=because())))
+        return put is not None
+
+    def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
+        """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
+        for request in self._room.cancel(unit, rows):
+            self._book.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
+
+    def lose(self, unit: UnitLife) -> None:
+        """A unit is gone, with its rows and with what it announced."""
+        self._arrivals.forget(unit.name)
+        self._book.lose(unit)
+
+    def _take(self, event: RowsCreated, request: int) -> None:
+        accepted = self._arrivals.create(event)
+        self._book.out.append(Answer(request, accepted))
+
+    def _fits(self, event: RowsCreated) -> bool:
+        return self._room.fits(event, **self._used())
+
+    def _used(self) -> dict[str, int]:
+        """Return what counts toward the limits: rows that are coming, too."""
+        rows, coming = self._book.rows, self._arrivals
+        return {"num_rows": len(rows) + len(coming), "num_bytes": rows.num_bytes + coming.num_bytes}

@@ -7,6 +7,7 @@ parts. It never decides anything.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from asyncflow.errors import PeerRefused
 from tq.control.row_set import RowSet
 
 _PARTITIONS_REMEMBERED = 64
@@ -14,7 +15,7 @@ _NONE = RowSet()
 
 
 @dataclass(slots=True, eq=False)
-class UnitInfo:
+class UnitLife:
     """One life of a storage unit.
 
     Attributes:
@@ -33,7 +34,7 @@ class UnitInfo:
 
 
 @dataclass(slots=True, eq=False)
-class LiveRow:
+class Row:
     """A row.
 
     Attributes:
@@ -46,7 +47,7 @@ class LiveRow:
         withheld: in quarantine.
     """
 
-    unit: UnitInfo
+    unit: UnitLife
     partition: int
     group: int
     group_size: int
@@ -62,9 +63,31 @@ class LiveRow:
         """Whether it may be handed out, as far as its place goes."""
         return self.unit.online and not self.withheld
 
+    @property
+    def lost(self) -> bool:
+        """Whether it went with its unit."""
+        return self.unit.lost
+
+    def done(self, tasks: int) -> None:
+        """Tasks are done with it."""
+        self.left &= ~tasks
+
+    def reopen(self, tasks: int) -> None:
+        """Tasks are not done with it any more."""
+        self.left |= tasks
+
+    def wrote(self, columns: int, tokens: int = 0) -> None:
+        """Columns were written."""
+        self.written |= columns
+        self.tokens += tokens
+
+    def became(self, put: "Row") -> None:
+        """It was lost and put again, with these values; where, and how large, is `Rows.move`'s."""
+        self.group, self.group_size, self.written, self.tokens = put.group, put.group_size, put.written, put.tokens
+
 
 @dataclass(slots=True, eq=False)
-class PartitionInfo:
+class PartitionRows:
     """A partition, as all tasks see it.
 
     Attributes:
@@ -101,7 +124,7 @@ class PartitionInfo:
             self.removed.discard(number)
 
 
-class LiveRows:
+class Rows:
     """The table, with its totals."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
@@ -110,10 +133,10 @@ class LiveRows:
         """
         self.bits = {task: 1 << k for k, task in enumerate(tasks)}
         self.every_task = (1 << len(tasks)) - 1
-        self.rows: dict[int, LiveRow] = {}
-        self.units: dict[str, UnitInfo] = {}
-        self.dead_units: list[UnitInfo] = []
-        self.partitions: dict[int, PartitionInfo] = {}
+        self.rows: dict[int, Row] = {}
+        self.units: dict[str, UnitLife] = {}
+        self.dead_units: list[UnitLife] = []
+        self.partitions: dict[int, PartitionRows] = {}
         self.newly_finished: dict[int, RowSet] = {}
         """Partition -> rows that were finished since somebody took them from here."""
         self.num_bytes = 0
@@ -139,16 +162,27 @@ class LiveRows:
         """Return the names behind column bits."""
         return [name for name, bit in self._columns.items() if mask & bit]
 
+    def bit(self, task: str) -> int:
+        """Return a task's bit.
+
+        Raises:
+            PeerRefused: there is no such task.
+        """
+        bit = self.bits.get(task)
+        if bit is None:
+            raise PeerRefused(f"no task is named {task!r}; known: {' '.join(self.bits)}")
+        return bit
+
     def tasks(self, mask: int) -> list[str]:
         """Return the names behind task bits."""
         return [name for name, bit in self.bits.items() if mask & bit]
 
-    def partition(self, number: int) -> PartitionInfo:
+    def partition(self, number: int) -> PartitionRows:
         """Return a partition, made when new."""
         info = self.partitions.get(number)
         if info is None:
             self._forget_old()
-            info = self.partitions[number] = PartitionInfo()
+            info = self.partitions[number] = PartitionRows()
         return info
 
     def finished(self, partition: int) -> RowSet:
@@ -188,7 +222,7 @@ class LiveRows:
         self.partitions.pop(partition, None)
         self.newly_finished.pop(partition, None)
 
-    def add(self, partition: int, rows: Sequence[tuple[int, LiveRow]]) -> None:
+    def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not here, all at one unit."""
         self.rows.update(rows)
         info = self.partition(partition)
@@ -201,7 +235,7 @@ class LiveRows:
         unit.num_rows += len(rows)
         unit.num_bytes += num_bytes
 
-    def remove(self, number: int) -> LiveRow:
+    def remove(self, number: int) -> Row:
         """A row leaves the table."""
         row = self.rows.pop(number)
         info = self.partitions[row.partition]
@@ -213,13 +247,13 @@ class LiveRows:
         row.unit.num_bytes -= row.num_bytes
         return row
 
-    def grow(self, row: LiveRow, num_bytes: int) -> None:
+    def grow(self, row: Row, num_bytes: int) -> None:
         """A row got larger."""
         row.num_bytes += num_bytes
         row.unit.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def move(self, row: LiveRow, unit: UnitInfo, num_bytes: int) -> None:
+    def move(self, row: Row, unit: UnitLife, num_bytes: int) -> None:
         """A row that was lost, or only announced, is at `unit` with `num_bytes`."""
         row.unit.num_rows -= 1
         row.unit.num_bytes -= row.num_bytes
@@ -236,7 +270,7 @@ class LiveRows:
             if row is not None and row.partition == partition:
                 yield number
 
-    def at_unit(self, unit: UnitInfo) -> list[int]:
+    def at_unit(self, unit: UnitLife) -> list[int]:
         """Return the rows of a unit's life; looks at all rows, which is rare enough."""
         return [number for number, row in self.rows.items() if row.unit is unit] if unit.num_rows else []
 

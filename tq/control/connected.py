@@ -1,9 +1,11 @@
 """Who is connected to a controller: units and consumers, by channel, and when each consumer was last heard of. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from asyncflow.awake import excused
+from tq.timers import Timer, Timers
 
 _LOOKS_PER_TIMEOUT = 4
 """At least so many are expected. After a longer pause this process stood still itself, and signs of life lie unread."""
@@ -103,3 +105,44 @@ def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeo
     """Take the time for which this process stood still off everybody's silence."""
     for one in those:
         one.last_heard = excused(one.last_heard, looked_at=looked_at, now=now, longest_s=timeout_s / _LOOKS_PER_TIMEOUT)
+
+
+class UnitGraces:
+    """Units whose channel ended, until they are back or their time is up. The caller holds the lock.
+
+    One grace for each break of a channel: that of an earlier break never ends a later one.
+    """
+
+    def __init__(self, timers: Timers, grace_s: float, expired: Callable[[str, int], None]) -> None:
+        """Args:
+        timers: run the deadlines.
+        grace_s: how long a unit may be away.
+        expired: called without the lock with what `over` wants to know.
+        """
+        self._timers = timers
+        self._grace_s = grace_s
+        self._expired = expired
+        self._running: dict[str, tuple[int, Timer]] = {}
+        self._breaks = 0
+
+    def begin(self, unit: str) -> None:
+        """A unit's channel ended."""
+        self.end(unit)
+        self._breaks += 1
+        self._running[unit] = (
+            self._breaks,
+            self._timers.after(self._grace_s, partial(self._expired, unit, self._breaks)),
+        )
+
+    def end(self, unit: str) -> None:
+        """The unit is back."""
+        _, timer = self._running.pop(unit, (0, None))
+        if timer is not None:
+            timer.cancel()
+
+    def over(self, unit: str, number: int) -> bool:
+        """Whether a break has really lasted too long: the unit did not come back just now."""
+        if self._running.get(unit, (0, None))[0] != number:
+            return False
+        del self._running[unit]
+        return True
