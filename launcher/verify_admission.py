@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from launcher.verify_check import Check, named
 from launcher.verify_steps import CompleteSteps
-from tq.control.admission import AdmissionMark, AdmissionState
-from tq.refill import Refill
+from tq.refill import AdmissionMark, Refill
+from workers.admission.state import AdmissionState
 from workers.ledger_file import ReplacedLine, TrainedLine
 
 _NO_END = 2**62

@@ -1,4 +1,4 @@
-"""What is known of a group that left its step: why, and which one took its place. Plain data, torch-free."""
+"""What is known of a group that left its step, and where admission stands. Plain data, torch-free."""
 
 import msgspec
 
@@ -33,3 +33,17 @@ class Refill(msgspec.Struct, frozen=True, array_like=True):
     step: int
     replaced: int
     cause: QuarantineCause = UNKNOWN
+
+
+class AdmissionMark(msgspec.Struct):
+    """Where admission stands; durable before a group is put, and part of every checkpoint.
+
+    Attributes:
+        version: newest weights.
+        next_step: the next one to admit.
+        refills: in order of their ids.
+    """
+
+    version: int
+    next_step: int
+    refills: list[Refill] = []

@@ -8,14 +8,15 @@ import torch
 from yaml import YAMLError
 
 from tq.batch import Column
-from tq.control.admission import AdmittedGroup
 from tq.control.controller import ControllerService
-from tq.control.saved_rows import KeepRule, SavedRows
 from tq.process_settings import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed
+from workers.admission.admitter import prompt_admission
+from workers.admission.saved_rows import KeepRule, SavedRows
+from workers.admission.state import AdmittedGroup
 from workers.checkpoint_files import QUEUE
 from workers.config import RunConfig
 from workers.context import WorkerContext
@@ -75,26 +76,33 @@ def run_controller(context: WorkerContext) -> None:
     """
     serve_only()
     config = context.config
-    prompts = None
+    admission = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
         rows = read_prompt_rows(Path(config.data.path), config.data)
         dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
-        prompts = DatasetPrompts(dataset)
+        admission = prompt_admission(
+            context.credentials(),
+            context.gang.name,
+            DatasetPrompts(dataset),
+            config=config.tq,
+            schedule=config.schedule,
+            version=context.start_step,
+            last_step=context.job.last_step,
+            trained=_trained(context),
+            filtered=_filtered(context),
+            max_filtered=config.algorithm.max_filtered(config.schedule.rollout_batch_size),
+            saved=_saved_rows(context),
+        )
     service = ControllerService(
         context.credentials(),
         context.gang.name,
         tasks=task_specs(launched_tasks(context.config, context.job), config),
         config=config.tq,
-        schedule=config.schedule,
-        prompts=prompts,
+        admission=admission,
         refill=True,
         version=context.start_step,
-        trained=_trained(context),
-        filtered=_filtered(context),
-        max_filtered=config.algorithm.max_filtered(config.schedule.rollout_batch_size),
-        saved=_saved_rows(context) if prompts is not None else None,
-        last_step=context.job.last_step,
+        row_limit=config.schedule.live_rows,
         lineage=context.job.lineage,
     )
     context.report("serving")

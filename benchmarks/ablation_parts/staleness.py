@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tq.config import Fill, ScheduleConfig, ScheduleMode
-from tq.control.admission import AdmissionState
 from tq.control.events import Answer, Event, Fence, Fenced, OwnerGone
 from tq.control.state import ControlState
 from tq.messages import (
@@ -32,6 +31,7 @@ from tq.messages import (
     RowsCreated,
 )
 from tq.task_spec import StepSpec, TaskSpec
+from workers.admission.state import AdmissionState
 from workers.engines.sim_config import SimConfig
 from workers.engines.sim_model import SimLengths
 from workers.rollout import may_swap

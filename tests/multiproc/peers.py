@@ -11,8 +11,9 @@ import tq
 from asyncflow.errors import Superseded
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
-from tq.control.admission import AdmittedGroup
 from tq.messages import Granted, NoRowsReason
+from workers.admission.admitter import prompt_admission
+from workers.admission.state import AdmittedGroup
 
 QUEUE = QueueConfig(request_timeout_s=20)
 CPU = torch.device("cpu")
@@ -36,14 +37,17 @@ class CountingPrompts:
 
 def controller(port: int, pipe: Pipe, tasks: Sequence[TaskSpec], schedule: ScheduleConfig, last_step: int) -> None:
     """Serve the control plane over two units; admission puts prompts when `last_step` > 0."""
+    admission = prompt_admission(
+        credentials(port), "controller-0", CountingPrompts(), config=QUEUE, schedule=schedule, last_step=last_step
+    )
     service = ControllerService(
         credentials(port),
         "controller-0",
         tasks=tasks,
         config=QUEUE,
-        schedule=schedule,
-        prompts=CountingPrompts() if last_step else None,
-        last_step=last_step,
+        admission=admission if last_step else None,
+        refill=bool(last_step),
+        row_limit=schedule.live_rows,
     )
     pipe.send("ready")
     pipe.recv()

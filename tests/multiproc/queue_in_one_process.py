@@ -34,7 +34,7 @@ def main() -> None:
     schedule = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1)
     tasks = [TaskSpec("train", frozenset({"x"}), keeps_leases=True)]
     names = ("storage-0", "storage-1")
-    service = ControllerService(credentials, "controller-0", tasks=tasks, config=config, schedule=schedule)
+    service = ControllerService(credentials, "controller-0", tasks=tasks, config=config, row_limit=schedule.live_rows)
     units = [StorageUnit(credentials, name, config, controllers=config.controllers) for name in names]
     client = QueueClient(credentials, "client", config=config)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))}, partition=1)

@@ -135,7 +135,7 @@ def test_request_of_a_client_that_left_is_forgotten(bench: Bench) -> None:
     until(lambda: bench.timers.running(WATCH_S) == [True])
     watcher.close()
     until(lambda: bench.timers.running(WATCH_S) == [False])
-    until(lambda: not bench.service._state._losses.watchers)
+    until(lambda: not bench.service._shell.state._book.losses.watchers)
 
 
 @pytest.mark.gate
@@ -276,11 +276,11 @@ def test_a_unit_that_registers_while_recovery_ends_hears_of_the_fence_before_its
         assert goes_on.wait(WAIT_S)
 
     if moment == "after it told what the unit missed":
-        catch_up = service._orders.catch_up
-        monkeypatch.setattr(service._orders, "catch_up", lambda unit: (catch_up(unit), hold_once()))
+        catch_up = service._shell.orders.catch_up
+        monkeypatch.setattr(service._shell.orders, "catch_up", lambda unit: (catch_up(unit), hold_once()))
     else:
-        read = service._outputs.read
-        monkeypatch.setattr(service._outputs, "read", lambda tasks: (hold_once(), read(tasks))[1])
+        read = service._shell._outputs
+        monkeypatch.setattr(service._shell, "_outputs", lambda: (hold_once(), read())[1])
     unit, other = bench.connection("storage-0"), bench.connection("other")
     told = ToldUnit(credentials)
     registering = unit.submit(
@@ -314,8 +314,8 @@ def test_only_a_put_of_rows_that_are_away_asks_the_store_what_tasks_write(
     until(lambda: bench.timers.running(GRACE_S) == [True])
     other = bench.connection("storage-1")
     ask(other, RegisterUnit("storage-1", "life", [], {}))
-    reads, read = [], bench.service._outputs.read
-    monkeypatch.setattr(bench.service._outputs, "read", lambda tasks: (reads.append(tasks), read(tasks))[1])
+    reads, read = [], bench.service._shell._outputs
+    monkeypatch.setattr(bench.service._shell, "_outputs", lambda: (reads.append(1), read())[1])
     for row, num_reads in ((5, 0), (6, 0), (0, 1), (7, 1)):
         ask(other, RowsCreated("storage-1", 1, [row], [row], ["x"], [1], 4))
         assert len(reads) == num_reads, f"after row {row}"

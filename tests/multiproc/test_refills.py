@@ -10,6 +10,7 @@ from waiting import wait_until
 from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
 from tq.refill import QuarantineCause, Refill
+from workers.admission.admitter import prompt_admission
 
 CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
@@ -26,10 +27,10 @@ def _start_controller(credentials: Credentials) -> Iterator[Start]:
     started: list[Any] = [StorageUnit(credentials, "storage-0", CONFIG, controllers=CONFIG.controllers)]
 
     def start(name: str) -> ControllerService:
-        prompts = CountingPrompts() if name == CONFIG.controllers[0] else None
-        service = ControllerService(
-            credentials, name, tasks=TASKS, config=CONFIG, schedule=SCHEDULE, prompts=prompts, refill=True, last_step=2
-        )
+        admission = prompt_admission(
+            credentials, name, CountingPrompts(), config=CONFIG, schedule=SCHEDULE, last_step=2
+        )  # of the lead
+        service = ControllerService(credentials, name, tasks=TASKS, config=CONFIG, admission=admission, refill=True)
         started.append(service)
         return service
 
@@ -108,14 +109,11 @@ def test_many_filtered_groups_are_known_to_the_next_lead(credentials: Credential
     unit = StorageUnit(credentials, "storage-0", config, controllers=config.controllers)
 
     def start() -> ControllerService:
+        admission = prompt_admission(
+            credentials, "controller-0", CountingPrompts(), config=config, schedule=schedule, last_step=1
+        )
         return ControllerService(
-            credentials,
-            "controller-0",
-            tasks=TASKS,
-            config=config,
-            schedule=schedule,
-            prompts=CountingPrompts(),
-            last_step=1,
+            credentials, "controller-0", tasks=TASKS, config=config, admission=admission, refill=True
         )
 
     lead, client = start(), QueueClient(credentials, "everybody", config=config)

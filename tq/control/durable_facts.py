@@ -16,7 +16,7 @@ nor guess them. `DurableMark` reads and writes; `Memory` knows what was saved la
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,12 +25,10 @@ import torch.distributed as dist
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.config import ScheduleConfig
-from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.events import Event, RowsFinished, RowsLost, RowsQuarantined
 from tq.control.row_set import RowSet, Span
 from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
-from tq.refill import Refill
+from tq.refill import AdmissionMark, Refill
 
 Finished = dict[int, RowSet]
 """Partition -> rows that all tasks are done with."""
@@ -201,21 +199,10 @@ class Memory:
         """Newest published weights."""
         return self._mark.newest_version
 
-    def admission_state(
-        self,
-        schedule: ScheduleConfig,
-        *,
-        version: int,
-        last_step: int,
-        trained: Collection[int] = (),
-        filtered: Collection[int] = (),
-        max_filtered: int | None = None,
-    ) -> AdmissionState:
-        """Return where admission stands; on a first start it begins behind `version`, or behind `trained` groups."""
-        mark = self._mark.admission or AdmissionMark(version, version + 1)
-        return AdmissionState.from_mark(
-            mark, schedule, last_step=last_step, trained=trained, filtered=filtered, max_filtered=max_filtered
-        )
+    @property
+    def admission(self) -> AdmissionMark | None:
+        """Where admission stood."""
+        return self._mark.admission
 
     def events(self) -> Iterator[Event]:
         """Return what a new control state must be told."""

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from asyncflow.errors import PeerRefused
+from tq.control.dealer import Dealer
 from tq.control.events import Answer
 from tq.control.row_table import RowTable
+from tq.control.rows import RowState
 from tq.control.task_state import TaskState
 from tq.control.wait_reasons import WaitReasons
 from tq.messages import FetchRound, FetchRows, Granted, NoRows, NoRowsReason
@@ -138,7 +140,7 @@ class Fetches:
         if fetch.num_rows < 1 or fetch.token_budget < 0:
             raise PeerRefused(f"{fetch.task}: asked for {fetch.num_rows} rows; ask for at least 1")
         if isinstance(fetch, FetchRound):
-            if fetch.token_budget and self._task(fetch).steps is not None:
+            if fetch.token_budget and self._task(fetch).spec.steps is not None:
                 raise PeerRefused(f"{fetch.task}: steps of several partitions have rounds of rows, not of tokens")
             if not 0 <= fetch.rank < fetch.num_ranks:
                 raise PeerRefused(_other_gang(fetch))
@@ -147,8 +149,8 @@ class Fetches:
 
     def add(self, request: int, fetch: Fetch) -> None:
         """Answer a fetch that `check` found nothing wrong with, or park it."""
-        if isinstance(fetch, FetchRound) and not self.closed and not self._task(fetch).dealer.over(fetch.partition):
-            self._task(fetch).dealer.rounds(fetch.partition).num_ranks = fetch.num_ranks
+        if isinstance(fetch, FetchRound) and not self.closed and not self._dealer(fetch).over(fetch.partition):
+            self._dealer(fetch).rounds(fetch.partition).num_ranks = fetch.num_ranks
         self.parked.add(request, fetch)
         if not self.closed:
             self._try(request, fetch)
@@ -210,7 +212,7 @@ class Fetches:
             if not task.changed:
                 continue
             changed, task.changed = task.changed, set()
-            for partition in changed if task.steps is None else self.parked.partitions(name):
+            for partition in changed if task.spec.steps is None else self.parked.partitions(name):
                 for request, round_ in self.parked.rounds(name, partition):
                     self._try(request, round_)
             self._wake_rows(name, task)
@@ -275,7 +277,7 @@ class Fetches:
 
     def _round(self, fetch: FetchRound) -> Granted | NoRows | None:
         task = self._task(fetch)
-        dealer = task.dealer
+        dealer = self._dealer(fetch)
         if dealer.over(fetch.partition):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         formed = fetch.round_index < len(dealer.rounds(fetch.partition).formed)
@@ -287,8 +289,6 @@ class Fetches:
         known = dealer.round(fetch.partition, fetch.round_index, want, self._book.token)
         if known is None:
             return None
-        if known.shares[fetch.rank] is None:
-            dealer.deal_again(fetch.partition, fetch.round_index, fetch.num_rows, self._book.token)
         share = known.shares[fetch.rank]
         if share is None:
             return None
@@ -296,7 +296,7 @@ class Fetches:
         rows = [row for row in share.rows if lease is not None and row in lease.rows]
         if not self._at_hand(rows):
             return None
-        task.ranks[fetch.owner] = fetch.partition
+        dealer.ranks[fetch.owner] = fetch.partition
         if lease is not None:
             task.leases.read(share.token, fetch.owner)
         granted = self._granted(fetch.task, share.token, known.partition, rows)
@@ -309,7 +309,7 @@ class Fetches:
         Also for a reader that holds the share: if it asks once more, the unit died before it had read them.
         """
         table = self._book.rows.rows
-        away = [row for row in rows if not table[row].available]
+        away = [row for row in rows if table[row].state is not RowState.STORED]
         lost = [row for row in away if table[row].lost]
         self._book.losses.look_again(lost, wanted=True)
         return not away
@@ -325,12 +325,14 @@ class Fetches:
         return NoRows(reason, self.newest_version, lineage=self._lineage)
 
     def _tell_steps(self) -> None:
-        for task in self._book.tasks.values():
-            if task.steps is not None:
-                task.steps.published(self.newest_version)
+        for dealer in self._book.dealers.values():
+            dealer.published(self.newest_version)
 
     def _task(self, fetch: Fetch) -> TaskState:
         return self._book.tasks[fetch.task]
+
+    def _dealer(self, fetch: Fetch) -> Dealer:
+        return self._book.dealers[fetch.task]
 
     def _granted_before(self, fetch: FetchRows) -> Granted | None:
         """Return the lease that another reader of the replica got for the same fetch, unless it ended."""
@@ -349,7 +351,7 @@ class Fetches:
             del known[min(known)]
 
     def _check_round(self, fetch: FetchRound) -> None:
-        dealer = self._task(fetch).dealer
+        dealer = self._dealer(fetch)
         rounds = dealer.known_rounds(fetch.partition)
         if rounds is None or dealer.over(fetch.partition):
             formed = 0

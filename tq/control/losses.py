@@ -90,13 +90,17 @@ class Losses:
             self._reported.update(dict.fromkeys(new, self._sequence))
         return new
 
-    def unseen(self, after: int, table: dict[int, Row]) -> LostRows | None:
-        """Return the losses above a sequence number, the last one that a watcher has seen; None: there are none."""
-        rows = sorted(number for number, sequence in self._reported.items() if sequence > after)
-        if not rows:
-            return None
-        held = [table[number] for number in rows]
-        return LostRows(self._sequence, [row.partition for row in held], rows, [row.group for row in held])
+    def take_answers(self, table: dict[int, Row]) -> list[tuple[int, LostRows]]:
+        """Return (request, reply) of the watchers that have not seen the newest losses; they watch no more."""
+        answers = []
+        for request, watch in list(self.watchers.items()):
+            rows = sorted(number for number, sequence in self._reported.items() if sequence > watch.after)
+            if rows:
+                held = [table[number] for number in rows]
+                places = [row.partition for row in held]
+                answers.append((request, LostRows(self._sequence, places, rows, [row.group for row in held])))
+                del self.watchers[request]
+        return answers
 
     # What is durable
 

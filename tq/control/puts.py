@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist
 from tq.control.events import Answer
 from tq.control.row_table import RowTable
-from tq.control.rows import Row, UnitLife
+from tq.control.rows import Row, RowState, UnitLife
 from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
 
 
@@ -114,7 +114,7 @@ class Arrivals:
         finished = table.finished(event.partition)
         for number in event.rows:
             coming = self._announced.get(number)
-            if coming is not None and coming.unit.name != event.unit and not coming.lost:
+            if coming is not None and coming.unit.name != event.unit and not coming.unit.lost:
                 raise PutPending(
                     f"row {number} is just being put, at {coming.unit.name}; put it again when that is over"
                 )
@@ -161,6 +161,7 @@ class Arrivals:
         known = self._book.rows.rows.get(number)
         if known is not None and not known.lost:
             return self._book.rows.every_task & ~known.left  # told twice
+        row.to(RowState.ANNOUNCED)
         self._announced[number] = row
         self.num_bytes += row.num_bytes
         if known is not None:
@@ -275,7 +276,7 @@ class Arrivals:
         """Rows came; some may be in quarantine, and some partitions complete."""
         self._book.quarantines.keep_out(list(rows))
         for partition in partitions:
-            self._book.drop_partition_if_finished(partition)
+            self._book.drop_finished([partition])
             self._book.recount(partition)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tq.control.events import Quarantine, Quarantined, Shrunk
-from tq.control.rows import Row
+from tq.control.rows import Row, RowState
 from tq.refill import UNKNOWN, QuarantineCause
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Quarantines:
         table = self._book.rows
         members = self._withhold(row, cause)
         where = table.by_unit(members)
-        self.remove([number for number in members if table.rows[number].lost])
+        self.remove(number for number in members if table.rows[number].lost)
         if where:
             self._book.out.append(Quarantine(where, cause))
 
@@ -59,7 +59,7 @@ class Quarantines:
         members: dict[QuarantineCause, list[int]] = {}
         for number in there:
             row = table.rows[number]
-            if row.withheld:
+            if row.state is RowState.WITHHELD:
                 members.setdefault(self._groups[row.partition, row.group], []).append(number)
         for cause, withheld in members.items():
             self._book.out.append(Quarantine(table.by_unit(withheld), cause))
@@ -108,6 +108,7 @@ class Quarantines:
         self._groups[row.partition, row.group] = cause
         members = [number for number in table.numbers(row.partition) if table.rows[number].group == row.group]
         for number in members:
-            table.rows[number].withheld = True
-            self._book.refresh(number)
+            if not table.rows[number].lost:
+                table.rows[number].to(RowState.WITHHELD)
+                self._book.refresh(number)
         return members

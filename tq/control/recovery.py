@@ -162,8 +162,7 @@ class Recovery:
             elif rows:
                 self._hold(task, one, owner, rows)
             if one.round_index >= 0:
-                task.dealer.restore_round(one)
-                task.ranks[owner] = max(one.step, task.ranks.get(owner, one.step))
+                self._book.dealers[task.spec.name].restore(one, owner)
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         table = self._book.rows.rows

@@ -1,18 +1,19 @@
 """The life of rows in the control plane: they come, are worked on, get lost, come back, go. Pure.
 
-Keeps the table and the served tasks in step; everything that changes a row goes through here. Instructions that a
-change causes are collected in `out`; `ControlState` hands them to its shell.
+Keeps the rows and the served tasks' views of them in step; everything that changes a row goes through here.
+Instructions that a change causes are collected in `out`; `ControlState` hands them to its shell.
 """
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
-from tq.control.events import Cleared, Commit, Fence, Fenced, Instruction
+from tq.control.dealer import Dealer
+from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
 from tq.control.losses import Losses
 from tq.control.quarantines import Quarantines
 from tq.control.row_set import RowSet
-from tq.control.rows import Row, Rows, UnitLife
+from tq.control.rows import Row, Rows, RowState, UnitLife
 from tq.control.task_graph import TaskGraph
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, OutputsWritten
@@ -34,6 +35,7 @@ class RowTable:
         """
         self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
+        self.dealers = {name: Dealer(task) for name, task in self.tasks.items()}
         self.out: list[Instruction] = []
         self.quarantines = Quarantines(self, refill=refill)
         self.losses = Losses(first_token)
@@ -57,8 +59,9 @@ class RowTable:
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
-        for _, row in rows if self.quarantines.any else ():
-            row.withheld = self.quarantines.has(row)
+        for _, row in rows:
+            leaving = self.quarantines.any and not row.unit.lost and self.quarantines.has(row)
+            row.to(RowState.WITHHELD if leaving else row.unit.row_state)
         self.rows.add(partition, rows)
         for task in self.tasks.values():
             task.created(partition, rows)
@@ -88,6 +91,7 @@ class RowTable:
                     task.partition(row.partition).queue.expect_again(put)
         row.became(put)
         self.rows.move(row, put.unit, put.num_bytes)
+        row.to(RowState.WITHHELD if self.quarantines.has(row) else put.unit.row_state)
         self.losses.back(number)
         for task in self.tasks.values():
             if reopened & task.bit:
@@ -132,7 +136,7 @@ class RowTable:
                 for task in self.tasks.values():
                     if task.inputs & mask:
                         task.refresh(number, row)
-        self.drop_finished(event.task, partitions)
+        self.drop_finished(partitions, event.task)
 
     def grow(self, row: Row, mask: int, tokens: int, num_bytes: int) -> None:
         """Columns were written."""
@@ -150,7 +154,7 @@ class RowTable:
             if row is not None and row.left & self.rows.bits[task]:
                 self._done(task, number, row)
                 partitions.add(row.partition)
-        self.drop_finished(task, partitions)
+        self.drop_finished(partitions, task)
 
     def settle_lost(self, task: str, numbers: Iterable[int]) -> None:
         """Another controller knows that a task was done with rows when they were lost; here it may not have been told.
@@ -231,7 +235,7 @@ class RowTable:
         row = self.rows.rows[number]
         for task in self.tasks.values():
             task.removed(number, row)
-        self.rows.remove(number)
+        self.rows.remove(number, RowState.REMOVED)
         self.losses.end(number)
 
     def clear_if_empty(self, partition: int) -> None:
@@ -256,17 +260,19 @@ class RowTable:
         numbers = self.rows.at_unit(unit)
         self.losses.lose(numbers)
         for number in numbers:
-            self.refresh(number)
-            self._look_at_shares_with(number)
-        self.quarantines.remove([number for number in numbers if self.rows.rows[number].withheld])
+            if self.rows.rows[number].state is RowState.WITHHELD:
+                self.quarantines.remove([number])
+                continue
+            self.rows.rows[number].to(RowState.LOST)
+            self._moved(number)
 
     def misplace(self, numbers: Sequence[int]) -> None:
         """A unit let go of rows that are elsewhere, as another controller says: where that is will be told, or not."""
         for number in numbers:
             row = self.rows.rows[number]
             self.rows.move(row, self._lost_unit(), row.num_bytes)
-            self.refresh(number)
-            self._look_at_shares_with(number)
+            row.to(RowState.LOST)
+            self._moved(number)
         self.losses.lose(numbers)
 
     def unit(self, name: str) -> UnitLife:
@@ -277,8 +283,10 @@ class RowTable:
         """A unit's channel ended, or it is back: its rows may be handed out, or not."""
         unit.online = online
         for number in self.rows.at_unit(unit):
-            self.refresh(number)
-            self._look_at_shares_with(number)
+            row = self.rows.rows[number]
+            if row.state is not RowState.WITHHELD:
+                row.to(unit.row_state)
+            self._moved(number)
 
     def needed(self) -> Iterator[int]:
         """Take the rows that were lost lately and that somebody must put again.
@@ -291,6 +299,10 @@ class RowTable:
                 continue
             if wanted or any(self._needs(name, number) for name in self.rows.tasks(row.left)):
                 yield number
+
+    def tell_watchers(self) -> None:
+        """Answer those who watch for losses that they have not heard of."""
+        self.out += [Answer(*told) for told in self.losses.take_answers(self.rows.rows)]
 
     def recount(self, partition: int) -> None:
         """After a restart: groups that miss rows which were finished before are complete once all rows are known."""
@@ -320,17 +332,12 @@ class RowTable:
             for task in self.tasks.values():
                 task.refresh(number, row)
 
-    def drop_partition_if_finished(self, partition: int) -> None:
-        """Forget a partition in every served task that is done with it."""
-        for task in self.tasks.values():
-            task.drop_finished(partition)
-
-    def drop_finished(self, name: str, partitions: Iterable[int]) -> None:
-        """Forget partitions that a task is done with."""
-        task = self.tasks.get(name)
+    def drop_finished(self, partitions: Iterable[int], task: str = "") -> None:
+        """Forget partitions in the served tasks (or this one) that are done with them."""
         for partition in partitions:
-            if task is not None:
-                task.drop_finished(partition)
+            for name, state in self.tasks.items():
+                if not task or name == task:
+                    state.drop_finished(partition)
 
     # Private
 
@@ -354,7 +361,9 @@ class RowTable:
         lease = None if task is None else task.leases.holder(number)
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
-    def _look_at_shares_with(self, number: int) -> None:
+    def _moved(self, number: int) -> None:
+        """Where a row is changed: tasks may be given it, or not, and somebody may wait for a share with it."""
+        self.refresh(number)
         for task in self.tasks.values():
             if number in task.leases.holders:
                 task.changed.add(self.rows.rows[number].partition)
@@ -377,7 +386,7 @@ class RowTable:
             self._finish(number)
 
     def _finish(self, number: int) -> None:
-        row = self.rows.remove(number)
+        row = self.rows.remove(number, RowState.FINISHED)
         self.rows.finish(row.partition, [number])
         self.losses.end(number)
 

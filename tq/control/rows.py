@@ -1,9 +1,10 @@
 """Rows that some task is not done with, as a controller knows them: where, which columns, for whom. Pure, plain tables.
 
-Built for a million rows: a row is one object of numbers; columns and tasks are bits. Called by `ControlState` and its
-parts. It never decides anything.
+Built for a million rows: a row is one object of numbers; columns and tasks are bits. It never decides anything, but it
+refuses what cannot be: a row changes its state only as `TRANSITIONS` has it.
 """
 
+import enum
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,70 @@ from tq.control.row_set import RowSet
 
 _PARTITIONS_REMEMBERED = 64
 _NONE = RowSet()
+
+
+class RowState(enum.IntEnum):
+    """Where a row is in its life, as this controller knows it."""
+
+    UNKNOWN = 0
+    """Not in the table: nobody told of it yet, or it left."""
+    ANNOUNCED = 1
+    """At a unit, but not every controller has agreed to it."""
+    STORED = 2
+    """At a unit that is up: tasks may be given it."""
+    AWAY = 3
+    """At a unit whose channel ended, and that may come back."""
+    LOST = 4
+    """It went with its unit. Which tasks are done with it is still known."""
+    WITHHELD = 5
+    """Its group leaves: nobody is given it, and its unit is told to take it out."""
+    REMOVED = 6
+    """It left with its group (dead letter, filtered), or its partition was cleared, or its put was taken back."""
+    FINISHED = 7
+    """All tasks are done with it. This is remembered."""
+
+
+TRANSITIONS: dict[RowState, dict[RowState, str]] = {
+    RowState.UNKNOWN: {
+        RowState.ANNOUNCED: "a unit stored it, and several controllers must agree",
+        RowState.STORED: "a unit stored it",
+        RowState.AWAY: "in the inventory of a unit that is just registering",
+        RowState.LOST: "another controller, an earlier incarnation or a trainer that holds it told of the loss",
+        RowState.WITHHELD: "a unit has it, and its group is leaving",
+    },
+    RowState.ANNOUNCED: {
+        RowState.STORED: "every controller agreed",
+        RowState.AWAY: "every controller agreed, and the unit's channel ended meanwhile",
+        RowState.WITHHELD: "every controller agreed, and its group is leaving",
+    },
+    RowState.STORED: {
+        RowState.AWAY: "its unit's channel ended",
+        RowState.LOST: "its unit came back as another process, or let go of it",
+        RowState.WITHHELD: "a task failed on its group too often, or has no use for it",
+        RowState.REMOVED: "its unit took it out",
+        RowState.FINISHED: "the last task is done with it",
+    },
+    RowState.AWAY: {
+        RowState.STORED: "its unit is back",
+        RowState.LOST: "its unit did not come back in time, or came back as another process",
+        RowState.WITHHELD: "a task failed on its group too often, or has no use for it",
+        RowState.REMOVED: "its unit is back without it",
+        RowState.FINISHED: "the last task is done with it",
+    },
+    RowState.LOST: {
+        RowState.STORED: "it was put again, or turns out to be at a unit",
+        RowState.AWAY: "it turns out to be at a unit that is just registering",
+        RowState.WITHHELD: "it was put again, and its group is leaving",
+        RowState.REMOVED: "its group leaves, or its partition is cleared",
+        RowState.FINISHED: "the last task is done with it: an ack of rows in hand",
+    },
+    RowState.WITHHELD: {
+        RowState.LOST: "its unit let go of it: another controller says that it is elsewhere",
+        RowState.REMOVED: "its unit took it out, or is gone",
+        RowState.FINISHED: "the last task is done with it",
+    },
+}
+"""State -> the states that may follow, each with its cause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +97,13 @@ class UnitLife:
     num_rows: int = 0
     num_bytes: int = 0
 
+    @property
+    def row_state(self) -> RowState:
+        """State of a row there, unless its group leaves."""
+        if self.lost:
+            return RowState.LOST
+        return RowState.STORED if self.online else RowState.AWAY
+
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -44,7 +116,7 @@ class Row:
         left: tasks that are not done with it (bits).
         queued: tasks that may be given it now (bits).
         tokens, num_bytes: over all its columns.
-        withheld: in quarantine.
+        state: see `RowState`.
     """
 
     unit: UnitLife
@@ -56,17 +128,20 @@ class Row:
     tokens: int
     num_bytes: int
     queued: int = 0
-    withheld: bool = False
-
-    @property
-    def available(self) -> bool:
-        """Whether it may be handed out, as far as its place goes."""
-        return self.unit.online and not self.withheld
+    state: RowState = RowState.UNKNOWN
 
     @property
     def lost(self) -> bool:
         """Whether it went with its unit."""
-        return self.unit.lost
+        return self.state is RowState.LOST
+
+    def to(self, state: RowState) -> None:
+        """Its state changes, or stays."""
+        if state is not self.state:
+            assert state in TRANSITIONS.get(self.state, ()), (
+                f"a row that is {self.state.name} cannot become {state.name}"
+            )
+            self.state = state
 
     def done(self, tasks: int) -> None:
         """Tasks are done with it."""
@@ -235,9 +310,10 @@ class Rows:
         unit.num_rows += len(rows)
         unit.num_bytes += num_bytes
 
-    def remove(self, number: int) -> Row:
-        """A row leaves the table."""
+    def remove(self, number: int, state: RowState) -> Row:
+        """A row leaves the table: it is finished, or removed."""
         row = self.rows.pop(number)
+        row.to(state)
         info = self.partitions[row.partition]
         info.num_live -= 1
         if len(info.numbers) > 2 * info.num_live + 64:
@@ -279,7 +355,7 @@ class Rows:
         units: dict[str, list[int]] = {}
         for number in sorted(numbers):
             row = self.rows[number]
-            if not row.unit.lost:
+            if not row.lost:
                 units.setdefault(row.unit.name, []).append(number)
         return {unit: tuple(there) for unit, there in units.items()}
 

@@ -38,6 +38,7 @@ from tq.control.puts import Arrivals, PutQueue, Room
 from tq.control.recovery import Recovering, Recovery
 from tq.control.row_set import RowSet
 from tq.control.row_table import RowTable
+from tq.control.rows import RowState
 from tq.control.stats import count_rows
 from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
@@ -146,7 +147,7 @@ class ControlState:
         """Whether a consumer that is gone has leases, or shares of a step that is not over, for when it comes back."""
         if self._recovery is not None and self._recovery.keeps_leases(owner):
             return True
-        return any(task.keeps_leases(owner) for task in self._book.tasks.values())
+        return any(dealer.keeps_leases(owner) for dealer in self._book.dealers.values())
 
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes of live rows that they hold."""
@@ -174,7 +175,7 @@ class ControlState:
     def any_away(self, rows: Iterable[int]) -> bool:
         """Whether some are lost, or count as lost once they are put again: then it matters what tasks write."""
         table = self._book.rows.rows
-        return any(number in table and not table[number].unit.online for number in rows)
+        return any(number in table and table[number].state in (RowState.AWAY, RowState.LOST) for number in rows)
 
     def removed_rows(self, partition: int) -> RowSet:
         """Return the rows that a partition will never have."""
@@ -200,9 +201,7 @@ class ControlState:
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
-        stats = count_rows(self._book, self._fetches, self._room)
-        stats.admitted_groups, stats.units = admitted_groups, self.units()
-        return stats
+        return count_rows(self._book, self._fetches, self._room, admitted_groups, self.units())
 
     def _apply(self, event: Event, request: int) -> None:
         match event:
@@ -235,7 +234,7 @@ class ControlState:
                 self._book.rows.partition(event.partition).removed.merge(event.rows)
             case WatchLost():
                 self._book.losses.watchers[request] = event
-                self._tell_watchers()
+                self._book.tell_watchers()
             case PublishVersion():
                 self._fetches.publish(event.step)
             case Stop():
@@ -244,13 +243,13 @@ class ControlState:
                 self._expire(event.request)
             case RowsFinished():
                 self._registry.count_finished(event.partition, event.rows)
-                self._book.drop_partition_if_finished(event.partition)
+                self._book.drop_finished([event.partition])
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():
                 if self._recovery is None:  # else a unit may just not have come back yet
                     self._registry.adopt(event.losses)
-                self._book.out.append(Answer(request, RowsAccepted(self._done(event))))
+                self._book.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
             case DoneElsewhere():
                 for name, rows in event.commits.items():
                     self._book.settle_lost(name, rows)
@@ -284,10 +283,9 @@ class ControlState:
             case OwnerWrites():
                 self._reasons.writes(event.owner, event.columns)
             case UnitGone():
-                unit = self._book.rows.units.get(event.unit)
                 self._puts.cancel(event.unit)
-                if unit is not None:
-                    self._book.set_online(unit, online=False)
+                if event.unit in self._book.rows.units:
+                    self._book.set_online(self._book.rows.units[event.unit], online=False)
             case UnitLost():
                 unit = self._book.rows.units.get(event.unit)
                 if unit is not None and not unit.online:
@@ -298,21 +296,6 @@ class ControlState:
             self._rebuild()
 
     # Rows
-
-    def _done(self, event: TellLost) -> dict[str, list[int]]:
-        """Return task -> positions of rows that it is known to be done with."""
-        table = self._book.rows
-        known: dict[str, list[int]] = {}
-        told = [
-            (number, record.partition) for loss in event.losses for record in loss.records for number in record.rows
-        ]
-        for k, (number, partition) in enumerate(told):
-            row = table.rows.get(number)
-            finished = table.every_task if table.is_finished(number, partition) else 0
-            done = finished if row is None else table.every_task & ~row.left
-            for name in table.tasks(done):
-                known.setdefault(name, []).append(k)
-        return known
 
     def _remove(self, event: RowsRemoved) -> None:
         self._puts.cancel(event.unit, set(event.rows))
@@ -397,30 +380,21 @@ class ControlState:
         new = self._book.losses.report(self._book.needed())
         if new:
             self._book.out.append(Lost(tuple(new)))
-            self._tell_watchers()
-
-    def _tell_watchers(self) -> None:
-        for request, watch in list(self._book.losses.watchers.items()):
-            reply = self._book.losses.unseen(watch.after, self._book.rows.rows)
-            if reply is not None:
-                del self._book.losses.watchers[request]
-                self._book.out.append(Answer(request, reply))
+            self._book.tell_watchers()
 
     def _rebuild(self) -> None:
-        recovery = self._recovery
-        if recovery is None or not recovery.collecting:
+        if self._recovery is None or not self._recovery.collecting:
             return
-        recovery.rebuild()
-        for event in recovery.deferred():
+        self._recovery.rebuild()
+        for event in self._recovery.deferred():
             with contextlib.suppress(PeerRefused, Superseded):  # it was void, as whoever told it finds out by itself
                 self._settle(event, promised=True)
 
     def _recover(self) -> None:
-        recovery = self._recovery
-        if recovery is None:
+        if self._recovery is None:
             return
-        self._reasons.recovering = recovery.waiting_for
-        if recovery.over:
+        self._reasons.recovering = self._recovery.waiting_for
+        if self._recovery.over:
             self._recovery = None
             self._reasons.recovering = ""
             self._fetches.open()

@@ -9,13 +9,14 @@ from tq.control.task_state import TaskState
 from tq.messages import QueueStats, TaskStats
 
 
-def count_rows(book: RowTable, fetches: Fetches, room: Room) -> QueueStats:
+def count_rows(book: RowTable, fetches: Fetches, room: Room, admitted_groups: int, units: dict[str, int]) -> QueueStats:
     """Return what a controller's state knows of itself."""
     return QueueStats(
         tasks=[_count_task(task, fetches.parked.count(name)) for name, task in book.tasks.items()],
         live_rows=len(book.rows),
         newest_version=fetches.newest_version,
-        admitted_groups=0,
+        admitted_groups=admitted_groups,
+        units=units,
         live_bytes=book.rows.num_bytes,
         row_limit=room.row_limit,
         byte_limit=room.byte_limit,

@@ -1,23 +1,66 @@
 """One task's view of the rows: which may be handed out, which are in whose hands. Pure.
 
-waiting --inputs written, row at hand--> ready --granted--> leased --outputs written--> done
-                                           ^                   |
-                                           '--fence confirmed--'   (owner died or gave back)
+waiting --inputs written, row stored--> ready --granted--> leased --outputs written--> done
+   ^                                                          |
+   '--------fence confirmed---------- fencing <--owner died or gave back'
 
 `refresh` is the only judge of whether a row is ready; everything that could change its verdict ends by calling it.
+`TASK_TRANSITIONS` has all of it.
 """
 
+import enum
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tq.control.leases import Fencing, Leases, Trials
 from tq.control.partition_queue import PartitionQueue
-from tq.control.rounds import Round, Rounds, Share
-from tq.control.rows import Row, Rows
-from tq.control.step_rounds import StepRounds
-from tq.messages import Held
-from tq.policies import Fifo, Parcel, Policy, Want
+from tq.control.rounds import Rounds
+from tq.control.rows import Row, Rows, RowState
+from tq.policies import Fifo, Policy, Want
 from tq.task_spec import TaskSpec as TaskSpec
+
+
+class TaskRowState(enum.IntEnum):
+    """Where a row in the table is, for one task."""
+
+    WAITING = 0
+    """For inputs, for its group, or for its unit."""
+    READY = 1
+    """It may be handed out now."""
+    LEASED = 2
+    """In a consumer's hands, or dealt to a rank."""
+    FENCING = 3
+    """Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again."""
+    DONE = 4
+    """Outputs are written, or it was acked."""
+
+
+TASK_TRANSITIONS: dict[TaskRowState, dict[TaskRowState, str]] = {
+    TaskRowState.WAITING: {
+        TaskRowState.READY: "its inputs are written and it is stored",
+        TaskRowState.LEASED: "a trainer says, after a restart of the controller, that it holds it",
+        TaskRowState.FENCING: "it came back though a void lease of an earlier incarnation may have it",
+        TaskRowState.DONE: "a unit or another controller knows that it is done",
+    },
+    TaskRowState.READY: {
+        TaskRowState.WAITING: "its unit went away, or its group is leaving",
+        TaskRowState.LEASED: "it was asked for",
+        TaskRowState.FENCING: "it came back though a void lease of an earlier incarnation may have it",
+        TaskRowState.DONE: "a unit or another controller knows that it is done",
+    },
+    TaskRowState.LEASED: {
+        TaskRowState.FENCING: "its holder died, gave it back, or lost it with the unit",
+        TaskRowState.DONE: "its outputs are written, or it was acked",
+    },
+    TaskRowState.FENCING: {
+        TaskRowState.WAITING: "its unit refuses late puts",
+        TaskRowState.DONE: "the last put came before the fence",
+    },
+    TaskRowState.DONE: {
+        TaskRowState.WAITING: "its outputs were lost with a unit, and it was put again without them",
+    },
+}
+"""State -> the states that may follow, each with its cause. A row that left the table has none."""
 
 
 class TaskPartition:
@@ -33,7 +76,7 @@ class TaskPartition:
 
 
 class TaskState:
-    """Readiness, leases and rounds of one task."""
+    """Readiness and leases of one task."""
 
     def __init__(self, spec: TaskSpec, rows: Rows) -> None:
         """Args:
@@ -45,13 +88,9 @@ class TaskState:
         self.inputs = rows.mask(spec.inputs)
         self.leases = Leases()
         self.trials = Trials(self.leases, spec.max_deliveries)
-        self.steps = None if spec.steps is None else StepRounds(self, spec.steps)
-        """Steps of a gang that are not partitions."""
         self.partitions: dict[int, TaskPartition] = {}
         self.changed: set[int] = set()
         """Partitions whose parked rounds may be answerable since the last look."""
-        self.ranks: dict[str, int] = {}
-        """Consumer -> the newest step that it got a share of."""
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
@@ -67,6 +106,16 @@ class TaskState:
         return bool(self._with_ready)
 
     # Rows
+
+    def state_of(self, number: int, row: Row) -> TaskRowState:
+        """Return where a row of the table is."""
+        if not row.left & self.bit:
+            return TaskRowState.DONE
+        if number in self.leases.holders:
+            return TaskRowState.LEASED
+        if number in self.leases.fencing:
+            return TaskRowState.FENCING
+        return TaskRowState.READY if row.queued & self.bit else TaskRowState.WAITING
 
     def refresh(self, number: int, row: Row) -> None:
         """Offer a row when it may be handed out, withdraw it when not."""
@@ -220,17 +269,17 @@ class TaskState:
                 continue
             if newest_allowed is not None and number > newest_allowed:
                 return None
-            if self.spec.in_order and not self._front_ready(number, part, want.num_rows):
+            if self.spec.in_order and not self.front_ready(number, want.num_rows):
                 return None
-            parcels = part.queue.pick(self._picking, want)
+            parcels = part.queue.pick(self.picking, want)
             count = self.trials.together(parcels)
             part.queue.put_back(parcels[count:])
             parcels = parcels[:count]
             return number, tuple(row for parcel in parcels for row in parcel.rows)
         return None
 
-    def lease(self, token: int, partition: int, rows: Iterable[int], reader: str) -> None:
-        """Rows that were taken are in a consumer's hands."""
+    def lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
+        """Rows that were taken are in a consumer's hands; "": nobody came for them yet."""
         rows = tuple(rows)
         self.leases.give(token, partition, rows, reader)
         self.partition(partition).num_held += len(rows)
@@ -247,104 +296,10 @@ class TaskState:
         """Rows of void leases wait for a fence."""
         self.leases.fence(token, Fencing(tuple(rows), counts))
 
-    def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer's leases, or its shares of a step that is not over, outlive its channel."""
-        if not self.spec.keeps_leases:
-            return False
-        step = self.ranks.get(owner)
-        held = next(self.leases.of(owner), None)
-        return held is not None or (step is not None and not self.dealer.over(step))
-
-    # Rounds
-
-    @property
-    def dealer(self) -> "TaskState | StepRounds":
-        """Who deals the rounds of the gang's steps; here a step is a partition."""
-        return self.steps or self
-
-    def rounds(self, number: int) -> Rounds:
-        """Return the rounds of a partition."""
-        return self.partition(number).rounds
-
-    def known_rounds(self, number: int) -> Rounds | None:
-        """Return them if anything is known of the partition."""
-        part = self.partitions.get(number)
-        return None if part is None else part.rounds
-
-    def restore_round(self, one: Held) -> None:
-        """A rank says that it holds a share that an earlier incarnation dealt."""
-        if not self.over(one.partition):
-            self.partition(one.partition).rounds.restore(one)
-
-    def round(self, partition: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
-        """Return a round, formed when it can be full or the partition's rest is ready.
-
-        Args:
-            partition: whose.
-            index: of the round; at most one more than there are.
-            want: of all ranks together.
-            token: makes a lease token.
-        """
-        part = self.partition(partition)
-        if index < len(part.rounds.formed):
-            return part.rounds.formed[index]
-        assert index == len(part.rounds.formed), "the caller checks that no round is skipped"
-        if any(round_.missing for round_ in part.rounds.formed):
-            return None  # their ranks have not asked since the restart, and what is left may be theirs
-        rest = self._rest_ready(partition, part)
-        full = part.queue.num_rows >= want.num_rows or 0 < want.token_budget <= part.queue.num_tokens
-        if not part.queue.num_rows or not (rest or (full and not self.spec.barrier)):
-            return None
-        if self.spec.in_order and not self._front_ready(partition, part, want.num_rows):
-            return None
-        formed = self.form(part.rounds, partition, want, token)
-        formed.last = rest and not part.queue.num_rows
-        return formed
-
-    def form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
-        """Add a round of what a partition has ready, which is enough."""
-        part = self.partition(partition)
-        shares = self.spec.policy.deal(part.queue.pick(self._picking, want), rounds.loads(want.num_ranks))
-        formed = rounds.form(shares, token, partition=partition)
-        for share in formed.shares:
-            if share is not None and share.rows:
-                self.hold(share, partition)
-        return formed
-
-    def deal_again(self, partition: int, index: int, num_rows: int, token: Callable[[], int]) -> None:
-        """Give ranks that an earlier incarnation gave nothing their shares of a round, from what is left."""
-        part = self.partition(partition)
-        known = part.rounds.formed[index]
-        missing = known.missing
-        if known.last and not self._rest_ready(partition, part) and not self.exhausted(partition):
-            return
-        if not known.last and not part.queue.num_rows and not self.exhausted(partition):
-            return
-        size = known.round_rows or num_rows
-        for position, rank in enumerate(missing):
-            left = len(missing) - position
-            if known.last:
-                size = -(-part.queue.num_rows // left)
-            parcels: list[Parcel] = []
-            if part.queue.num_rows and size:
-                parcels = part.queue.pick(Fifo(), Want(part.queue.num_rows if known.last and left == 1 else size))
-            share = Share.of(token(), parcels)
-            known.shares[rank] = share
-            known.round_rows = max(known.round_rows, len(share.rows))
-            self.hold(share, partition)
-        self.changed.add(partition)  # whoever is a round ahead waits for this
-
-    def hold(self, share: Share, partition: int) -> None:
-        """A share is a lease from now on, if it has rows."""
-        if share.rows:
-            self.leases.give(share.token, partition, share.rows)
-            self.partition(partition).num_held += len(share.rows)
-            self.num_deliveries += 1
-
     # Private
 
     @property
-    def _picking(self) -> Policy:
+    def picking(self) -> Policy:
         """What chooses rows: the task's policy; in order there is nothing to choose."""
         return Fifo() if self.spec.in_order else self.spec.policy
 
@@ -353,7 +308,7 @@ class TaskState:
         return (
             row.left & self.bit != 0
             and not self.inputs & ~row.written
-            and row.available
+            and row.state is RowState.STORED
             and number not in leases.holders
             and number not in leases.fencing
         )
@@ -375,19 +330,19 @@ class TaskState:
         info = self._rows.partitions.get(number)
         return None if info is None else info.num_rows
 
-    def _rest_ready(self, number: int, part: TaskPartition) -> bool:
+    def rest_ready(self, number: int) -> bool:
         """Whether every row of the partition that was not handed out is ready."""
-        size = self._size(number)
+        part, size = self.partition(number), self._size(number)
         return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
 
-    def _front_ready(self, number: int, part: TaskPartition, num_rows: int) -> bool:
+    def front_ready(self, number: int, num_rows: int) -> bool:
         """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
 
         Looks at all rows of the partition: what `in_order` costs.
         """
         info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
-        if info is None or not info.all_known or part.queue.num_rows < num_rows:
-            return self._rest_ready(number, part)
+        if info is None or not info.all_known or self.partition(number).queue.num_rows < num_rows:
+            return self.rest_ready(number)
         held = self.leases.holders
         numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
         front = numbers[:num_rows]
@@ -396,7 +351,7 @@ class TaskState:
         return all(rows[n].queued & bit for n in front)
 
     def _may_take(self, number: int, part: TaskPartition) -> bool:
-        return part.queue.num_rows > 0 and (not self.spec.barrier or self._rest_ready(number, part))
+        return part.queue.num_rows > 0 and (not self.spec.barrier or self.rest_ready(number))
 
     def _list(self, number: int, part: TaskPartition) -> None:
         if not part.listed and self._may_take(number, part):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from tq.control.events import Commit
 from tq.control.puts import Arrivals
 from tq.control.row_table import RowTable
-from tq.control.rows import Row, UnitLife
+from tq.control.rows import Row, RowState, UnitLife
 from tq.messages import RegisterUnit, RowRecords, UnitAccepted, UnitLoss
 
 
@@ -48,7 +48,7 @@ class UnitRegistry:
         self._book.set_online(unit, online=True)
         partitions = {record.partition for record in event.records} | event.finished.keys()
         for partition in partitions | {removed.partition for removed in event.quarantined}:
-            self._book.drop_partition_if_finished(partition)
+            self._book.drop_finished([partition])
             self._book.recount(partition)
         return reply
 
@@ -83,6 +83,18 @@ class UnitRegistry:
         for loss in losses:
             if loss.incarnation and (loss.unit, loss.incarnation) not in self._lives:
                 self.take_lost(loss.records)
+
+    def done_of(self, losses: Iterable[UnitLoss]) -> dict[str, list[int]]:
+        """Return task -> positions of lost rows that it is known to be done with."""
+        table = self._book.rows
+        known: dict[str, list[int]] = {}
+        told = [(number, record.partition) for loss in losses for record in loss.records for number in record.rows]
+        for k, (number, partition) in enumerate(told):
+            row = table.rows.get(number)
+            finished = table.every_task if table.is_finished(number, partition) else 0
+            for name in table.tasks(finished if row is None else table.every_task & ~row.left):
+                known.setdefault(name, []).append(k)
+        return known
 
     def take_lost(self, records: Iterable[RowRecords]) -> None:
         """An earlier incarnation knew that these rows went with their unit."""
@@ -177,7 +189,7 @@ class UnitRegistry:
                 continue
             if number in quarantined:  # another controller's doing
                 book.quarantines.remove([number], quarantined[number])
-            elif table[number].withheld:
+            elif table[number].state is RowState.WITHHELD:
                 book.quarantines.remove([number])
             else:  # cleared, or taken back, while nobody could tell
                 book.remove(number)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tq.control.row_table import RowTable
-from tq.control.rows import Row
+from tq.control.rows import Row, RowState
 from tq.control.task_state import TaskState
 from tq.messages import NEW_ROWS, FetchRound, FetchRows
 
@@ -47,7 +47,7 @@ class WaitReasons:
             return Reason(f"the controller was restarted and waits for {self.recovering}")
         if isinstance(fetch, FetchRows) and task.trials.holds(fetch.owner):
             return Reason("this consumer holds rows that failed too often to share it with others")
-        number = fetch.partition if isinstance(fetch, FetchRound) and task.steps is None else self._oldest(task)
+        number = fetch.partition if isinstance(fetch, FetchRound) and task.spec.steps is None else self._oldest(task)
         if number is None:
             leased = len(task.leases.holders)
             others = f"{leased} are leased" if leased else "none was put"
@@ -121,7 +121,7 @@ class WaitReasons:
 
     def _away(self, rows: list[Row]) -> list[str]:
         lost = sum(1 for row in rows if row.lost)
-        away = sorted({row.unit.name for row in rows if not row.unit.online and not row.lost})
+        away = sorted({row.unit.name for row in rows if row.state is RowState.AWAY})
         causes = [f"{lost} rows were lost with their unit and not put again"] if lost else []
         return causes + ([f"{' '.join(away)} is away with rows"] if away else [])
 

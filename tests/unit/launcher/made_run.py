@@ -12,8 +12,8 @@ from typing import Any
 
 from launcher.verify_records import Prompts, Readers
 from tq.config import ScheduleConfig
-from tq.control.admission import AdmissionState
 from tq.refill import QuarantineCause, Refill
+from workers.admission.state import AdmissionState
 from workers.checkpoint_files import CheckpointMeta, FileEntry, describe
 from workers.config import RunConfig
 from workers.ledger_file import Ledger

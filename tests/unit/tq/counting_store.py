@@ -1,12 +1,15 @@
 """A store that knows how much was written to it, and what a controller keeps there."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistStoreError, HashStore
 
 from asyncflow.sealed_store import SealedStore
+from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.handshake import Credentials
 from tq.control.durable_facts import DurableMark, Memory
+from tq.control.shell import StateShell
+from tq.control.state import ControlState
 
 
 class CountingStore(HashStore):
@@ -26,6 +29,12 @@ class CountingStore(HashStore):
         self.written[key] = len(value)
         self.written_bytes += len(value)
         super().set(key, value)
+
+
+def shell_of(state: ControlState, memory: Memory) -> StateShell:
+    """Return what makes a controller's facts durable, without units, threads and calls."""
+    threads, unused = ServiceThreads("controller-0"), cast(Any, None)
+    return StateShell(state, memory, unused, threads, outputs=dict, orders=lambda fenced: unused, restarted=False)
 
 
 def memory_in(store: CountingStore) -> Memory:

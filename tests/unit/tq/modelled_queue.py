@@ -2,7 +2,20 @@
 
 from typing import Any
 
-from queue_model import OUTPUTS, OWNERS, PARTITIONS, RANKS, ROWS, SIZE, TASKS, UNITS, FakeUnit, Stored
+from queue_model import (
+    OUTPUTS,
+    OWNERS,
+    PARTITIONS,
+    RANKS,
+    ROWS,
+    SIZE,
+    TASKS,
+    UNITS,
+    FakeUnit,
+    Stored,
+    check_transitions,
+    task_rows,
+)
 
 from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
 from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
@@ -72,7 +85,9 @@ class ModelledQueue:
         self.apply(RowsLost(tuple(record for records in self.lost_durably.values() for record in records)))
 
     def apply(self, event: Any, request: int = 0) -> None:
+        before = task_rows(self.state)
         instructions = self.state.handle(event, request)
+        check_transitions(before, task_rows(self.state))
         if self.state.losses_changed:  # the shell makes them durable before anybody hears of them
             self.lost_durably |= self.state.take_losses()
             self.remember()

@@ -6,7 +6,9 @@ from typing import Any
 from asyncflow.errors import Superseded
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
+from tq.control.rows import RowState
 from tq.control.state import ControlState
+from tq.control.task_state import TASK_TRANSITIONS, TaskRowState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
 from tq.task_spec import StepSpec
 
@@ -119,6 +121,34 @@ def partition_of(row: int) -> int:
     return row // ROWS + 1
 
 
+TaskRows = dict[tuple[str, int], tuple[TaskRowState, int | None]]
+"""(Task, row) -> where it is, and the lease that it is in."""
+
+
+def task_rows(state: ControlState) -> TaskRows:
+    book = state._book
+    return {
+        (name, number): (task.state_of(number, row), task.leases.holders.get(number))
+        for name, task in book.tasks.items()
+        for number, row in book.rows.rows.items()
+    }
+
+
+def check_transitions(before: TaskRows, after: TaskRows) -> None:
+    """What one event did to rows in the table is a way through `TASK_TRANSITIONS`, and no lease followed another."""
+    for key, (new, token) in after.items():
+        if key not in before or before[key] == (new, token):
+            continue
+        old, old_token = before[key]
+        assert None in (token, old_token) or token == old_token, f"{key} went from one lease to another without a fence"
+        seen, reached = {old}, {old}
+        while reached and new not in seen:
+            reached = {state for one in reached for state in TASK_TRANSITIONS[one]} - seen
+            reached -= {TaskRowState.FENCING, TaskRowState.DONE} - {new}  # each ends an event
+            seen |= reached
+        assert new in seen, f"{key}: {old.name} became {new.name}"
+
+
 def check_counters(state: ControlState) -> None:
     """What a controller counts equals a recount."""
     book = state._book
@@ -137,7 +167,7 @@ def check_counters(state: ControlState) -> None:
         assert {row for lease in task.leases.by_token.values() for row in lease.rows} == task.leases.holders.keys()
         for number, row in rows.items():
             waits = number in task.leases.fencing or number in task.leases.holders
-            ready = not task.inputs & ~row.written and row.available and not waits
+            ready = not task.inputs & ~row.written and row.state is RowState.STORED and not waits
             assert ready == bool(row.queued & task.bit)
         for number, part in task.partitions.items():
             assert part.num_held == sum(1 for row in task.leases.holders if rows[row].partition == number)

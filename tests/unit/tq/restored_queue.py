@@ -17,10 +17,7 @@ from asyncflow.service_threads import ServiceThreads
 from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
 from tq.config import ScheduleConfig
-from tq.control.admission import AdmissionState, AdmittedGroup
 from tq.control.events import Answer, DeadlinePassed, Instruction
-from tq.control.prompt_admitter import PromptAdmitter
-from tq.control.saved_rows import KeepRule, SavedRows
 from tq.control.state import ControlState
 from tq.messages import (
     FetchRound,
@@ -40,6 +37,9 @@ from tq.unit.block import Block, BlockStore
 from tq.unit.snapshot_files import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
+from workers.admission.admitter import PromptAdmitter
+from workers.admission.saved_rows import KeepRule, SavedRows
+from workers.admission.state import AdmissionState, AdmittedGroup
 
 FIRST = frozenset({"prompts"})
 GENERATED = frozenset({"responses", "versions"})

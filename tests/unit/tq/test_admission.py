@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import NothingToLearn
 from tq.config import Fill, ScheduleConfig, ScheduleMode
-from tq.control.admission import AdmissionState, AdmittedGroup
 from tq.refill import QuarantineCause
+from workers.admission.state import AdmissionState, AdmittedGroup
 
 
 def schedule(max_staleness: int = 1, batch: int = 3, size: int = 2) -> ScheduleConfig:

@@ -1,18 +1,16 @@
 """Rows that were finished outlive the controller and the units that knew: nobody works on one that is put again."""
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from counting_store import CountingStore, memory_in
+from counting_store import CountingStore, memory_in, shell_of
 
 from asyncflow.errors import TransportError
 from asyncflow.mac import MAC_BYTES
 from tq import TaskSpec
-from tq.control.controller import ControllerService
 from tq.control.durable_facts import KEPT_PARTITIONS, Finished
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.recovery import Recovering
@@ -99,16 +97,14 @@ def test_controller_forgets_finished_rows_when_their_partition_is_cleared(
     make_world: World, store: CountingStore
 ) -> None:
     world = make_world(LOOK)
-    service = object.__new__(ControllerService)
-    service._state, service._lock, service._memory = world.state, threading.Lock(), memory_in(store)
-    service._admitting = None
+    shell = shell_of(world.state, memory_in(store))
     world.put([0])
     world.put([5], partition=2)
     for _ in range(2):
         world.write("look", world.granted(world.ask("look")))
-    service._memory.remember_finished(service._newly_finished)
+    shell.save_finished()
     assert remembered(store) == {1: [0], 2: [5]}
-    service._apply(ClearPartition(1))
+    shell.apply(ClearPartition(1))
     assert remembered(store) == {2: [5]}
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from counting_store import shell_of
 
 from tq import TaskSpec
-from tq.control.controller import ControllerService
 from tq.control.durable_facts import DurableMark, Mark, Memory
 from tq.control.events import RecoveryDeadline, RowsFinished, RowsLost, UnitGone
 from tq.control.recovery import Recovering
@@ -236,9 +236,9 @@ def test_ack_that_finishes_a_lost_row_outlives_the_controller(make_world: World)
     granted = world.granted(world.ask("train", owner="trainer"))
     world.lose("storage-0")
     shell = Shell(world.state)
-    shell.service._send([])
+    shell.send([])
     world.ack_lost("train", granted)
-    shell.service._send([])
+    shell.send([])
     assert [record.rows for record in shell.lost[0]] == [[1]]
     assert list(shell.finished[1]) == [0]
 
@@ -249,10 +249,7 @@ class Shell:
     def __init__(self, state: ControlState) -> None:
         self.lost: dict[int, list[RowRecords]] = {}
         self.finished: dict[int, RowSet] = {}
-        self.service = object.__new__(ControllerService)
-        self.service._state = state
-        self.service._lock = threading.Lock()
-        self.service._memory = Memory(cast(DurableMark, self), version=0)
+        self.send = shell_of(state, Memory(cast(DurableMark, self), version=0)).send
 
     def load(self) -> Mark:
         """See `DurableMark`."""
@@ -289,11 +286,11 @@ def test_who_hears_of_a_loss_waits_for_the_thread_that_writes_it(make_world: Wor
         shell.lost[part] = records
 
     shell.save_lost = save  # type: ignore[method-assign]
-    first = threading.Thread(target=shell.service._send, args=([],))
+    first = threading.Thread(target=shell.send, args=([],))
     first.start()
     assert writing.wait(10)
     assert not world.state.losses_changed
-    second = threading.Thread(target=shell.service._send, args=([],))
+    second = threading.Thread(target=shell.send, args=([],))
     second.start()
     second.join(0.05)
     assert second.is_alive()

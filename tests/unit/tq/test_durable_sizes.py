@@ -1,16 +1,15 @@
 """The size of a partition outlives the controller, whenever it got smaller: its trainer hears that it is over."""
 
-import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from counting_store import shell_of
 from torch.distributed import HashStore
 
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq import TaskSpec
-from tq.control.controller import ControllerService
 from tq.control.durable_facts import DurableMark, Memory
 from tq.control.events import Instruction, RecoveryDeadline
 from tq.control.recovery import Recovering
@@ -60,10 +59,7 @@ class Shell:
 
     def tell(self, instructions: list[Instruction]) -> None:
         """Have the shell carry out what an event caused."""
-        service = object.__new__(ControllerService)
-        service._state, service._memory, service._admitting = self.world.state, self.memory, None
-        service._lock = threading.Lock()
-        service._send(cast(Any, instructions))
+        shell_of(self.world.state, self.memory).send(cast(Any, instructions))
 
 
 @pytest.fixture(name="shell")

@@ -8,10 +8,11 @@ from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
 from tq import Column
 from tq.config import Fill, ScheduleConfig
-from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
 from tq.control.events import Lost
-from tq.control.prompt_admitter import PromptAdmitter
+from tq.refill import AdmissionMark
 from tq.snapshot import SnapshotChunk
+from workers.admission.admitter import PromptAdmitter
+from workers.admission.state import AdmissionState, AdmittedGroup
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
 
@@ -38,6 +39,9 @@ class FakeClient:
         self.commits.update(dict.fromkeys(rows, tuple(fields.get("commits", ()))))
         if partition == self._last_step:
             self.quiet.set()
+
+    def close(self) -> None:
+        pass
 
 
 class Prompts:

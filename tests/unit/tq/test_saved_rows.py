@@ -9,13 +9,13 @@ import torch
 
 from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
-from tq.control.admission import AdmittedGroup
-from tq.control.saved_rows import KeepRule, Kept, SavedRow, SavedRows
 from tq.snapshot import SnapshotChunk, write_manifest
 from tq.unit.block import BlockStore
 from tq.unit.snapshot_files import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
+from workers.admission.saved_rows import KeepRule, Kept, SavedRow, SavedRows
+from workers.admission.state import AdmittedGroup
 
 PROMPT = frozenset({"prompts"})
 ANSWER = frozenset({"responses", "versions"})

@@ -6,12 +6,12 @@ import pytest
 from counting_store import CountingStore, memory_in
 
 from tq.config import ScheduleConfig
-from tq.control.admission import AdmissionMark
 from tq.control.events import RowsLost, RowsQuarantined
-from tq.control.losses import LostNumbers
+from tq.control.losses import Losses
 from tq.control.row_set import RowSet
 from tq.messages import RowRecords
-from tq.refill import QuarantineCause, Refill
+from tq.refill import AdmissionMark, QuarantineCause, Refill
+from workers.admission.state import AdmissionState
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=64, n_samples_per_prompt=2)
 CAUSE = QuarantineCause("a_task_with_quite_a_long_name", 3, True)
@@ -44,11 +44,12 @@ def refills(number: int) -> list[Refill]:
 
 def refills_in(store: CountingStore) -> list[Refill]:
     """Return the refills that the next incarnation knows of."""
-    return memory_in(store).admission_state(SCHEDULE, version=0, last_step=9).refills()
+    mark = memory_in(store).admission
+    return [] if mark is None else AdmissionState.from_mark(mark, SCHEDULE, last_step=9).refills()
 
 
 def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_groups(store: CountingStore) -> None:
-    memory, lost = memory_in(store), LostNumbers()
+    memory, lost = memory_in(store), Losses(1)
     lost.lose(ROWS)
     memory.remember_losses(lambda: ({1: RowSet(range(0, 2_000_000, 2))}, described(lost.take())))
     memory.remember_admission(AdmissionMark(0, 9, refills(NUM_REFILLS)))
@@ -90,7 +91,7 @@ def test_refills_go_on_after_a_restart(store: CountingStore, number: int) -> Non
 
 
 def test_rows_that_are_lost_no_more_leave_the_store_part_by_part(store: CountingStore) -> None:
-    memory, lost = memory_in(store), LostNumbers()
+    memory, lost = memory_in(store), Losses(1)
     lost.lose(range(100_000))
     memory.remember_losses(lambda: ({}, described(lost.take())))
     store.written.clear()

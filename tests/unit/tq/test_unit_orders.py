@@ -10,7 +10,7 @@ import torch
 
 from asyncflow.errors import PeerRefused, Superseded, TransportError
 from asyncflow.service_threads import ServiceThreads
-from tq.control import unit_backlog, unit_orders
+from tq.control import unit_orders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
 from tq.control.unit_orders import UnitOrders
 from tq.messages import Done, FenceRows, FenceTask, PutOutputs, QuarantineRows
@@ -103,7 +103,7 @@ LAST = FenceTask("last", 99, [])
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(unit_orders, "ServiceChannels", FakeUnits)
-    monkeypatch.setattr(unit_backlog, "_RETRY_S", 0.0)
+    monkeypatch.setattr(unit_orders, "_RETRY_S", 0.0)
     bench = Bench()
     yield bench
     bench.orders.close()

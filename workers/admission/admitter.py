@@ -1,4 +1,4 @@
-"""Puts new prompts: the shell around `AdmissionState`, in a thread of the lead controller.
+"""Puts new prompts: the shell around `AdmissionState`, a client of the queue in a thread of the lead's process.
 
 Woken by published versions, by rows that were lost with a unit, and by groups that went into quarantine. Its mark is
 durable before the rows of a group are put, so a group id is never given out twice. When a run goes on from a
@@ -16,12 +16,15 @@ from typing import Protocol
 
 from asyncflow.errors import RowsExist
 from asyncflow.service_threads import ServiceThreads
+from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
-from tq.control.admission import AdmissionMark, AdmissionState, AdmittedGroup
+from tq.config import QueueConfig, ScheduleConfig
+from tq.control.admission import AdmissionPlace, MakeAdmission
 from tq.control.events import Lost, Quarantined
-from tq.control.saved_rows import SavedRows
-from tq.refill import Refill
+from tq.refill import AdmissionMark, Refill
+from workers.admission.saved_rows import SavedRows
+from workers.admission.state import AdmissionState, AdmittedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class PromptAdmitter:
     ) -> None:
         """Args:
         state: where admission stands.
-        client: puts the rows.
+        client: puts the rows; closed with this.
         prompts: of the groups.
         num_units: a step is put in at least so many parts, so that it spreads.
         save: makes a mark durable; returns when it is.
@@ -105,6 +108,7 @@ class PromptAdmitter:
         self._events.put(None)
         if self._thread is not None:
             self._thread.join(timeout=5)
+        self._client.close()
 
     def _run(self) -> None:
         for step in self._reopened:  # the mark is durable before a step is opened
@@ -192,3 +196,54 @@ class PromptAdmitter:
     def _groups_per_put(self, num_groups: int) -> int:
         """Return how many groups are put together, so that a step spreads over the units."""
         return max(1, min(_GROUPS_PER_PUT, -(-num_groups // self._num_units)))
+
+
+def prompt_admission(
+    credentials: Credentials,
+    name: str,
+    prompts: PromptSource,
+    *,
+    config: QueueConfig,
+    schedule: ScheduleConfig,
+    version: int = 0,
+    last_step: int,
+    trained: Collection[int] = (),
+    filtered: Collection[int] = (),
+    max_filtered: int | None = None,
+    saved: SavedRows | None = None,
+) -> MakeAdmission:
+    """Return what a controller makes its admission with.
+
+    Args:
+        credentials: store and secret.
+        name: of the controller's service.
+        prompts: of the groups.
+        config: of the queue.
+        schedule: batch, group size and staleness bound.
+        version: step of the weights at the start; a first start admits the steps behind it.
+        last_step: admission ends here.
+        trained: groups in the weights at the start, where they are not just those up to `version`.
+        filtered, max_filtered: see `AdmissionState`.
+        saved: finished samples of the checkpoint that the run goes on from.
+    """
+
+    def make(place: AdmissionPlace) -> PromptAdmitter:
+        state = AdmissionState.from_mark(
+            place.mark or AdmissionMark(version, version + 1),
+            schedule,
+            last_step=last_step,
+            trained=trained,
+            filtered=filtered,
+            max_filtered=max_filtered,
+        )
+        return PromptAdmitter(
+            state,
+            QueueClient(credentials, name, config=config, attempt=place.starts),
+            prompts,
+            num_units=config.num_storage_units,
+            save=place.save,
+            threads=place.threads,
+            saved=saved,
+        )
+
+    return make

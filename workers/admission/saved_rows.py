@@ -15,9 +15,9 @@ from pathlib import Path
 
 from asyncflow.errors import CheckpointError
 from tq.batch import Column
-from tq.control.admission import AdmittedGroup
 from tq.snapshot import ChunkPlace, SnapshotChunk, chunk_places, read_manifest
 from tq.task_spec import TaskSpec
+from workers.admission.state import AdmittedGroup
 
 logger = logging.getLogger(__name__)
 

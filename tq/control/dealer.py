@@ -1,0 +1,220 @@
+"""Which rows the ranks of a gang get, round by round. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tq.control.rounds import Round, Rounds, Share
+from tq.control.task_state import TaskState
+from tq.messages import Held
+from tq.policies import Fifo, Want
+from tq.task_spec import StepSpec
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a partition has to give.
+
+    Attributes:
+        partition: number.
+        num_ready: rows that may be handed out now.
+        num_left: rows that were not handed out yet, ready or not.
+    """
+
+    partition: int
+    num_ready: int
+    num_left: int
+
+
+def choose(spec: StepSpec, step: int, num_dealt: int, offers: Sequence[Offer], full: int) -> Offer | None:
+    """Return from where the next round of a step is taken, and how much, if a step trains what is finished first.
+
+    A step takes `spec.num_rows` rows, the oldest partition first that has a full round ready. Rows of a partition that
+    may not become later (`lateness`) are due: once they are all that the step has room for, nothing else is taken.
+
+        lateness 1, step 4      3: 8 rows left, 4 ready     4: 16 left, 4 ready     5: 16 left, 12 ready
+        rounds of 8, room 16    due: 8                      not full                -> a round of 5, then wait for 3
+
+    Partitions up to a step have at least as many rows left as the step has room for, so it never needs later ones and
+    can always be completed. What is due fits into it: all older partitions are dealt, and a partition is a step large.
+
+    Args:
+        spec: of the steps.
+        step: number.
+        num_dealt: rows that it has already.
+        offers: partitions of which rows are left, oldest first.
+        full: rows of a full round.
+
+    Returns:
+        The offer, with as many rows ready as may be taken, or None: nothing may be taken now.
+    """
+    room = spec.num_rows - num_dealt
+    newest_due = step - spec.lateness
+    due = sum(offer.num_left for offer in offers if offer.partition <= newest_due)
+    for offer in offers:
+        size = min(full, room if offer.partition <= newest_due else room - due)
+        is_rest = offer.num_ready == offer.num_left
+        if size > 0 and offer.num_ready and (offer.num_ready >= size or is_rest):
+            return Offer(offer.partition, min(size, offer.num_ready), offer.num_left)
+    return None
+
+
+class Dealer:
+    """Deals the rounds of one task to the ranks of a gang.
+
+    A step is a partition, unless the task's steps take rows of several ones (`TaskSpec.steps`). A round has rows of one
+    partition. It is chosen once; all ranks get the same, however often they ask. After a restart of the controller the
+    ranks say what they hold: with which step and round it came, and how large that round was. Shares that nobody holds
+    are dealt again before anything new is.
+    """
+
+    def __init__(self, task: TaskState) -> None:
+        """Args:
+        task: whose partitions and leases.
+        """
+        self.ranks: dict[str, int] = {}
+        """Consumer -> the newest step that it got a share of."""
+        self._task = task
+        self._spec = task.spec.steps
+        self._version = 0
+        self._steps: dict[int, Rounds] = {}
+        self._restored = False
+        """Whether shares of an earlier incarnation may be missing."""
+
+    def published(self, version: int) -> None:
+        """Weights of step `version` exist, so that step is over."""
+        self._version = max(self._version, version)
+        for step in [step for step in self._steps if step <= self._version]:
+            del self._steps[step]
+
+    def over(self, step: int) -> bool:
+        """Whether the step was trained, or all rows of the partition are done."""
+        return self._task.over(step) if self._spec is None else step <= self._version
+
+    def exhausted(self, step: int) -> bool:
+        """Whether all rows of the step were handed out."""
+        if self._spec is None:
+            return self._task.exhausted(step)
+        return self.over(step) or (step in self._steps and self._steps[step].num_rows >= self._spec.num_rows)
+
+    def rounds(self, step: int) -> Rounds:
+        """Return the rounds of a step."""
+        return self._task.partition(step).rounds if self._spec is None else self._steps.setdefault(step, Rounds())
+
+    def known_rounds(self, step: int) -> Rounds | None:
+        """Return them if anything is known of the step."""
+        if self._spec is not None:
+            return self._steps.get(step)
+        part = self._task.partitions.get(step)
+        return None if part is None else part.rounds
+
+    def restore(self, one: Held, owner: str) -> None:
+        """A rank says that it holds a share that an earlier incarnation dealt."""
+        self.ranks[owner] = max(one.step, self.ranks.get(owner, one.step))
+        step = one.partition if self._spec is None else one.step
+        if not self.over(step):
+            self.rounds(step).restore(one)
+            self._restored = True
+
+    def keeps_leases(self, owner: str) -> bool:
+        """Whether a consumer's leases, or its shares of a step that is not over, outlive its channel."""
+        if not self._task.spec.keeps_leases:
+            return False
+        step = self.ranks.get(owner)
+        held = next(self._task.leases.of(owner), None)
+        return held is not None or (step is not None and not self.over(step))
+
+    def round(self, step: int, index: int, want: Want, token: Callable[[], int]) -> Round | None:
+        """Return a round, formed when it can be full or the step's rest is ready.
+
+        Args:
+            step: whose.
+            index: of the round; at most one more than there are.
+            want: of all ranks together.
+            token: makes a lease token.
+        """
+        rounds = self.rounds(step)
+        assert index <= len(rounds.formed), "the caller checks that no round is skipped"
+        whole = not self._restored or self._deal_missing(token)
+        if index < len(rounds.formed):
+            return rounds.formed[index]
+        if not whole:
+            return None
+        if self._spec is None:
+            return self._round_of_partition(step, rounds, want, token)
+        chosen = choose(self._spec, step, rounds.num_rows, self._offers(), want.num_rows)
+        if chosen is None:
+            return None
+        formed = self._form(rounds, chosen.partition, Want(chosen.num_ready, 0, want.num_ranks), token)
+        formed.last = rounds.num_rows >= self._spec.num_rows
+        return formed
+
+    def _round_of_partition(self, number: int, rounds: Rounds, want: Want, token: Callable[[], int]) -> Round | None:
+        task, queue = self._task, self._task.partition(number).queue
+        rest = task.rest_ready(number)
+        full = queue.num_rows >= want.num_rows or 0 < want.token_budget <= queue.num_tokens
+        if not queue.num_rows or not (rest or (full and not task.spec.barrier)):
+            return None
+        if task.spec.in_order and not task.front_ready(number, want.num_rows):
+            return None
+        formed = self._form(rounds, number, want, token)
+        formed.last = rest and not queue.num_rows
+        return formed
+
+    def _form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
+        """Add a round of what a partition has ready, which is enough."""
+        parcels = self._task.partition(partition).queue.pick(self._task.picking, want)
+        shares = self._task.spec.policy.deal(parcels, rounds.loads(want.num_ranks))
+        formed = rounds.form(shares, token, partition=partition)
+        for share in formed.shares:
+            self._hold(share, partition)
+        return formed
+
+    def _hold(self, share: Share | None, partition: int) -> None:
+        """A share is a lease from now on, if it has rows."""
+        if share is not None and share.rows:
+            self._task.lease(share.token, partition, share.rows)
+
+    def _offers(self) -> list[Offer]:
+        """Return what partitions have to give, oldest first.
+
+        Of old ones only what is ready counts: a restarted controller may have forgotten that their rows were trained.
+        """
+        assert self._spec is not None
+        offers = []
+        trained = self._version - self._spec.lateness
+        for number, part in sorted(self._task.partitions.items()):
+            ready = part.queue.num_rows
+            left = ready if number <= trained else self._task.num_undealt(number)
+            if left:
+                offers.append(Offer(number, ready, left))
+        return offers
+
+    def _deal_missing(self, token: Callable[[], int]) -> bool:
+        """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are."""
+        steps = self._steps if self._spec is not None else {k: part.rounds for k, part in self._task.partitions.items()}
+        waiting: set[int] = set()
+        """Partitions whose rows an older round waits for."""
+        for _, rounds in sorted(steps.items()):
+            for known in rounds.formed:
+                if known.missing and (known.partition in waiting or not self._deal_round(known, token)):
+                    waiting.add(known.partition)
+        self._restored = bool(waiting)
+        return not waiting
+
+    def _deal_round(self, known: Round, token: Callable[[], int]) -> bool:
+        """Deal the missing shares of a round once what they had is ready again; returns whether none is missing."""
+        queue, missing = self._task.partition(known.partition).queue, known.missing
+        left = known.total_rows - sum(share.num_rows for share in known.shares if share is not None)
+        if queue.num_rows < left:
+            if not self._task.rest_ready(known.partition):
+                return False
+            left = queue.num_rows  # some left the partition with their group
+        for position, rank in enumerate(missing):
+            size = -(-left // (len(missing) - position))
+            share = Share.of(token(), queue.pick(Fifo(), Want(size)) if size > 0 else [])
+            left -= share.num_rows
+            known.shares[rank] = share
+            known.round_rows = max(known.round_rows, share.num_rows)
+            self._hold(share, known.partition)
+        self._task.changed.add(known.partition)  # a rank that is a round ahead waits for this
+        return True

@@ -1,0 +1,171 @@
+"""Applies events to a controller's state, one after another. What follows is durable before anybody hears of it."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from asyncflow.errors import AsyncFlowError, SealBroken
+from asyncflow.service_threads import ServiceThreads
+from asyncflow.transport.server import Call
+from tq.control.admission import Admission
+from tq.control.durable_facts import Memory
+from tq.control.events import (
+    Answer,
+    Cleared,
+    Commit,
+    DeadlinePassed,
+    Event,
+    Fence,
+    FenceAll,
+    Lost,
+    Quarantine,
+    Quarantined,
+    Shrunk,
+    TasksWrite,
+)
+from tq.control.kept_calls import KeptCalls
+from tq.control.row_set import RowSet
+from tq.control.state import ControlState
+from tq.control.unit_orders import UnitOrders
+from tq.messages import RowRecords, UnitLoss
+from tq.timers import Timers
+
+News = list[tuple[Call, Answer] | Lost | Quarantined | Shrunk | Cleared]
+"""What is told when the lock is released."""
+
+
+class StateShell:
+    """The state, its lock, the calls that wait, and those who are told: units, durable facts, admission.
+
+    Nobody calls another process while holding the lock.
+    """
+
+    def __init__(
+        self,
+        state: ControlState,
+        memory: Memory,
+        timers: Timers,
+        threads: ServiceThreads,
+        *,
+        outputs: Callable[[], Mapping[str, Iterable[str]]],
+        orders: Callable[..., UnitOrders],
+        restarted: bool,
+    ) -> None:
+        """Args:
+        state: of the controller.
+        memory: its durable facts.
+        timers: run the deadlines of calls.
+        threads: the controller's.
+        outputs: reads task -> the columns that it was seen to write.
+        orders: makes what tells the units; `fenced` is called with every fence that holds.
+        restarted: this is not the controller's first start.
+        """
+        self.state = state
+        self.lock = threading.Lock()
+        self.calls = KeptCalls(timers, lambda request: self.apply(DeadlinePassed(request)))
+        self.orders = orders(fenced=self.apply)
+        self.admission: Admission | None = None
+        self._memory = memory
+        self._outputs = outputs
+        self._threads = threads
+        self._restarted = restarted
+
+    def recall(self) -> None:
+        """Tell the state what earlier incarnations left."""
+        self.state.handle(TasksWrite(self._outputs()))
+        for event in self._memory.events():
+            self.state.handle(event)
+        self.state.take_finished()  # durable already, as are these:
+        self.state.take_losses()
+
+    def apply(self, event: Event) -> None:
+        """Apply an event and tell what follows; the lock is not held."""
+        with self.lock:
+            answers = self.handle(event)
+        self.send(answers)
+
+    def handle(self, event: Event, request: int = 0) -> News:
+        """Apply an event and return what to `send`; the lock is held."""
+        news: News = []
+        for instruction in self.state.handle(event, request):
+            match instruction:
+                case Answer():
+                    call = self.calls.take(instruction.request)
+                    if call is not None:
+                        news.append((call, instruction))
+                case Commit() | Fence() | FenceAll() | Quarantine():
+                    self.orders.add(instruction)
+                case Lost() | Quarantined() | Shrunk() | Cleared():
+                    news.append(instruction)
+        self.start_admission()
+        return news
+
+    def send(self, news: News) -> None:
+        """Tell clients, units and admission; the lock is not held."""
+        with self.failing("durable facts"):
+            self._make_durable(news)  # before anybody hears of them
+        for one in news:
+            match one:
+                case Lost() | Quarantined() if self.admission is not None:
+                    self.admission.add(one)
+                case (call, Answer(reply=AsyncFlowError() as error)):
+                    call.refuse(error)
+                case (call, Answer(reply=reply)):
+                    call.reply(reply)
+
+    def _make_durable(self, news: News) -> None:
+        """What left with its group is written before the losses: a row that is in neither would be missed for ever."""
+        for one in news:
+            if isinstance(one, Shrunk):
+                self._memory.remember_removed(one.partition, self._removed)
+        if self.state.losses_changed or self._memory.remembering_losses:
+            self._memory.remember_losses(self._losses)
+        for one in news:
+            if isinstance(one, Cleared):
+                self._memory.clear(one.partition)
+                self._memory.remember_removed(one.partition, self._removed)
+
+    def _removed(self, partition: int) -> RowSet:
+        with self.lock:
+            return self.state.removed_rows(partition)
+
+    def losses_to_tell(self) -> list[UnitLoss]:
+        """Return what went with units, for the lead."""
+        with self.lock:
+            return self.state.losses()
+
+    def learn_outputs(self) -> None:
+        """Hear what tasks write: an earlier incarnation or another controller may have been told, but not this one."""
+        with self.failing("outputs of tasks", SealBroken):
+            outputs = self._outputs()
+        self.apply(TasksWrite(outputs))
+
+    def save_finished(self) -> None:
+        """Make durable which rows are finished; the lock is not held."""
+        with self.failing("durable facts"):
+            self._memory.remember_finished(self._newly_finished)
+
+    def _newly_finished(self) -> dict[int, RowSet]:
+        with self.lock:
+            return self.state.take_finished()
+
+    def _losses(self) -> tuple[dict[int, RowSet], dict[int, list[RowRecords]]] | None:
+        with self.lock:
+            if not self.state.losses_changed:
+                return None
+            return self.state.take_finished(), self.state.take_losses()
+
+    @contextlib.contextmanager
+    def failing(self, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """If that fails, so has the service: it starts again, and rebuilds everything."""
+        try:
+            yield
+        except kind as error:
+            self._threads.fail(what, error)
+            raise
+
+    def start_admission(self) -> None:
+        """Begin as soon as the state knows which rows exist."""
+        if self.admission is None or self.admission.started or self.state.recovering:
+            return
+        self.admission.start(self.state.known_rows() if self._restarted else None)

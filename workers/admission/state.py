@@ -1,0 +1,228 @@
+"""Admission: the only place that owns the prompt cursor, group ids, row indices, steps and the staleness gate. Pure.
+
+In data order, group g belongs to step g // rollout_batch_size + 1, and its rows are g * G ... g * G + G - 1. A step is
+admitted once weights exist that may start it: (s - 1) - v <= max_staleness for the newest version v.
+
+    AdmissionState(..., version=0)  admits steps 1 .. 1 + max_staleness
+    version 1 is published          admits step 2 + max_staleness
+
+A group in quarantine, or one that was filtered out since it would teach nothing, is replaced by the next id, in its
+step; later steps go on behind it. So ids stay contiguous, and steps and refills alone say where every group belongs:
+
+    batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
+
+When a run is resumed, the groups that were trained may be no prefix: some were in quarantine, and with `fill:
+first_ready` the step that a group belongs to is not always the one that trains it. So they are named, and the others
+fill the steps that follow, in order; those that were in quarantine are tried again, those that were filtered are not:
+
+    batch 2, trained 0 4:               step 2: 1 2   step 3: 3 5   step 4: 6 7
+    batch 2, trained 0 4, filtered 2:   step 2: 1 3   step 3: 5 6
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from asyncflow.errors import NothingToLearn
+from tq.config import ScheduleConfig
+from tq.refill import UNKNOWN, AdmissionMark, QuarantineCause, Refill
+
+
+class AdmittedGroup(msgspec.Struct, frozen=True):
+    """One group with its place.
+
+    Attributes:
+        group: id, counts admissions from 0.
+        step: whose batch it belongs to.
+        rows: its global row indices; only some of them when the others exist already.
+    """
+
+    group: int
+    step: int
+    rows: tuple[int, ...]
+
+
+class AdmissionState:
+    """The prompt cursor and its gate."""
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        *,
+        version: int,
+        last_step: int,
+        trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
+    ) -> None:
+        """Args:
+        schedule: batch, group size and staleness bound.
+        version: step of the weights at the start; training goes on with step `version + 1`.
+        last_step: steps beyond are never admitted.
+        trained: groups that are in the weights with which the run, or its resumption, began: as many as their steps
+            have; none: they are a prefix.
+        filtered: groups that were filtered out before the run was resumed.
+        max_filtered: at most so many groups of a step may be filtered out; None: any number.
+        """
+        self._schedule = schedule
+        self._last_step = last_step
+        self._version = version
+        self._next_step = version + 1
+        self._refills: list[Refill] = []
+        self._replaced: set[int] = set()
+        self._by_step: dict[int, list[Refill]] = {}
+        self._trained = frozenset(trained)
+        self._num_trained = len(self._trained)
+        self._over = self._trained.union(filtered)
+        self._first = next(group for group in range(len(self._over) + 1) if group not in self._over)
+        self._beyond = sorted(group for group in self._over if group > self._first)
+        self._taken = list(self._beyond)
+        """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
+        self._max_filtered = max_filtered
+
+    @staticmethod
+    def from_mark(
+        mark: AdmissionMark,
+        schedule: ScheduleConfig,
+        *,
+        last_step: int,
+        trained: Collection[int] = (),
+        filtered: Collection[int] = (),
+        max_filtered: int | None = None,
+    ) -> "AdmissionState":
+        """Go on where an earlier incarnation, or a checkpoint, stood; `schedule` has the same batch and group size."""
+        state = AdmissionState(
+            schedule,
+            version=mark.version,
+            last_step=last_step,
+            trained=trained,
+            filtered=filtered,
+            max_filtered=max_filtered,
+        )
+        state._next_step = mark.next_step
+        for refill in mark.refills:
+            state._add(refill)
+        return state
+
+    @property
+    def admitted_groups(self) -> int:
+        """High-water mark: ids below this were admitted."""
+        return self._in_order((self._next_step - 1) * self._schedule.rollout_batch_size)
+
+    @property
+    def group_size(self) -> int:
+        """Rows of each group."""
+        return self._schedule.n_samples_per_prompt
+
+    @property
+    def replaced(self) -> frozenset[int]:
+        """Groups that others replaced: in quarantine, or filtered out."""
+        return frozenset(self._replaced)
+
+    def mark(self) -> AdmissionMark:
+        """Return where admission stands."""
+        return AdmissionMark(self._version, self._next_step, list(self._refills))
+
+    def admissible(self) -> list[int]:
+        """Return the steps that may be admitted now, each once."""
+        newest = min(self._version + 1 + self._schedule.gate_staleness, self._last_step)
+        steps = list(range(self._next_step, newest + 1))
+        self._next_step = max(self._next_step, newest + 1)
+        return steps
+
+    def untrained(self) -> range:
+        """Return the admitted steps of which some groups may be in no weights yet."""
+        first = self._num_trained // self._schedule.rollout_batch_size + 1
+        return range(max(first, self._version + 1 - self._schedule.lateness), self._next_step)
+
+    def published(self, version: int) -> None:
+        """Weights of `version` exist."""
+        self._version = max(self._version, version)
+
+    def groups_of(self, step: int) -> list[AdmittedGroup]:
+        """Return the groups of a step, in data order, without those in quarantine."""
+        batch, absent = self._schedule.rollout_batch_size, self._replaced
+        groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
+        groups += [refill.group for refill in self._by_step.get(step, ())]
+        return [self._group(group, step) for group in groups if group not in absent]
+
+    def refills(self) -> list[Refill]:
+        """Return which groups were replaced, in order of their replacements' ids."""
+        return list(self._refills)
+
+    def refill(self, step: int, group: int, cause: QuarantineCause = UNKNOWN) -> AdmittedGroup | None:
+        """Replace a group of a step by the next one; None: it was replaced before, or is not of this step.
+
+        Raises:
+            NothingToLearn: too many groups of this step were filtered out.
+        """
+        if group in self._replaced or not self._admitted(group) or self.step_of(group) != step:
+            return None
+        if cause.filtered:
+            self._check_filtered(step)
+        self._add(Refill(self.admitted_groups, step, group, cause))
+        return self._group(self._refills[-1].group, step)
+
+    def step_of(self, group: int) -> int:
+        """Return the step of an admitted group."""
+        earlier = bisect_left(self._refills, group, key=lambda refill: refill.group)
+        if earlier < len(self._refills) and self._refills[earlier].group == group:
+            return self._refills[earlier].step
+        place = self._num_trained + group - self._first - earlier - bisect_left(self._beyond, group)
+        return place // self._schedule.rollout_batch_size + 1
+
+    def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
+        """Return the groups that rows belong to, each with these rows only, without those in quarantine."""
+        found: dict[int, list[int]] = {}
+        for row in sorted(set(rows)):
+            group = row // self.group_size
+            if self._admitted(group) and group not in self._replaced:
+                found.setdefault(group, []).append(row)
+        return [AdmittedGroup(group, self.step_of(group), tuple(members)) for group, members in found.items()]
+
+    def missing(self, present: Mapping[int, Collection[int]]) -> list[AdmittedGroup]:
+        """Return what must be put again after a restart.
+
+        Args:
+            present: step -> rows that are somewhere, or finished.
+
+        Returns:
+            Groups of admitted steps that are not trained, each with the rows that are absent.
+        """
+        missing = []
+        for step in self.untrained():
+            there = set(present.get(step, ()))
+            for group in self.groups_of(step):
+                absent = tuple(row for row in group.rows if row not in there)
+                if absent:
+                    missing.append(AdmittedGroup(group.group, step, absent))
+        return missing
+
+    def _check_filtered(self, step: int) -> None:
+        number = sum(refill.cause.filtered for refill in self._by_step.get(step, ())) + 1
+        if self._max_filtered is not None and number > self._max_filtered:
+            batch = self._schedule.rollout_batch_size
+            raise NothingToLearn(
+                f"step {step}: {number} groups had answers of equal reward, {number / (number + batch):.0%} of those "
+                f"that were generated for it; look at samples/ whether the reward function is right, give prompts that "
+                f"are sometimes answered right, or raise algorithm.max_filtered_share"
+            )
+
+    def _admitted(self, group: int) -> bool:
+        return 0 <= group < self.admitted_groups and group not in self._over
+
+    def _in_order(self, place: int) -> int:
+        """Return the id of the place-th group of all steps, refills aside."""
+        group, taken = self._first + place - self._num_trained, self._taken
+        return group + bisect_right(range(len(taken)), group, key=lambda k: taken[k] - k)
+
+    def _add(self, refill: Refill) -> None:
+        self._refills.append(refill)
+        self._replaced.add(refill.replaced)
+        self._by_step.setdefault(refill.step, []).append(refill)
+        insort(self._taken, refill.group)
+
+    def _group(self, group: int, step: int) -> AdmittedGroup:
+        size = self.group_size
+        return AdmittedGroup(group, step, tuple(range(group * size, (group + 1) * size)))
