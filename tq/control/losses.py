@@ -66,6 +66,8 @@ class Losses:
 
     def end(self, number: int) -> None:
         """A row is finished, or removed."""
+        if not self._lost:
+            return  # every row ends here; hardly one was ever lost
         self.back(number)
         if number in self._noted.get(_part(number), ()):
             self._changed.add(_part(number))

@@ -20,6 +20,9 @@ from tq.messages import AckLost, OutputsWritten
 from tq.refill import QuarantineCause
 from tq.task_spec import TaskSpec
 
+_LOST = RowState.LOST
+"""An attribute of an enumeration is slow, and these are looked at for every row and task."""
+
 
 class RowTable:
     """Rows, and the served tasks' view of them."""
@@ -59,9 +62,10 @@ class RowTable:
 
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
+        state = rows[0][1].unit.row_state
         for _, row in rows:
-            leaving = self.quarantines.any and not row.unit.lost and self.quarantines.has(row)
-            row.to(RowState.WITHHELD if leaving else row.unit.row_state)
+            leaving = self.quarantines.any and state is not _LOST and self.quarantines.has(row)
+            row.to(RowState.WITHHELD if leaving else state)
         self.rows.add(partition, rows)
         for task in self.tasks.values():
             task.created(partition, rows)
@@ -127,7 +131,7 @@ class RowTable:
         partitions = set()
         for k, number in enumerate(event.rows):
             row = self.rows.rows.get(number)
-            if row is None or not row.left & bit or row.unit.name != event.unit or row.lost:
+            if row is None or not row.left & bit or row.unit.name != event.unit or row.state is _LOST:
                 continue
             self.grow(row, mask, event.tokens[k] if event.tokens else 0, grown)
             self._done(event.task, number, row)
@@ -377,7 +381,7 @@ class RowTable:
 
     def _done(self, name: str, number: int, row: Row) -> None:
         row.done(self.rows.bits[name])
-        if row.lost:
+        if row.state is _LOST:
             self.losses.ack(number)
         task = self.tasks.get(name)
         if task is not None:

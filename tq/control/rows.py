@@ -75,6 +75,8 @@ TRANSITIONS: dict[RowState, dict[RowState, str]] = {
         RowState.REMOVED: "its unit took it out, or is gone",
         RowState.FINISHED: "the last task is done with it",
     },
+    RowState.REMOVED: {},
+    RowState.FINISHED: {},
 }
 """State -> the states that may follow, each with its cause."""
 
@@ -138,9 +140,7 @@ class Row:
     def to(self, state: RowState) -> None:
         """Its state changes, or stays."""
         if state is not self.state:
-            assert state in TRANSITIONS.get(self.state, ()), (
-                f"a row that is {self.state.name} cannot become {state.name}"
-            )
+            assert state in TRANSITIONS[self.state], f"a row that is {self.state.name} cannot become {state.name}"
             self.state = state
 
     def done(self, tasks: int) -> None:

@@ -19,6 +19,9 @@ from tq.control.rows import Row, Rows, RowState
 from tq.policies import Fifo, Policy, Want
 from tq.task_spec import TaskSpec as TaskSpec
 
+_STORED = RowState.STORED
+"""An attribute of an enumeration is slow, and this one is looked at for every row and task."""
+
 
 class TaskRowState(enum.IntEnum):
     """Where a row in the table is, for one task."""
@@ -308,7 +311,7 @@ class TaskState:
         return (
             row.left & self.bit != 0
             and not self.inputs & ~row.written
-            and row.state is RowState.STORED
+            and row.state is _STORED
             and number not in leases.holders
             and number not in leases.fencing
         )
