@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
+from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
 from workers.config import RunConfig
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.log_prob_gap import Comparison
-from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.tri_model import LossOfMicroStep, MicroStep
 
@@ -89,7 +89,7 @@ class Learner:
 
 def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
     """Return the policy in training: from the first step on, or after those of the critic alone."""
-    algorithm = algorithm_of(config)
+    algorithm = load_algorithm(config.algorithm, config.rollout)
     return Learner(
         Model.POLICY,
         engine,
@@ -100,7 +100,7 @@ def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
 
 def critic_learner(config: RunConfig, engine: ValueEngine) -> Learner:
     """Return the critic in training."""
-    algorithm = algorithm_of(config)
+    algorithm = load_algorithm(config.algorithm, config.rollout)
     assert isinstance(algorithm, PPO), f"{config.algorithm.name} has no critic"
     return Learner(Model.CRITIC, engine, lambda batch, device: algorithm.value_loss(batch, device=device))
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from asyncflow.errors import TrainingDiverged
 from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
-from workers.algorithms.moments import Moments
+from workers.algorithms.algorithm import Moments
+from workers.algorithms.load import load_algorithm
 from workers.columns.chain import TaskChain
 from workers.config import ActorConfig
 from workers.context import WorkerContext
@@ -23,7 +24,6 @@ from workers.learner import Learner, Model
 from workers.log_prob_gap import Comparison
 from workers.micro_batches import micro_batches
 from workers.mini_batches import Round, StepRounds
-from workers.objective import algorithm_of
 from workers.records import StepRecord
 from workers.step_totals import UpdateTotals
 from workers.tri_model import TriModel
@@ -78,7 +78,7 @@ class StepTrainer:
         self._before_update = before_update
         self._after_update = after_update
         self._counts = counts
-        self._algorithm = algorithm_of(context.config)
+        self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
         self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
         self._step_rows = schedule.step_rows
         self._tri_model = tri_model

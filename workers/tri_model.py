@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.base import Loss
+from workers.algorithms.losses import PolicyLoss
 from workers.config import RunConfig
 from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine
 from workers.packing import sequences_of
 
-MakeLoss = Callable[[PackedBatch], Loss]
+MakeLoss = Callable[[PackedBatch], PolicyLoss]
 """(a batch with all columns) -> the algorithm's loss of it."""
 
 

@@ -17,7 +17,7 @@ from asyncflow.settings import Settings
 
 class OffPolicyConfig(Settings):
     """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
-    its weights may be older. See `workers.algorithms.off_policy`."""
+    its weights may be older. See `workers.algorithms.losses`."""
 
     method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
     """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one

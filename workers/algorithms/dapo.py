@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import DAPOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
 
 
-class DAPO(PolicyGradient[DAPOConfig]):
+class DAPO(Algorithm[DAPOConfig]):
     """GRPO's advantages of rewards that fall for overlong answers."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import GSPOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
 
 
-class GSPO(PolicyGradient[GSPOConfig]):
+class GSPO(Algorithm[GSPOConfig]):
     """GRPO's advantages; an answer is clipped as a whole."""
 
     sequence_ratio = True

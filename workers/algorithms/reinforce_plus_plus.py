@@ -9,14 +9,12 @@ Legend of shapes: N answers, A tokens of the answers, packed.
 from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.advantages import group_advantages
+from workers.algorithms.advantages import group_advantages, penalties_to_come
+from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import ReinforcePlusPlusConfig
-from workers.algorithms.moments import Moments
-from workers.algorithms.policy_gradient import PolicyGradient
-from workers.algorithms.reward_penalty import penalties_to_come
 
 
-class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
+class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
     """Advantages are comparable over the whole step, and so is their deviation, whatever a single group's is."""
 
     whole_step = True

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.advantages import has_equal_rewards
+from workers.algorithms.advantages import answer_penalties, has_equal_rewards
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import RLOOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
-from workers.algorithms.reward_penalty import answer_penalties
 
 
-class RLOO(PolicyGradient[RLOOConfig]):
+class RLOO(Algorithm[RLOOConfig]):
     """Rewards, less the KL penalty of their whole answer, against those of the others."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:

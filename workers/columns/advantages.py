@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
+from workers.algorithms.load import load_algorithm
 from workers.columns.task import ColumnTask
 from workers.context import WorkerContext
 from workers.engines.base import TrainEngine
-from workers.objective import algorithm_of
 
 _GROUPS = 8
 
@@ -15,7 +15,7 @@ class Advantages(ColumnTask):
     """Compares the answers of each prompt."""
 
     def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
-        self._algorithm = algorithm_of(context.config)
+        self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
         self._group_size = context.config.schedule.n_samples_per_prompt
         self.num_rows = self._group_size * _GROUPS
 

@@ -12,8 +12,9 @@ from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
+from workers.algorithms.algorithm import Moments
+from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
-from workers.algorithms.moments import Moments
 from workers.algorithms.ppo import PPO
 from workers.columns.chain import TaskChain
 from workers.config import RunConfig
@@ -21,7 +22,6 @@ from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.learner import critic_learner, policy_learner
 from workers.ledger import ledger_lines
-from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.records import StepRecord
 from workers.step_trainer import StepTrainer
@@ -107,7 +107,7 @@ def parameters(policy: TrainEngine, critic: ValueEngine) -> tuple[list[torch.Ten
 
 def train_by_hand(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, whitened: bool) -> None:
     """One update of each from the whole step: values, advantages, then both losses."""
-    ppo = algorithm_of(config)
+    ppo = load_algorithm(config.algorithm, config.rollout)
     assert isinstance(ppo, PPO)
     batches = []
     for batch in make_rounds():

@@ -14,6 +14,7 @@ from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
+from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.columns.chain import TaskChain
 from workers.config import RunConfig
@@ -22,7 +23,6 @@ from workers.engines.load import load_train_engine
 from workers.learner import policy_learner
 from workers.ledger import ledger_lines
 from workers.mini_batches import Deal
-from workers.objective import algorithm_of
 from workers.packing import sequences_of
 from workers.step_trainer import StepTrainer
 from workers.tri_model import TriModel
@@ -114,7 +114,7 @@ def weights(engine: TrainEngine) -> list[torch.Tensor]:
 
 def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int]]) -> list[float]:
     """Update with the named rounds of each mini-batch; returns the losses."""
-    algorithm, losses = algorithm_of(config), []
+    algorithm, losses = load_algorithm(config.algorithm, config.rollout), []
     prepared = []
     for batch in make_rounds():
         old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
