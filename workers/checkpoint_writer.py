@@ -38,7 +38,7 @@ from workers.checkpoint_files import (
     files_below,
     sync,
 )
-from workers.gather import gather
+from workers.gang_peers import gather
 from workers.saved_shards import own_shards, save_shards
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,10 +24,16 @@ from workers.context import WorkerContext
 from workers.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.engines.base import StepStats
 from workers.json_lines import JsonLines
-from workers.learner import Model
 from workers.ledger import refill_lines
 from workers.log_prob_gap import LogProbGap
 from workers.step_totals import StepTotals, UpdateTotals, numbers
+
+
+class Model(StrEnum):
+    """Which model a step trains."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ one factor that an update applies to the accumulated gradient.
 Legend of shapes: N answers, A tokens of these answers, packed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,24 @@ infinity times an advantage of zero is not a number."""
 Normalization = Literal["token", "sequence", "constant"]
 
 
+class MicroLoss(Protocol):
+    """The loss of one micro-batch: called once by the engine, then holds `stats`."""
+
+    @property
+    def stats(self) -> Mapping[str, Tensor]:
+        """Scalar tensors: `loss` and `tokens`, and further sums over the tokens that count."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the unnormalised sum, a scalar with gradient; the policy's is given `log_probs_A` and `entropy_A`,
+        the critic's `value_A`."""
+
+
 @dataclass
 class PolicyLoss:
-    """The loss of one micro-batch: called once by the engine, then holds `stats`.
+    """The policy's loss of one micro-batch.
 
     Attributes:
+        config: of the algorithm.
         length_N: tokens of each answer.
         weight_A: of each token inside the sum; 0 where masked.
         advantage_A: of each token.
@@ -96,7 +110,7 @@ class PolicyLoss:
 
 @dataclass
 class ValueLoss:
-    """The critic's loss of one micro-batch: called once by the engine, then holds `stats`.
+    """The critic's loss of one micro-batch.
 
     Attributes:
         weight_A: of each token inside the sum; 0 where masked.

@@ -15,8 +15,8 @@ from workers.engines.base import TrainEngine
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
 from workers.graph import graph_of
-from workers.learner import MicroLoss
 from workers.packing import sequences_of
+from workers.trainer import MicroLoss
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

@@ -1,54 +1,82 @@
-"""Trains one step after another on one rank of a training gang: rows as they arrive, update by update.
+"""A step of training on one rank: get rows, add columns, loss, update, publish, record.
 
-    rounds arrive      -> columns -> statistics -> forward_backward of the first mini-batch, later rounds are kept
+    a round arrives    -> columns -> forward_backward, if it is of the first mini-batch; the others are kept
                           (all are kept by an algorithm that normalises over the step: `Algorithm.whole_step`)
     the last is there  -> update | forward_backward ... update | ...        as many as the configuration says
+    all are made       -> publish the weights, record the step
 
-A stop before a step's last round abandons it, and nothing has changed; after that the step is finished. Called by
-`workers.actor`, and by `workers.critic` in a role of its own; publishing, recording and saving are their part.
+A stop before a step's last round abandons it, and nothing has changed; after that the step is finished. The actor and
+a critic in a role of its own both train by this; `TrainingRole` is what they do differently.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from asyncflow.errors import TrainingDiverged
 from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
+from workers.algorithms.losses import MicroLoss
+from workers.algorithms.ppo import PPO
+from workers.batching import Round, StepRounds, micro_batches
 from workers.columns.chain import TaskChain
-from workers.config import ActorConfig
+from workers.config import ActorConfig, RunConfig
 from workers.context import WorkerContext
-from workers.gather import gather, max_over_ranks, sum_over_ranks
-from workers.learner import Learner, Model
+from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
+from workers.gang_peers import gather, max_over_ranks, sum_over_ranks
 from workers.log_prob_gap import Comparison
-from workers.micro_batches import micro_batches
-from workers.mini_batches import Round, StepRounds
-from workers.records import StepRecord
+from workers.packing import sequences_of
+from workers.records import Model, StepRecord
 from workers.step_totals import UpdateTotals
-from workers.tri_model import TriModel
+from workers.tri_model import LossOfMicroStep, MicroStep, TriModel
 
 
-def _unless_stopped(_: StepRecord, stopped: bool) -> bool:
-    return not stopped
+class TrainingRole(Protocol):
+    """What the actor and a critic in a role of its own do differently in a step; all ranks of a gang call alike."""
+
+    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+        """Take a round with its columns, once; rows of whole groups, maybe none."""
+
+    def commit(self, record: StepRecord, stopped: bool) -> bool:
+        """All rows of the step were asked for; return, alike on all ranks, whether the step is finished.
+
+        Args:
+            record: of the step.
+            stopped: a stop came before they were all there.
+        """
+
+    def before_update(self) -> float:
+        """Wait until nothing reads the weights any more; returns the seconds that it took."""
+
+    def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
+        """An update of the policy was made: its number in the step, and how many the engine counts."""
+
+    def publish(self, record: StepRecord) -> None:
+        """The step's updates are made: send the weights to those that follow them."""
+
+    def record(self, record: StepRecord) -> None:
+        """Acknowledge the step's rows and write down what it was."""
 
 
-class StepTrainer:
+class Trainer:
     """One rank's part of every step; `train` is collective over the gang."""
 
     def __init__(
         self,
         context: WorkerContext,
-        learners: Sequence[Learner],
+        learners: Sequence["Learner"],
         loader: StreamingDataLoader,
         *,
         columns: TaskChain,
         training: ActorConfig,
+        role: TrainingRole,
         tri_model: TriModel | None = None,
-        commit: Callable[[StepRecord, bool], bool] = _unless_stopped,
-        taken: Callable[[PackedBatch, StepRecord], None],
-        before_update: Callable[[], float],
-        after_update: Callable[[int, int, int], None],
         counts: bool = True,
     ) -> None:
         """Args:
@@ -57,31 +85,22 @@ class StepTrainer:
         loader: brings this rank's rows.
         columns: the tasks that this process computes before it trains.
         training: how rounds are cut into micro-batches, and how many updates a step makes.
+        role: whose step it is.
         tri_model: scores the policy's micro-batches with its older copies and the reference.
-        commit: (the step, whether a stop came) -> whether the step is finished, once all its rows were asked for; all
-            ranks call it, and get the same.
-        taken: is given every round with its columns, once; rows of whole groups, maybe none.
-        before_update: waits until nobody reads the weights any more; returns the seconds that it took.
-        after_update: is told of every update of the policy at once: its step, its number there, and how many the engine
-            counts.
         counts: this rank's rows; False: they are those of another rank, which counts them.
         """
-        schedule = context.config.schedule
+        config = context.config
         self._context = context
-        self._config = context.config
+        self._config = config
         self._learners = learners
         self._loader = loader
         self._columns = columns
         self._training = training
-        self._commit = commit
-        self._taken = taken
-        self._before_update = before_update
-        self._after_update = after_update
-        self._counts = counts
-        self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
-        self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
-        self._step_rows = schedule.step_rows
+        self._role = role
         self._tri_model = tri_model
+        self._counts = counts
+        self._algorithm = load_algorithm(config.algorithm, config.rollout)
+        self._whole_step = self._algorithm.whole_step and any(one.model is Model.POLICY for one in learners)
 
     def train(self, step: int) -> StepRecord | None:
         """Train the step that the loader is at; None: a stop came before its rows were all there.
@@ -89,48 +108,49 @@ class StepTrainer:
         Raises:
             TrainingDiverged: a loss or a gradient is not finite, on all ranks; the weights are those before the update.
         """
-        record = StepRecord(step)
-        rounds = StepRounds(
+        record, rounds = StepRecord(step), self._step_rounds(step)
+        for batch in self._arriving(record):
+            arrived = self._with_columns(batch, record)
+            if rounds.add(arrived):
+                self._accumulate(arrived, record)
+        if not self._role.commit(record, self._loader.stopped):
+            self._forget_gradients()
+            return None
+        for mini_batch in rounds.mini_batches(self._normalized):
+            self._report(record)
+            for kept in mini_batch:
+                self._accumulate(kept, record)
+            self._update(record)
+        self._role.publish(record)
+        self._role.record(record)
+        return record
+
+    def _step_rounds(self, step: int) -> StepRounds:
+        return StepRounds(
             self._training,
-            step_rows=self._step_rows,
+            step_rows=self._config.schedule.step_rows,
             seed=f"{self._config.seed}/{step}",
             streams=not self._whole_step,
         )
-        for arrived in self._arriving(record):
-            if rounds.add(arrived):
-                self._train_round(arrived, record)
-        if not self._commit(record, self._loader.stopped):
-            for learner in self._learners:
-                learner.engine.zero_grad()
-            return None
-        for one in rounds.settle(self._normalized):
-            self._train_round(one, record)
-        self._update(record)
-        for mini_batch in rounds.later_mini_batches():
-            self._report(record)
-            for kept in mini_batch:
-                self._train_round(kept, record)
-            self._update(record)
-        return record
 
-    def _arriving(self, record: StepRecord) -> Iterator[Round]:
+    def _arriving(self, record: StepRecord) -> Iterator[PackedBatch]:
+        """Yield this rank's rows, round after round."""
         rounds = iter(self._loader)
-        while (batch := self._next(rounds, record.step)) is not None:
+        while True:
+            self._context.report("waiting for rows", step=record.step)
+            with self._context.timeline.span("wait for rows", step=record.step):
+                batch, _ = next(rounds, (None, ()))
+            if batch is None:
+                return
             record.arrived()
             self._report(record, num_arrived=len(batch))
-            yield self._prepared(batch, record)
+            yield batch
 
-    def _next(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
-        self._context.report("waiting for rows", step=step)
-        with self._context.timeline.span("wait for rows", step=step):
-            batch, _ = next(rounds, (None, ()))
-        return batch
-
-    def _prepared(self, batch: PackedBatch, record: StepRecord) -> Round:
+    def _with_columns(self, batch: PackedBatch, record: StepRecord) -> Round:
         """Compute the columns of a round, and count its rows, once."""
         round_rows = self._loader.round_rows
         batch = self._columns.add_columns(batch, step=record.step, round_rows=round_rows)
-        self._taken(batch, record)
+        self._role.take(batch, record)
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts, device=self._context.device) if several else len(batch)
         return Round(batch, self._micro_batches(batch, round_rows), total_rows, self._drawn_by(batch))
@@ -160,7 +180,8 @@ class StepTrainer:
         moments = Moments.merged(Moments(**part) for part in parts)
         return [algorithm.normalized(batch, moments) if len(batch) else batch for batch in batches]
 
-    def _train_round(self, one: Round, record: StepRecord) -> None:
+    def _accumulate(self, one: Round, record: StepRecord) -> None:
+        """Add a round's loss to the gradient of every model, micro-batch after micro-batch."""
         for positions in one.micro_batches:
             self._context.progress()
             with self._context.timeline.span("forward_backward", step=record.step, rows=len(positions)):
@@ -192,20 +213,24 @@ class StepTrainer:
             totals = UpdateTotals.merged(UpdateTotals(**part) for part in parts)
             scale = self._algorithm.scale(totals.counts)
             self._check_finite("loss", totals.loss * scale, learner, record)
-            record.sync_exposed_s += self._before_update()
+            record.sync_exposed_s += self._role.before_update()
             if learner.model is Model.POLICY and self._tri_model is not None:
                 self._tri_model.before_update(record.step)
             with self._context.timeline.span("optimizer", step=record.step):
                 stats = learner.engine.step(scale)
             self._check_finite("gradient norm", stats.grad_norm, learner, record)
             if learner.model is Model.POLICY:
-                self._after_update(record.step, len(log.made) + 1, learner.engine.optimizer_updates)
+                self._role.after_update(record.step, len(log.made) + 1, learner.engine.optimizer_updates)
             log.add(totals, scale=scale, stats=stats)
 
-    def _learning(self, record: StepRecord) -> list[Learner]:
+    def _learning(self, record: StepRecord) -> list["Learner"]:
         return [learner for learner in self._learners if learner.first_step <= record.step]
 
-    def _check_finite(self, what: str, value: float, learner: Learner, record: StepRecord) -> None:
+    def _forget_gradients(self) -> None:
+        for learner in self._learners:
+            learner.engine.zero_grad()
+
+    def _check_finite(self, what: str, value: float, learner: "Learner", record: StepRecord) -> None:
         if math.isfinite(value):
             return
         saved = max((path.name for path in (self._context.run_dir / "checkpoints").glob("step_*")), default="")
@@ -221,3 +246,73 @@ class StepTrainer:
         update = f", update {number} of {every}" if every > 1 else ""
         answers = record.num_rows + num_arrived
         self._context.report("training", f"step {record.step}{update}, {answers} answers", step=record.step)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model in training: its engine with its loss.
+
+    The actor has the policy, and the critic where that has no role of its own; the role `critic` has the critic.
+
+    Attributes:
+        model: which.
+        engine: that holds it.
+        loss: (micro-batch, device) -> its loss.
+        first_step: it is trained from this step on.
+    """
+
+    model: Model
+    engine: TrainedEngine
+    loss: Callable[[PackedBatch, torch.device], MicroLoss]
+    first_step: int = 1
+
+    def train(
+        self,
+        batch: PackedBatch | None,
+        device: torch.device,
+        scored: MicroStep | None = None,
+        comparison: Comparison | None = None,
+    ) -> Mapping[str, Tensor]:
+        """Accumulate the gradient of a micro-batch; collective.
+
+        Args:
+            batch: None: this rank has no rows.
+            device: where the engine computes.
+            scored: the micro-batch as older policies and the reference see it, with `actor.tri_model`.
+            comparison: is told the policy's log-probabilities.
+        Returns:
+            The loss's `stats`; none without rows.
+        """
+        if batch is None:
+            self.engine.forward_backward(None, _no_loss)
+            return {}
+        if scored is None:
+            loss: MicroLoss = self.loss(batch, device)
+            sequences = sequences_of(batch)
+        else:
+            loss = LossOfMicroStep(scored, lambda whole: self.loss(whole, device))
+            sequences = scored.sequences
+        self.engine.forward_backward(sequences, loss if comparison is None else comparison.before(loss))
+        return loss.stats
+
+
+def policy_learner(config: RunConfig, engine: TrainEngine) -> Learner:
+    """Return the policy in training: from the first step on, or after those of the critic alone."""
+    algorithm = load_algorithm(config.algorithm, config.rollout)
+    return Learner(
+        Model.POLICY,
+        engine,
+        lambda batch, device: algorithm.loss(batch, device=device),
+        first_step=1 + config.critic_only_steps,
+    )
+
+
+def critic_learner(config: RunConfig, engine: ValueEngine) -> Learner:
+    """Return the critic in training."""
+    algorithm = load_algorithm(config.algorithm, config.rollout)
+    assert isinstance(algorithm, PPO), f"{config.algorithm.name} has no critic"
+    return Learner(Model.CRITIC, engine, lambda batch, device: algorithm.value_loss(batch, device=device))
+
+
+def _no_loss(*_: Tensor) -> Tensor:
+    raise AssertionError("a rank without rows has no loss")
