@@ -22,14 +22,13 @@ from workers.context import WorkerContext
 from workers.dataflow import CRITIC_TRAIN, PlacedTask
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.gang_peers import gather, meet_peers, sum_over_ranks
+from workers.graph import task_of
 from workers.ledger import check_staleness, ledger_lines
 from workers.model_files import model_fingerprint
 from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
 from workers.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.rewards.scorer import no_rewards
-from workers.run_data import first_data_hash
-from workers.tasks import task_of
 from workers.trainer import Trainer, critic_learner, policy_learner
 from workers.tri_model import TriModel
 from workers.weight_path import open_sender
@@ -263,7 +262,7 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
     facts = RunFacts(
         lineage=context.job.lineage,
         model_fingerprint=model_fingerprint(Path(config.model.path)),
-        data_hash=first_data_hash(context),
+        data_hash=context.first_data_hash(),
         config=context.run_dir / "config.yaml",
     )
     return Checkpointer(

@@ -26,7 +26,9 @@ from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
+from workers.checkpoint_files import CheckpointMeta
 from workers.config import RunConfig
+from workers.data import data_hash
 from workers.dataflow import OBSERVERS
 from workers.module_search import search_beside
 
@@ -102,6 +104,12 @@ class WorkerContext:
         if not self.job.resume_from:
             return 0
         return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
+
+    def first_data_hash(self) -> str:
+        """Return the hash of the prompts' file when the run began: from its checkpoint, else from its first reader."""
+        if self.job.resume_from:
+            return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
+        return self.said_first("data_hash", data_hash(Path(self.config.data.path)))
 
     @property
     def elapsed_s(self) -> float:

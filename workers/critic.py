@@ -30,10 +30,10 @@ from workers.context import WorkerContext
 from workers.engines.base import ValueEngine
 from workers.engines.load import load_value_engine
 from workers.gang_peers import gather, meet_peers, sum_over_ranks
+from workers.graph import task_of
 from workers.host_copy import HostCopy
 from workers.records import StepRecord
 from workers.saved_shards import load_shards, own_shards, save_shards
-from workers.tasks import task_of
 from workers.trainer import Trainer, critic_learner
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A run's dataflow graph under its configuration: the algorithm's tasks and the user's own.
+"""A run's dataflow graph: the algorithm's tasks and the user's own, placed over the roles that were launched.
 
 Torch-free: launcher, queue and workers read it. An algorithm with other tasks than the critic-free ones adds them here.
 """
@@ -8,6 +8,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from asyncflow.errors import ConfigError
+from asyncflow.job import Job
+from tq.config import ScheduleConfig, ScheduleMode
+from tq.policies import load_policy
+from tq.task_spec import StepSpec, TaskSpec
 from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
 from workers.columns.config import UserTaskConfig
 from workers.config import RunConfig
@@ -22,8 +26,11 @@ from workers.dataflow import (
     SERVICES,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
+    TRAINERS,
     NeededWeights,
+    PlacedTask,
     Task,
+    place_tasks,
 )
 
 
@@ -39,6 +46,46 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
+
+
+def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
+    """Return the tasks of this run, placed over the roles that were launched."""
+    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
+    return place_tasks(graph_of(config), list(roles))
+
+
+def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
+    """Return the task that a launched role's processes fetch."""
+    return next(task for task in launched_tasks(config, job) if task.role == role)
+
+
+def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
+    """Return what the controllers must know of each placed task under the run's schedule."""
+    return [
+        TaskSpec(
+            name=task.name,
+            inputs=frozenset(task.inputs),
+            outputs=frozenset(task.outputs),
+            whole_groups=task.whole_groups or task.role == "rollout",
+            max_staleness=_max_staleness(task, config),
+            barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            in_order=config.deterministic,
+            keeps_leases=task.role in TRAINERS,
+            max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
+            policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
+            steps=_steps(config.schedule) if task.role in TRAINERS else None,
+        )
+        for task in tasks
+    ]
+
+
+def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.gate_staleness, NeededWeights.NEWEST: 0}
+    return bounds[task.weights]
+
+
+def _steps(schedule: ScheduleConfig) -> StepSpec | None:
+    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
 
 
 def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:

@@ -24,11 +24,11 @@ from workers.context import WorkerContext
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.feeder import Feeder
+from workers.graph import task_of
 from workers.held_weights import HeldWeights
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
-from workers.tasks import task_of
 from workers.tokenizer import load_tokenizer
 from workers.weight_path import open_receiver
 

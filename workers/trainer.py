@@ -26,12 +26,12 @@ from workers.algorithms.losses import MicroLoss
 from workers.algorithms.ppo import PPO
 from workers.batching import Round, StepRounds, micro_batches
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import ActorConfig, RunConfig
 from workers.context import WorkerContext
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.gang_peers import gather, max_over_ranks, sum_over_ranks
 from workers.log_prob_gap import Comparison
-from workers.packing import sequences_of
 from workers.records import Model, StepRecord
 from workers.step_totals import UpdateTotals
 from workers.tri_model import LossOfMicroStep, MicroStep, TriModel

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine
-from workers.packing import sequences_of
 
 MakeLoss = Callable[[PackedBatch], MicroLoss]
 """(a batch with all columns) -> the algorithm's loss of it."""

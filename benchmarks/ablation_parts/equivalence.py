@@ -17,13 +17,13 @@ from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.data import read_prompt_rows
 from workers.engines.base import GenerateRequest, generate
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.hf import HfEngine
 from workers.engines.hf_weights import HfWeights
-from workers.packing import sequences_of
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import Scorer
 from workers.tokenizer import load_tokenizer

@@ -19,9 +19,9 @@ from launcher.recipes import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.packing import sequences_of
 from workers.trainer import Trainer, critic_learner, policy_learner
 from workers.tri_model import TriModel
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
-from workers.columns.task import ColumnTask
+from workers.columns.column_tasks import ColumnTask, sequences_of
 from workers.context import WorkerContext
 from workers.engines.base import TrainEngine
 from workers.engines.load import load_reward_model
-from workers.packing import sequences_of
 from workers.rewards.base import LARGEST_REWARD
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredAnswer, Scorer

@@ -9,9 +9,9 @@ import torch
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
+from workers.columns.column_tasks import ColumnTask
 from workers.columns.config import UserTaskConfig
 from workers.columns.row import TaskRow
-from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
 from workers.tokenizer import TextDecoder
 from workers.user_function import excerpt

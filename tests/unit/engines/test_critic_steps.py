@@ -18,10 +18,10 @@ from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.algorithms.ppo import PPO
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.packing import sequences_of
 from workers.records import StepRecord
 from workers.trainer import Trainer, critic_learner, policy_learner
 

@@ -19,10 +19,10 @@ from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.batching import RoundAssigner
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
-from workers.packing import sequences_of
 from workers.trainer import Trainer, policy_learner
 from workers.tri_model import TriModel
 

@@ -1,5 +1,10 @@
-"""Tasks that ask a model for log-probabilities of answers: `ref_log_probs`, `actor_log_probs`."""
+"""The column tasks of AsyncFlow's own: from columns of rows they compute new ones.
 
+One object serves a role of its own (`workers.task_worker`) or runs inside the actor; `workers.columns.chain` opens it
+and runs it in both. To add a task: a node in the algorithm's graph, a class here, its name in the chain's table.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 
@@ -7,14 +12,48 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from weightsync.version import Version
-from workers.columns.task import ColumnTask
+from workers.algorithms.load import load_algorithm
 from workers.context import WorkerContext
-from workers.engines.base import TrainEngine
+from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_forward_model
 from workers.held_weights import HeldWeights
-from workers.packing import sequences_of
 from workers.reference import Reference
 from workers.weight_path import open_receiver
+
+_GROUPS = 8
+"""Whole groups whose advantages are computed at a time."""
+
+
+class ColumnTask(ABC):
+    """Computes the outputs of one task of the graph. Used by one thread."""
+
+    num_rows: int
+    """Most rows at a time; for a task over whole groups a multiple of their size."""
+    collective = False
+    """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
+    version: int | None = None
+    """Step of the weights that it computes with, if rows are handed out only to who has certain ones."""
+
+    @abstractmethod
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return the task's output columns.
+
+        Args:
+            batch: at least the task's input columns; N >= 1 rows unless `collective`, of whole groups if it says so.
+            step: that the rows belong to.
+        """
+
+    def take_weights(self, step: int) -> None:
+        """Wait for weights of `step` or later and compute with them from now on; returns early when the run stops.
+
+        Raises:
+            WeightSyncError: they do not come.
+        """
+        raise AssertionError(f"{type(self).__name__} depends on no weights")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds."""
 
 
 class ReferenceLogProbs(ColumnTask):
@@ -97,6 +136,56 @@ class FollowerLogProbs(ColumnTask):
     def _loaded(self, version: Version) -> None:
         self.version = version.step
         self._context.report("idle", version=version.step)
+
+
+class Values(ColumnTask):
+    """What the critic expects of an answer before each of its tokens; the process trains it, and rows of a step come
+    before its update."""
+
+    collective = True
+
+    def __init__(self, engine: ValueEngine, *, num_rows: int) -> None:
+        """Args:
+        engine: the critic.
+        num_rows: answers per forward.
+        """
+        self.num_rows = num_rows
+        self._engine = engine
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `values`, float32 per answer token, from `prompts` and `responses`."""
+        if not len(batch):
+            self._engine.values(None)
+            return {}
+        return {"values": Column(self._engine.values(sequences_of(batch)).cpu(), batch["responses"].lengths)}
+
+    def close(self) -> None:
+        """The engine is the trainer's."""
+
+
+class Advantages(ColumnTask):
+    """Task `compute_advantages_and_returns`: the algorithm's advantages of whole groups."""
+
+    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+        self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
+        self._group_size = context.config.schedule.n_samples_per_prompt
+        self.num_rows = self._group_size * _GROUPS
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return what the algorithm makes of whole groups, at least `advantages`."""
+        return self._algorithm.advantages(batch, group_size=self._group_size)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def sequences_of(batch: PackedBatch) -> Sequences:
+    """Return the engines' packed sequences: prompt then answer, one row after another; neither padded nor sorted.
+
+    Args:
+        batch: columns `prompts` and `responses`, int64, N >= 1 rows.
+    """
+    return Sequences.of(list(batch["prompts"].rows()), list(batch["responses"].rows()))
 
 
 def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
