@@ -104,9 +104,6 @@ class Actor:
             self._client.stop()
         self._send(Message(Kind.END))
 
-    def _open_channel(self) -> ActorCriticChannel:
-        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
-
     def close(self) -> None:
         """Leave queue and weight groups."""
         self._checkpointer.close()
@@ -117,27 +114,19 @@ class Actor:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _publish(self, step: int) -> float | None:
-        """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
-        version = Version(self._context.job.lineage, step)
-        self._context.report("publishing weights", step=step, version=step)
-        try:
-            with self._context.timeline.span("publish weights", step=step):
-                held_up_s = self._sender.publish(
-                    version,
-                    self._engine.shards(),
-                    timeout_s=self._config.weightsync.timeout_s,
-                    stop=self._context.stopping,
-                )
-        except WeightSyncError:
-            if self._context.stopping.wait(STOP_GRACE_S):
-                logger.warning("weights of step %d were not sent: the run is stopping", step)
-                return None
-            raise
-        if self._recorder is not None:
-            known = self._recorder.num_refills
-            self._recorder.refilled(self._client.publish_version(step, refills_known=known))
-        return held_up_s
+    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+        """See `TrainingRole`: check and count what is trained, once for each replica."""
+        if not (self._counts and len(batch)):
+            return
+        lines = ledger_lines(
+            batch,
+            step=record.step,
+            admitted_step=self._loader.round_partition,
+            lineage=self._context.job.lineage,
+            time_s=self._context.elapsed_s,
+        )
+        check_staleness(lines, bound=self._config.schedule.staleness_bound)
+        record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
         """See `TrainingRole`; a critic in a role of its own is told, once all ranks have all their rows.
@@ -153,24 +142,6 @@ class Actor:
         if self._context.job.of_role("critic"):
             self._send(Message(Kind.COMMIT, record.step))
         return True
-
-    def _send(self, message: Message) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-
-    def take(self, batch: PackedBatch, record: StepRecord) -> None:
-        """See `TrainingRole`: check and count what is trained, once for each replica."""
-        if not (self._counts and len(batch)):
-            return
-        lines = ledger_lines(
-            batch,
-            step=record.step,
-            admitted_step=self._loader.round_partition,
-            lineage=self._context.job.lineage,
-            time_s=self._context.elapsed_s,
-        )
-        check_staleness(lines, bound=self._config.schedule.staleness_bound)
-        record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def before_update(self) -> float:
         """See `TrainingRole`; a save may still copy them, and a sender read them."""
@@ -203,6 +174,28 @@ class Actor:
             record.critic_report = self._channel.recv_report(record.step)
         if self._recorder is not None:
             self._recorder.write(record)
+
+    def _publish(self, step: int) -> float | None:
+        """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
+        version = Version(self._context.job.lineage, step)
+        self._context.report("publishing weights", step=step, version=step)
+        try:
+            with self._context.timeline.span("publish weights", step=step):
+                held_up_s = self._sender.publish(
+                    version,
+                    self._engine.shards(),
+                    timeout_s=self._config.weightsync.timeout_s,
+                    stop=self._context.stopping,
+                )
+        except WeightSyncError:
+            if self._context.stopping.wait(STOP_GRACE_S):
+                logger.warning("weights of step %d were not sent: the run is stopping", step)
+                return None
+            raise
+        if self._recorder is not None:
+            known = self._recorder.num_refills
+            self._recorder.refilled(self._client.publish_version(step, refills_known=known))
+        return held_up_s
 
     def _begin_save(self) -> None:
         """Save the last completed step while training goes on."""
@@ -251,6 +244,13 @@ class Actor:
             failed=lambda: channel.send_begun(step, begun=False) if channel is not None else None,
             saved=saved,
         )
+
+    def _open_channel(self) -> ActorCriticChannel:
+        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
+
+    def _send(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
 
 
 _NOTHING = Contents(make_durable=lambda: None)

@@ -121,20 +121,6 @@ class Critic:
                 return True
         return False
 
-    def _receive(self) -> int | None:
-        """Act on the actor's next message; returns the step that it committed to."""
-        self._context.report("waiting for the actor")
-        with self._context.timeline.span("wait for the actor"):
-            message = self._channel.recv()
-        match message.kind:
-            case Kind.COMMIT:
-                return message.step
-            case Kind.SAVE:
-                self._saver.begin(message.step)
-            case Kind.END:
-                self._over = True
-        return None
-
     def before_update(self) -> float:
         """See `TrainingRole`; a save may still copy them."""
         return self._saver.before_update()
@@ -151,6 +137,20 @@ class Critic:
         record.join(gather(record.share(), device=self._context.device))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
+
+    def _receive(self) -> int | None:
+        """Act on the actor's next message; returns the step that it committed to."""
+        self._context.report("waiting for the actor")
+        with self._context.timeline.span("wait for the actor"):
+            message = self._channel.recv()
+        match message.kind:
+            case Kind.COMMIT:
+                return message.step
+            case Kind.SAVE:
+                self._saver.begin(message.step)
+            case Kind.END:
+                self._over = True
+        return None
 
     def _open_channel(self) -> ActorCriticChannel:
         return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
