@@ -168,7 +168,7 @@ class Actor:
         record.checkpoint_failures = self._checkpointer.num_failures
         if self._keeps_rows and not self._checkpointer.busy:
             record.save_wanted = self._client.checkpoint_wanted()
-        record.join(gather(record.share(), device=self._context.device))
+        record.merge(gather(record.part(), device=self._context.device))
         if self._channel is not None:
             self._context.report("waiting for the critic", step=record.step)
             record.critic_report = self._channel.recv_report(record.step)
@@ -293,6 +293,6 @@ def _open_loader(
         num_ranks=place.count,
         replica=open_replica(context, place),
         timeout_s=config.tq.request_timeout_s,
-        # A generating engine may load for as long as any worker; until then nobody is connected who writes.
+        # A generating engine may load for as long as any worker; until then no writer is connected.
         producers_timeout_s=config.launcher.start_timeout_s,
     )

@@ -33,7 +33,7 @@ from workers.config import ActorConfig
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's share of a round, with all columns.
+    """One rank's rows of a round, with all columns.
 
     Attributes:
         batch: its rows; none where the rank got none.

@@ -4,7 +4,7 @@ checkpoints/step_000020/
     meta.json    what this checkpoint is, and the size and checksum of every other file (`CheckpointMeta`; written last)
     config.yaml  the resolved configuration of the run that saved it
     dcp/         model and optimizer shards (torch.distributed.checkpoint)
-    critic/      the same of the critic, whoever trains it, where the algorithm has one
+    critic/      the same of the critic, where the algorithm has one
     rng/         random number generators, one file per rank
     reference/   the reference's weights, if they are neither the initial ones nor these
     hf/          Hugging Face export (safetensors), if configured; resuming does not need it

@@ -3,8 +3,8 @@
     all     bytes needed -> [rank 0: room? reference/, queue/] -> dcp/ -> rng/, own checksums
     rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> older ones go
 
-After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and nobody waits
-for a rank that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
+After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and no rank
+waits for one that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
 """
 
 import errno

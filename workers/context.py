@@ -184,11 +184,11 @@ class WorkerContext:
         return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
 
     def said_first(self, key: str, value: str) -> str:
-        """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
+        """Return what any rank said first about `key` since the user's command started; maybe `value`."""
         return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:
-        """Set another event, too, for as long as the run stops: whoever waits for it looks at `stopping` then."""
+        """Set another event, too, when the run stops: a thread waits for it, and then looks at `stopping`."""
         self._woken_to_stop.append(wake)
 
     def mark_done(self) -> None:

@@ -134,7 +134,7 @@ class Critic:
     def record(self, record: StepRecord) -> None:
         """See `TrainingRole`; the actor writes the figures down."""
         self._context.report("reporting", step=record.step, version=record.step)
-        record.join(gather(record.share(), device=self._context.device))
+        record.merge(gather(record.part(), device=self._context.device))
         if self._context.rank == 0:
             self._channel.send_report(record.step, record.critic_metrics())
 
@@ -192,7 +192,7 @@ class CriticSaver:
         """That is saved, or was last."""
 
     def restore(self, source: Path) -> None:
-        """Load the critic's part of a checkpoint, whoever saved it.
+        """Load the critic's part of a checkpoint, also one that the actor saved.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -21,7 +21,7 @@ _WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "eva
 TRAINERS = frozenset({"actor", "critic"})
 """Roles that train a model: each is one gang, gets its rows in rounds, and keeps its leases until its gang ends."""
 OBSERVERS = frozenset({"evaluate"})
-"""Roles without a task: they read no queue and only look at the weights, so nobody waits for them."""
+"""Roles without a task: they read no queue and only look at the weights, so nothing waits for them."""
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
 """Processes that are no role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
@@ -149,7 +149,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
-    """A column that a role computes for itself never reaches the queue, so nobody else may read it."""
+    """A column that a role computes for itself never reaches the queue, so no other role may read it."""
     reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
     for task in placed:
         for name in task.inputs:

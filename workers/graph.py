@@ -231,7 +231,7 @@ def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> t
         users: tasks of the user's own, in any order.
 
     Raises:
-        ConfigError: names that clash, columns that nobody writes or reads, tasks that wait for each other.
+        ConfigError: names that clash, columns without a writer or a reader, tasks that wait for each other.
     """
     *others, train = graph
     _check_names(graph, users)

@@ -1,12 +1,12 @@
-"""Dynamic sampling: which groups teach nothing, since all their answers have the same reward. Pure.
+"""Dynamic sampling: which groups teach nothing, since all their responses have the same reward. Pure.
 
     answers of a group are scored -> rewards differ  -> put, as ever
                                  '-> all are equal   -> `QueueClient.filter_groups`: the group leaves the queue,
                                                         admission puts the next prompt into its step, and the ledger
                                                         gets a line
 
-Who scores asks: the rollout's outbox, or the role `reward`. Whole groups come to it, and it lets nothing of one out
-before it has judged it. Answers whose reward failed (NaN) are no part of the judgement; a group with fewer than two
+The process that scores asks: the rollout's outbox, or the role `reward`. It gets whole groups, and puts nothing of one
+before it is judged. Answers whose reward failed (NaN) are no part of the judgement; a group with fewer than two
 rewards shows no difference to judge, and is put: its advantages are zero, and the trainer counts the failures. Only
 after a crash in the middle of a put a part of a group may be all that is left to score; it is let through, and its
 advantages are zero if its rewards are equal.

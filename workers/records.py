@@ -150,8 +150,8 @@ class StepRecord:
         """Updates that were made of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))
 
-    def share(self) -> dict[str, Any]:
-        """Return what the other ranks must know of a published step; see `join`."""
+    def part(self) -> dict[str, Any]:
+        """Return what the other ranks must know of a published step; see `merge`."""
         return {
             "ledger": self.ledger,
             "totals": vars(self.totals),
@@ -173,14 +173,14 @@ class StepRecord:
         updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
         return {**updates, **self.totals.critic_metrics()}
 
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
-        self.ledger = [line for share in shares for line in share["ledger"]]
-        self.totals = StepTotals.merged(StepTotals(**share["totals"]) for share in shares)
-        self.gap = LogProbGap.merged(LogProbGap(**share["gap"]) for share in shares)
-        self.sync_bytes = sum(share["sync_bytes"] for share in shares)
-        self.stopped = any(share["stopped"] for share in shares)
-        self.save_wanted = any(share["save_wanted"] for share in shares)
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the parts of all ranks. All then hold the same, so they go on, or stop, together."""
+        self.ledger = [line for part in parts for line in part["ledger"]]
+        self.totals = StepTotals.merged(StepTotals(**part["totals"]) for part in parts)
+        self.gap = LogProbGap.merged(LogProbGap(**part["gap"]) for part in parts)
+        self.sync_bytes = sum(part["sync_bytes"] for part in parts)
+        self.stopped = any(part["stopped"] for part in parts)
+        self.save_wanted = any(part["save_wanted"] for part in parts)
 
 
 @dataclass

@@ -187,7 +187,7 @@ class Rollout:
             self._note_busy(max(lease.granted.partition for lease, _ in taken))
             self._engine.submit([request for _, request in taken])
         version = self._weights.version
-        assert version is not None, "nobody asks for prompts before there are weights"
+        assert version is not None, "no prompts are asked for before there are weights"
         self._feeder.want(self._room() - len(self._waiting), version=version)
 
     def _room(self) -> int:

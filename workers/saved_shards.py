@@ -1,4 +1,4 @@
-"""Shards of one engine's state in one directory, by torch.distributed.checkpoint; collective over whose they are.
+"""Shards of one engine's state in one directory, by torch.distributed.checkpoint; collective over its ranks.
 
 Called for checkpoints: by the actor's ranks, and by those of a critic in a role of its own.
 """
@@ -39,7 +39,7 @@ def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup
 
 
 def load_shards(engine: SavedEngine, source: Path, *, group: dist.ProcessGroup) -> None:
-    """Restore an engine, whoever saved how many parts.
+    """Restore an engine; any number of ranks may have saved it.
 
     Raises:
         CheckpointError: there are none.

@@ -80,7 +80,9 @@ def run_storage(context: WorkerContext) -> None:
 
 
 def run_controller(context: WorkerContext) -> None:
-    """Serve a part of the control plane until the run is over; the lead admits prompts. Pass a stop on to all who wait.
+    """Serve a part of the control plane until the run is over; the lead admits prompts.
+
+    A stop is passed on to all that wait.
 
     Raises:
         ConfigError: the data are not those that the run began with.
@@ -203,7 +205,7 @@ def _same_settings(task: str, before: RunConfig, now: RunConfig) -> bool:
 
 
 def _settings(task: str, config: RunConfig) -> object:
-    """Return what a task of a configuration depends on; None: nobody knows."""
+    """Return what a task of a configuration depends on; None: it is not known."""
     if task in _SETTINGS:
         return _SETTINGS[task](config)
     return next((user for user in config.tasks if user.name == task), None)

@@ -88,5 +88,5 @@ def _agent(context: WorkerContext) -> str:
 
 
 def _lead(context: WorkerContext) -> str:
-    """Return the agent that says who takes part in broadcasts, the same one for all nodes."""
+    """Return the agent that says which receivers take part in broadcasts, the same one for all nodes."""
     return context.job.of_role(WEIGHTS)[0].name

@@ -73,7 +73,7 @@ def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None =
 
     Args:
         reward_N: floating [N].
-        length_N: integer [N], tokens of each answer; the reward of an answer without tokens is nobody's.
+        length_N: integer [N], tokens of each answer; the reward of an answer without tokens is dropped.
         penalty_A: floating [A], of each token, e.g. `kl_coef * (log policy - log reference)`
             (Ouyang et al. 2022, arXiv 2203.02155, eq. 2); None: there is none.
     """

@@ -156,7 +156,7 @@ class DAPOConfig(KlLossConfig):
 
     @property
     def filters_groups(self) -> bool:
-        """As the user says."""
+        """`dynamic_sampling`."""
         return self.dynamic_sampling
 
     def max_filtered(self, batch: int) -> int:
@@ -255,7 +255,7 @@ class PPOConfig(KlLossConfig):
 
     @property
     def has_critic(self) -> bool:
-        """It has."""
+        """Always."""
         return True
 
     @property

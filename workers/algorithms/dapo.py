@@ -1,7 +1,7 @@
 """DAPO: decoupled clip and dynamic sampling policy optimisation.
 
 The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`; groups that teach nothing
-are taken out before they get here, by whoever scores them.
+are taken out before they get here, where they are scored.
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
 

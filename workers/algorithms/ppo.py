@@ -47,7 +47,7 @@ class PPO(Algorithm[PPOConfig]):
         """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
 
         Args:
-            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where somebody writes it
+            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where a task writes it
                 `loss_masks`.
             device: where the engine computes.
         """

@@ -114,7 +114,7 @@ class Server:
             outcome: Outcome = self._raised(ask, error)
         else:
             outcome = self._given(ask, value)
-        if self._running.pop(ask.number, None) is not None:  # else it was cancelled: nobody waits for it
+        if self._running.pop(ask.number, None) is not None:  # else it was cancelled
             writer.write(_framed(outcome))
 
     def _call(self, ask: Ask) -> Outcome:

@@ -208,7 +208,7 @@ class CallPool:
     async def _start_child(self) -> None:
         try:
             child = await _started(self._entry)
-        except Exception as error:  # noqa: BLE001  the boundary of a task: whoever waits for the child raises it
+        except Exception as error:  # noqa: BLE001  the boundary of a task: the call that waits for the child raises it
             self._starting -= 1
             self._not_started(error)
         else:
@@ -250,7 +250,7 @@ class CallPool:
                 self._waiting.appendleft(call)
             else:
                 self._fail(call, f"ended its process on {call.on}; its last words are in this log")
-        except Exception as error:  # noqa: BLE001  the boundary of a task: whoever waits for the call raises it
+        except Exception as error:  # noqa: BLE001  the boundary of a task: its caller raises it
             self._settle(call, error=error)
         self._deal()
 

@@ -170,7 +170,7 @@ class ChildProcess:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ChildDied())
-                reply.exception()  # nobody may be waiting for it any more
+                reply.exception()  # its caller may have gone
 
     async def gone(self) -> None:
         """Kill it and wait until it is gone."""

@@ -32,7 +32,7 @@ class ColumnTask(ABC):
     collective = False
     """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
     version: int | None = None
-    """Step of the weights that it computes with, if rows are handed out only to who has certain ones."""
+    """Step of the weights that it computes with, if rows are gated by it; None: they are not."""
 
     @abstractmethod
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
@@ -107,7 +107,7 @@ class FollowerLogProbs(ColumnTask):
     """In a role of its own: a copy of the policy, which is given rows of step s when it holds weights of step s - 1.
 
     Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
-    nobody reads what is then computed.)
+    what is then computed is not read.)
     """
 
     version = 0

@@ -51,8 +51,8 @@ class Rewards(ColumnTask):
 
 
 def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
-    """Return the answer with the weighted sum of both as its reward; none where the function failed, whose word it is
-    whether the answer is right."""
+    """Return the answer with the weighted sum of both as its reward; none where the function failed. Whether the
+    response is right is the function's word alone."""
     if scored.failure:
         return scored
     reward = config.weight * model_score + config.function_weight * scored.reward

@@ -144,7 +144,7 @@ class Scorer:
                 prompt, response = self._decoder.prompt(work.prompt), self._decoder.response(work.response)
                 score = self._score(prompt, response, work.answer)
                 score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever asks for the result raises it
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
     def _score(self, prompt: str, response: str, answer: str) -> "Future[Score]":
