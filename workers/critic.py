@@ -4,7 +4,8 @@
     the last one is there   -> the actor committed to step s -> update ... -> report
 
 All values of a step come from the weights that the critic had when it began the step, since it updates only after the
-step's last row; the actor gets advantages as rows arrive. See `workers.actor_critic_channel` for how the two keep step.
+step's last row; the actor gets advantages as rows arrive.
+`workers.actor_critic_channel` says how the two keep step.
 `CriticSaver` writes the critic's part of a checkpoint.
 """
 

@@ -7,7 +7,7 @@ rest, so neither a slow reward nor a slow queue holds up generation.
     score threads       score ... score ...... score
     outbox thread             put (G answers) .......... put (the rest of a lease)
 
-Where groups are filtered, the answers of a group wait for each other: all are put, or none (`workers.group_filter`).
+Where groups are filtered (`workers.group_filter`), the answers of a group wait for each other: all are put, or none.
 It never decides what is generated or which weights are used.
 """
 
