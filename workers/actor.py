@@ -1,7 +1,7 @@
 """The actor loop: for every step, have it trained, published and recorded, and begin to save.
 
-    next step -> train, publish weights, record (`workers.trainer`) -> checkpoint -> next step
-                                                                       '-- written beside it
+next step -> train, publish weights, record (`workers.trainer`) -> checkpoint -> next step
+                                                                   '-- written beside it
 """
 
 import logging

@@ -38,7 +38,7 @@ class PromptRow:
 
     Attributes:
         prompt: text of the prompt field, before any template.
-        answer: text of the answer field as it stands there (GSM8K: the whole solution); a number as Python writes it.
+        answer: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it.
         line: line number in the file, from 1.
     """
 

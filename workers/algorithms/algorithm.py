@@ -91,8 +91,8 @@ class Algorithm(ABC, Generic[Config]):
 
         Args:
             batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`,
-                `rewards`, and with a KL penalty `ref_log_probs`; where a task writes them `log_probs`, of the policy
-                that the step found (without them: the policy in training), and `loss_masks`, one weight per row.
+                `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also `log_probs`, of the
+                policy that the step found (without them: the one in training), and `loss_masks`, one weight per row.
             device: where the engine computes.
         """
         length_N = batch["responses"].lengths.long()

@@ -1,7 +1,9 @@
 """The column tasks of AsyncFlow's own: from columns of rows they compute new ones.
 
 One object serves a role of its own (`workers.task_worker`) or runs inside the actor;
-`workers.columns.chain` opens it and runs it in both. To add a task: a node in the algorithm's graph, a class here, its name in the chain's table.
+`workers.columns.chain` opens it and runs it in both.
+
+To add a task: a node in the algorithm's graph, a class here, its name in the chain's table.
 """
 
 from abc import ABC, abstractmethod
