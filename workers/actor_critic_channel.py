@@ -56,7 +56,6 @@ class ActorCriticChannel:
     def __init__(self, store: SealedStore, *, lineage: int) -> None:
         """Args:
         store: a client of the job store that no other thread uses.
-        lineage: of the run.
         """
         self._keys = store.under(f"critic/{lineage}")
         self._next = 0

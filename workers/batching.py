@@ -136,7 +136,6 @@ def micro_batches(batch: PackedBatch, config: ActorConfig) -> list[Sequence[int]
 
     Args:
         batch: columns `prompts` and `responses`, N >= 0 rows.
-        config: of the actor.
     """
     if not len(batch):
         return []

@@ -63,9 +63,7 @@ class Checkpointer:
         """Remove what an interrupted save or removal left.
 
         Args:
-            run_dir: of the run.
             config: what is kept, and the deadline of a save.
-            facts: of the run.
             device: that holds the state.
             restored_from: checkpoint that the run goes on from; stays.
             timeline: records spans.

@@ -93,7 +93,6 @@ class CheckpointWriter:
     def __init__(self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup) -> None:
         """Args:
         directory: of the run's checkpoints.
-        facts: of the run.
         group: of all ranks, over the CPU, for this thread alone.
         """
         # Half the processor time of writing; what is written has a checksum of our own.
@@ -111,7 +110,6 @@ class CheckpointWriter:
         Args:
             step: that was completed last.
             copied: waits for the copies of this rank's states and returns them, by their directories.
-            num_bytes: of the copy.
             rng: states of this rank's random number generators.
             rest: what rank 0 adds.
 

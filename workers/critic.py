@@ -178,7 +178,6 @@ class CriticSaver:
         """Args:
         engine: that is saved.
         open_channel: for the saving thread.
-        run_dir: of the run.
         device: that holds the state.
         timeout_s: deadline of one save (s).
         """

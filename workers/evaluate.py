@@ -77,7 +77,6 @@ class Evaluator:
         """Load tokenizer, prompts and engine; start to watch the weights.
 
         Args:
-            context: of this rank.
             own: steps whose weights this instance evaluates, in order; at least one.
         """
         config = context.config

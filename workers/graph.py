@@ -92,7 +92,6 @@ def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> 
     """Return the tasks of the configured algorithm, producers before consumers.
 
     Args:
-        config: of the algorithm.
         old_log_probs: loss or reward need log-probabilities under the weights that the step found.
     """
     if isinstance(config, PPOConfig):

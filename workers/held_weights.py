@@ -29,7 +29,6 @@ class HeldWeights:
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
         """Args:
-        context: of this rank.
         receiver: has newer versions at hand; closed here.
         load: has the engine take weights.
         loaded: is called after each swap.

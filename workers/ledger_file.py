@@ -153,7 +153,6 @@ def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -
 
     Args:
         run_dir: with the ledger; lines of later steps, and a last line that was torn, do not count.
-        schedule: of the run.
         completed: step of the checkpoint.
 
     Raises:

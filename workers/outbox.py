@@ -7,8 +7,8 @@ rest, so neither a slow reward nor a slow queue holds up generation.
     score threads       score ... score ...... score
     outbox thread             put (G answers) .......... put (the rest of a lease)
 
-Where groups are filtered (`workers.group_filter`), the answers of a group wait for each other: all are put, or none.
-It never decides what is generated or which weights are used.
+Where groups are filtered (`workers.group_filter`), the answers of a group wait for each other: all are put, or
+none. It never decides what is generated or which weights are used.
 """
 
 import logging

@@ -51,7 +51,6 @@ def may_swap(mode: ScheduleMode, *, interruptible: bool, num_running: int, bound
     """Return whether an instance takes newer weights now.
 
     Args:
-        mode: of the schedule.
         interruptible: the engine goes on with answers that run.
         num_running: answers that run.
         boundary: the next answers are of a later step than those that run, or need newer weights.

@@ -47,7 +47,6 @@ class TrainingRole(Protocol):
         """All rows of the step were asked for; return, alike on all ranks, whether the step is finished.
 
         Args:
-            record: of the step.
             stopped: a stop came before they were all there.
         """
 
@@ -80,7 +79,6 @@ class Trainer:
         counts: bool = True,
     ) -> None:
         """Args:
-        context: of this rank.
         learners: the models that are trained, one after the other on every micro-batch.
         loader: brings this rank's rows.
         columns: the tasks that this process computes before it trains.

@@ -40,7 +40,6 @@ class TriModel:
         """Make the copies; collective.
 
         Args:
-            config: of the run.
             engine: whose policy is trained.
         """
         assert isinstance(engine, CopyingEngine), "the run's graph refuses other engines"

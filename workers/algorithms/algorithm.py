@@ -45,7 +45,6 @@ class Algorithm(ABC, Generic[Config]):
         """Keep the settings.
 
         Args:
-            config: of the algorithm.
             max_response_tokens: longest answer.
             mask_truncated: answers that were cut do not count.
         """

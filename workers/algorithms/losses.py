@@ -39,7 +39,6 @@ class PolicyLoss:
     """The policy's loss of one micro-batch.
 
     Attributes:
-        config: of the algorithm.
         length_N: tokens of each answer.
         weight_A: of each token inside the sum; 0 where masked.
         advantage_A: of each token.

@@ -173,9 +173,9 @@ class CallPool:
             self._settle(call, error=self._refusal)
             return
         self._waiting.append(call)
-        self._deal()
+        self._assign()
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         """Give waiting calls to children with room."""
         for dead in [child for child in self._children if not child.alive]:
             self._children.remove(dead)
@@ -218,7 +218,7 @@ class CallPool:
             self._children.append(child)
             if not self._ready.done():
                 self._ready.set_result(None)
-        self._deal()
+        self._assign()
 
     def _not_started(self, error: Exception) -> None:
         """A function that is not there costs all calls; a later child that does not start, the one it was for."""
@@ -252,7 +252,7 @@ class CallPool:
                 self._fail(call, f"ended its process on {call.on}; its last words are in this log")
         except Exception as error:  # noqa: BLE001  the boundary of a task: its caller raises it
             self._settle(call, error=error)
-        self._deal()
+        self._assign()
 
     def _fail(self, call: _Call, how: str) -> None:
         self._settle(call, error=UserCodeFailed(f"{self._what} {how}"))

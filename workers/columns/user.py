@@ -26,7 +26,6 @@ class UserTask(ColumnTask):
         """Load the function.
 
         Args:
-            config: of the task.
             decoder: of the model's tokens.
             num_rows: most rows at a time.
 

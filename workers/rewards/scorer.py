@@ -78,8 +78,6 @@ class Scorer:
         failed: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Args:
-        config: of the reward.
-        tokenizer: of the policy.
         failed: is told of every answer that could not be scored, in one line, by any thread.
         """
         self._function = load_reward(config)
