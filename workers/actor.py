@@ -11,15 +11,13 @@ import torch.distributed as dist
 
 from asyncflow.errors import LastSaveFailed, WeightSyncError
 from tq.batch import PackedBatch
-from tq.client.dataloader import StreamingDataLoader
-from tq.client.queue_client import QueueClient
 from weightsync.version import Version
 from workers.actor_critic_channel import ActorCriticChannel, Kind, Message
 from workers.checkpoint import Checkpointer
 from workers.checkpoint_writer import Contents, RunFacts
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
-from workers.dataflow import CRITIC_TRAIN, PlacedTask
+from workers.dataflow import CRITIC_TRAIN
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.gang_peers import gather, meet_peers, sum_over_ranks
 from workers.graph import task_of
@@ -29,7 +27,7 @@ from workers.records import StepRecord, StepRecorder
 from workers.reference import saved_reference
 from workers.replicas import ReplicaPeers, ReplicaPlace, open_replica
 from workers.rewards.scorer import no_rewards
-from workers.trainer import Trainer, critic_learner, policy_learner
+from workers.trainer import Trainer, critic_learner, open_loader, policy_learner
 from workers.tri_model import TriModel
 from workers.weight_path import open_sender
 
@@ -74,7 +72,15 @@ class Actor:
         self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
         self._sender = open_sender(context, self._engine.shards())
         self._client = context.queue_client()
-        self._loader = _open_loader(context, self._client, task, place)
+        self._loader = open_loader(
+            context,
+            self._client,
+            task,
+            config.actor,
+            rank=place.index,
+            num_ranks=place.count,
+            replica=open_replica(context, place),
+        )
         policy = policy_learner(config, self._engine)
         self._counts = place.leads
         self._trainer = Trainer(
@@ -274,25 +280,4 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         timeline=context.timeline,
         waits=lambda: context.report("saving"),
         warn=context.warn if context.rank == 0 else lambda _: None,
-    )
-
-
-def _open_loader(
-    context: WorkerContext, client: QueueClient, task: PlacedTask, place: ReplicaPlace
-) -> StreamingDataLoader:
-    config = context.config
-    return StreamingDataLoader(
-        client,
-        task.name,
-        task.inputs,
-        first_partition=context.start_step + 1,
-        last_partition=context.job.last_step,
-        rows_per_round=max(config.actor.micro_batch_size, config.schedule.n_samples_per_prompt),
-        token_budget=config.round_tokens(config.actor),
-        rank=place.index,
-        num_ranks=place.count,
-        replica=open_replica(context, place),
-        timeout_s=config.tq.request_timeout_s,
-        # A generating engine may load for as long as any worker; until then no writer is connected.
-        producers_timeout_s=config.launcher.start_timeout_s,
     )

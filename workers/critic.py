@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from tq.batch import PackedBatch
-from tq.client.dataloader import StreamingDataLoader
 from workers.actor_critic_channel import ActorCriticChannel, Kind
 from workers.checkpoint_directory import beside, checkpoint_path
 from workers.checkpoint_files import CRITIC, describe
@@ -35,7 +34,7 @@ from workers.graph import task_of
 from workers.host_copy import HostCopy
 from workers.records import StepRecord
 from workers.saved_shards import load_shards, own_shards, save_shards
-from workers.trainer import Trainer, critic_learner
+from workers.trainer import Trainer, critic_learner, open_loader
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +67,8 @@ class Critic:
             self._saver.restore(Path(context.job.resume_from))
         self._columns = TaskChain(task.fused, context, critic=engine)
         self._client = context.queue_client()
-        self._loader = StreamingDataLoader(
-            self._client,
-            task.name,
-            task.inputs,
-            first_partition=context.start_step + 1,
-            last_partition=context.job.last_step,
-            rows_per_round=max(config.critic.micro_batch_size, config.schedule.n_samples_per_prompt),
-            token_budget=config.round_tokens(config.critic),
-            rank=context.rank,
-            num_ranks=context.gang.num_ranks,
-            timeout_s=config.tq.request_timeout_s,
+        self._loader = open_loader(
+            context, self._client, task, config.critic, rank=context.rank, num_ranks=context.gang.num_ranks
         )
         self._trainer = Trainer(
             context,

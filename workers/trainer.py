@@ -20,6 +20,8 @@ from torch import Tensor
 from asyncflow.errors import TrainingDiverged
 from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
+from tq.client.queue_client import QueueClient
+from tq.client.replica import Replica
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import MicroLoss
@@ -27,8 +29,9 @@ from workers.algorithms.ppo import PPO
 from workers.batching import Round, StepRounds, micro_batches
 from workers.columns.chain import TaskChain
 from workers.columns.column_tasks import sequences_of
-from workers.config import ActorConfig, RunConfig
+from workers.config import ActorConfig, RunConfig, TrainingConfig
 from workers.context import WorkerContext
+from workers.dataflow import PlacedTask
 from workers.engines.base import TrainedEngine, TrainEngine, ValueEngine
 from workers.gang_peers import gather, max_over_ranks, sum_over_ranks
 from workers.log_prob_gap import Comparison
@@ -314,3 +317,38 @@ def critic_learner(config: RunConfig, engine: ValueEngine) -> Learner:
 
 def _no_loss(*_: Tensor) -> Tensor:
     raise AssertionError("a rank without rows has no loss")
+
+
+def open_loader(
+    context: WorkerContext,
+    client: QueueClient,
+    task: PlacedTask,
+    training: TrainingConfig,
+    *,
+    rank: int,
+    num_ranks: int,
+    replica: Replica | None = None,
+) -> StreamingDataLoader:
+    """Return what brings a training task's rows, from the step after the weights that the run starts from.
+
+    Args:
+        training: of the model that is trained: how many rows a rank gets at a time.
+        rank, num_ranks: which part of the rows; ranks of a replica get the same one.
+        replica: shares the rows among its ranks.
+    """
+    config = context.config
+    return StreamingDataLoader(
+        client,
+        task.name,
+        task.inputs,
+        first_partition=context.start_step + 1,
+        last_partition=context.job.last_step,
+        rows_per_round=max(training.micro_batch_size, config.schedule.n_samples_per_prompt),
+        token_budget=config.round_tokens(training),
+        rank=rank,
+        num_ranks=num_ranks,
+        replica=replica,
+        timeout_s=config.tq.request_timeout_s,
+        # A generating engine may load for as long as any worker; until then no writer is connected.
+        producers_timeout_s=config.launcher.start_timeout_s,
+    )

@@ -10,10 +10,12 @@ class CountingRole:
 
     Attributes:
         updates: step, number and count of the policy's updates.
+        ended: what became of the steps: `publish 3`, `record 3`.
     """
 
     def __init__(self) -> None:
         self.updates: list[tuple[int, int, int]] = []
+        self.ended: list[str] = []
 
     def take(self, batch: PackedBatch, record: StepRecord) -> None:
         if len(batch):
@@ -30,6 +32,8 @@ class CountingRole:
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
         self.updates.append((step, number, optimizer_updates))
 
-    def publish(self, record: StepRecord) -> None: ...
+    def publish(self, record: StepRecord) -> None:
+        self.ended.append(f"publish {record.step}")
 
-    def record(self, record: StepRecord) -> None: ...
+    def record(self, record: StepRecord) -> None:
+        self.ended.append(f"record {record.step}")

@@ -10,8 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tq.batch import Column, PackedBatch
-from workers.columns.column_tasks import Advantages, ColumnTask, ReferenceLogProbs, Values, open_actor_log_probs
-from workers.columns.rewards import Rewards
+from workers.columns.column_tasks import (
+    Advantages,
+    ColumnTask,
+    ReferenceLogProbs,
+    Rewards,
+    Values,
+    open_actor_log_probs,
+)
 from workers.columns.user import UserTask
 from workers.context import WorkerContext
 from workers.dataflow import CRITIC_TRAIN

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
-from workers.trainer import Trainer, policy_learner
+from workers.trainer import Trainer, open_loader, policy_learner
 from workers.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -187,9 +187,12 @@ def test_a_second_pass_meets_the_clip() -> None:
 def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
     config = configure(f"actor.num_updates_per_step={updates}", "algorithm.off_policy.method=none")
     engine, untouched = (load_train_engine(config, device=CPU) for _ in range(2))
-    assert make_trainer(config, engine, Loader(make_rounds(), stops=True)).train(STEP) is None
+    role = CountingRole()
+    assert make_trainer(config, engine, Loader(make_rounds(), stops=True), role=role).train(STEP) is None
+    assert not role.ended
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
-    make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    make_trainer(config, engine, Loader(make_rounds()), role=role).train(STEP)
+    assert role.ended == [f"publish {STEP}", f"record {STEP}"]
     make_trainer(config, untouched, Loader(make_rounds())).train(STEP)
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
 
@@ -210,3 +213,17 @@ def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
         make_trainer(config, engine, Loader(rounds), run_dir=tmp_path).train(STEP)
     assert caught.value.final
     assert all(one.equal(other) for one, other in zip(weights(engine), before, strict=True))
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """A generating engine that loads slowly connects late."""
+    config = configure("launcher.start_timeout_s=123")
+    monkeypatch.setattr("workers.trainer.StreamingDataLoader", lambda *_, **settings: settings)
+    context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
+    task: Any = SimpleNamespace(name="train", inputs=())
+    settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)
+    assert settings["producers_timeout_s"] == 123
+    assert (settings["first_partition"], settings["last_partition"]) == (STEP, 9)
