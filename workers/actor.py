@@ -47,7 +47,7 @@ def run_actor(context: WorkerContext) -> None:
 
 
 class Actor:
-    """One rank of the training gang."""
+    """One rank of the training gang; a `TrainingRole`."""
 
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
@@ -121,7 +121,7 @@ class Actor:
             self._recorder.close()
 
     def take(self, batch: PackedBatch, record: StepRecord) -> None:
-        """See `TrainingRole`: check and count what is trained, once for each replica."""
+        """Check and count what is trained, once for each replica."""
         if not (self._counts and len(batch)):
             return
         lines = ledger_lines(
@@ -135,7 +135,7 @@ class Actor:
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """See `TrainingRole`; a critic in a role of its own is told, once all ranks have all their rows.
+        """Finish every step whose rows are all there; a critic in a role of its own is told.
 
         Raises:
             UserCodeFailed: no answer of the step has a reward, on all ranks, before anything was updated.
@@ -150,24 +150,24 @@ class Actor:
         return True
 
     def before_update(self) -> float:
-        """See `TrainingRole`; a save may still copy them, and a sender read them."""
+        """Wait until neither a save nor the sender reads the weights."""
         self._checkpointer.before_update()
         return self._sender.before_update()
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
-        """See `TrainingRole`; rank 0 writes it down, whatever becomes of the step."""
+        """Write the update down, whatever becomes of the step."""
         if self._recorder is not None:
             self._recorder.update_made(step, number, optimizer_updates)
 
     def publish(self, record: StepRecord) -> None:
-        """See `TrainingRole`."""
+        """Send the step's weights; a stop may come instead."""
         self._completed = record.step
         held_up_s = self._publish(record.step)
         record.stopped = held_up_s is None
         record.sync_exposed_s += held_up_s or 0.0
 
     def record(self, record: StepRecord) -> None:
-        """See `TrainingRole`."""
+        """Acknowledge the step's rows, join the figures of all ranks and write them down."""
         self._loader.ack_soon()
         record.sync_bytes = self._sender.num_bytes
         record.checkpoint_stall_s = self._checkpointer.take_stalled_s()

@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One of the actor's.
+    """A message of the actor.
 
     Attributes:
         kind: what it says.
@@ -51,7 +51,7 @@ class Message:
 
 
 class ActorCriticChannel:
-    """One thread's access."""
+    """One thread's end of the channel."""
 
     def __init__(self, store: SealedStore, *, lineage: int) -> None:
         """Args:

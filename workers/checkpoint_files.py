@@ -31,7 +31,7 @@ _THREADS = 8
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """A file as it must be; `xxh3` is its 64-bit checksum as 16 hex digits."""
+    """Size and checksum of a file; `xxh3` has 64 bits, as 16 hex digits."""
 
     num_bytes: int
     xxh3: str

@@ -51,7 +51,7 @@ def run_critic(context: WorkerContext) -> None:
 
 
 class Critic:
-    """One rank of the critic's gang."""
+    """One rank of the critic's gang; a `TrainingRole`."""
 
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
@@ -98,12 +98,11 @@ class Critic:
         self._client.close()
 
     def take(self, batch: PackedBatch, _: StepRecord) -> None:
-        """See `TrainingRole`: pass on what others read."""
+        """Pass on what other roles read."""
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
     def commit(self, record: StepRecord, stopped: bool) -> bool:
-        """See `TrainingRole`: wait until the actor trains this step, or will not; what it wants saved is of the step
-        before."""
+        """Wait until the actor trains this step, or will not; a save that comes first is of the step before."""
         stopped = sum_over_ranks(int(stopped), device=self._context.device) > 0
         while not self._over:
             if (committed := self._receive()) is not None:
@@ -113,17 +112,17 @@ class Critic:
         return False
 
     def before_update(self) -> float:
-        """See `TrainingRole`; a save may still copy them."""
+        """Wait until a save has copied the weights."""
         return self._saver.before_update()
 
     def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
-        """See `TrainingRole`; no policy is trained here."""
+        """No policy is trained here."""
 
     def publish(self, record: StepRecord) -> None:
-        """See `TrainingRole`; nothing follows a critic's weights."""
+        """Nothing follows a critic's weights."""
 
     def record(self, record: StepRecord) -> None:
-        """See `TrainingRole`; the actor writes the figures down."""
+        """Report the step's figures to the actor, which writes them down."""
         self._context.report("reporting", step=record.step, version=record.step)
         record.merge(gather(record.part(), device=self._context.device))
         if self._context.rank == 0:

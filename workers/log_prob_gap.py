@@ -23,7 +23,7 @@ WRONG_MEAN = 0.5
 
 @dataclass
 class LogProbGap:
-    """Plain numbers, so that they travel as JSON.
+    """The difference over some tokens; plain numbers, so that they travel as JSON.
 
     Attributes:
         tokens: that were compared.

@@ -38,7 +38,7 @@ STOP_POLL_S = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RolloutLease:
-    """What was leased.
+    """A lease of prompts, with their tokens.
 
     Attributes:
         granted: the lease.
@@ -59,7 +59,7 @@ class RolloutLease:
 
     @cached_property
     def prompts(self) -> Sequence[Tensor]:
-        """int64 [P] each."""
+        """Their tokens, int64 [P] each."""
         return list(self.batch["prompts"].rows())
 
     @cached_property

@@ -120,7 +120,7 @@ class StepRecord:
     critic_report: Mapping[str, float] = field(default_factory=dict)
 
     def arrived(self) -> None:
-        """A round is there."""
+        """Note when the first round came."""
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 

@@ -59,7 +59,7 @@ class ReplicaPlace:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of this rank's replica."""
+        """The ranks of this rank's replica."""
         return self.members[self.index]
 
     @property

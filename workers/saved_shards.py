@@ -58,7 +58,7 @@ def own_shards(work: Path, part: str, rank: int) -> Iterator[str]:
 
 
 class _ShardFiles(dcp.FileSystemWriter):
-    """Says which error of the system it was: torch's own serialisation fails over what it left half written."""
+    """Raises the system's own error, e.g. a full disk: torch raises another one over the half-written file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shards; called by torch."""

@@ -133,7 +133,7 @@ def token_advantages(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of some numbers.
+    """Mean and deviation of numbers that come in parts. Plain numbers, so that they travel as JSON.
 
     Attributes:
         count: how many.
@@ -147,7 +147,7 @@ class Moments:
 
     @staticmethod
     def of(values: Tensor) -> "Moments":
-        """Return those of a tensor, computed in float64."""
+        """Return the moments of a tensor, computed in float64."""
         if not values.numel():
             return Moments()
         values = values.double()
@@ -156,7 +156,7 @@ class Moments:
 
     @staticmethod
     def merged(parts: Iterable["Moments"]) -> "Moments":
-        """Return those of all numbers together.
+        """Return the moments of all numbers together.
 
         Source: Chan, Golub, LeVeque 1983, eq. 2.1.
         """

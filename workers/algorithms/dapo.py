@@ -19,7 +19,7 @@ from workers.algorithms.config import DAPOConfig
 
 
 class DAPO(Algorithm[DAPOConfig]):
-    """GRPO's advantages of rewards that fall for overlong answers."""
+    """GRPO's advantages, from rewards that fall for overlong answers."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a buffer, the lengths of `responses`."""

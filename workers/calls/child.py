@@ -70,7 +70,7 @@ def main() -> None:
 
 
 class Server:
-    """Answers the pool's questions."""
+    """Calls the function for the pool."""
 
     def __init__(self, callee: Callee) -> None:
         self._callee = callee
@@ -146,8 +146,11 @@ class Server:
 
 
 def _outlive_stop_signals() -> None:
-    """Leave it to the pool when this process ends, without passing that on: programs would inherit signals that are
-    ignored (workers ignore these), but not a handler; and what the user's code forks gets the defaults."""
+    """Handle stop signals by doing nothing: the pool decides when this process ends.
+
+    Programs that the user's code starts would inherit ignored signals, as this process did from its worker; a handler is
+    not inherited. What the user's code forks gets the default handling.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_obey_stop_signals)
