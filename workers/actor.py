@@ -239,15 +239,12 @@ class Actor:
             if self._keeps_rows:
                 client.commit(trained)
 
-        channel, timeout_s = self._save_channel, config.checkpoint.timeout_s
         return Contents(
             make_durable=recorder.sync,
             export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
             snapshot=None if config.deterministic else snapshot,
             reference=saved_reference(self._context, step),
-            critic_begins=lambda: channel.send_begun(step, begun=True) if channel is not None else None,
-            critic_files=lambda: channel.recv_files(step, timeout_s=timeout_s) if channel is not None else {},
-            failed=lambda: channel.send_begun(step, begun=False) if channel is not None else None,
+            critic=self._save_channel,
             saved=saved,
         )
 

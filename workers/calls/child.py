@@ -148,7 +148,7 @@ class Server:
 def _outlive_stop_signals() -> None:
     """Handle stop signals by doing nothing: the pool decides when this process ends.
 
-    Programs that the user's code starts would inherit ignored signals, as this process did from its worker; a handler is
+    Programs that the user's code starts would inherit ignored signals, as this process did; a handler is
     not inherited. What the user's code forks gets the default handling.
     """
     for number in STOP_SIGNALS:
