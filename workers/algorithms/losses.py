@@ -69,7 +69,7 @@ class PolicyLoss:
         correction = correct(
             log_probs_A, self.rollout_log_probs_A, self.length_N, config.off_policy, old_A=self.old_log_probs_A
         )
-        log_ratio_A = log_probs_A - correction.old_log_probs_A
+        log_ratio_A = log_probs_A - correction.base_log_probs_A
         if self.sequence_ratio:
             log_ratio_A = answer_means(log_ratio_A, self.length_N).repeat_interleave(self.length_N)
         loss_A, clipped_A = clipped_policy_loss(
@@ -87,7 +87,7 @@ class PolicyLoss:
         total = (loss_A * self.weight_A).sum()
         with torch.no_grad():
             drift_A = kl_divergence(self.rollout_log_probs_A, log_probs_A, "k3")
-            old_drift_A = kl_divergence(self.rollout_log_probs_A, correction.old_log_probs_A, "k3")
+            old_drift_A = kl_divergence(self.rollout_log_probs_A, correction.base_log_probs_A, "k3")
             # Bounded: else infinity times a masked token's 0 is not a number.
             ratio_A = bounded_ratio(log_probs_A - self.rollout_log_probs_A)
             counts_A = self.weight_A > 0
@@ -280,12 +280,12 @@ class Correction:
     """The off-policy correction of a micro-batch; without gradient.
 
     Attributes:
-        old_log_probs_A: floating [A]: of the policy that the surrogate's ratio and clip are relative to.
+        base_log_probs_A: floating [A]: of the policy that the surrogate's ratio and clip are relative to.
         weight_A: floating [A], finite: multiplies each token's surrogate.
         changed_A: bool [A]: where the plain importance weight was cut or masked.
     """
 
-    old_log_probs_A: Tensor
+    base_log_probs_A: Tensor
     weight_A: Tensor
     changed_A: Tensor
 

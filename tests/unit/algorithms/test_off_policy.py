@@ -110,7 +110,7 @@ def test_means_of_answers_skip_none() -> None:
 
 def test_weights_carry_no_gradient() -> None:
     correction = correct(NEW.clone().requires_grad_(), OLD, LENGTHS, OffPolicyConfig(method="decoupled"))
-    assert not correction.weight_A.requires_grad and not correction.old_log_probs_A.requires_grad
+    assert not correction.weight_A.requires_grad and not correction.base_log_probs_A.requires_grad
 
 
 def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
