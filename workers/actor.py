@@ -138,7 +138,7 @@ class Actor:
         """Finish every step whose rows are all there; a critic in a role of its own is told.
 
         Raises:
-            UserCodeFailed: no answer of the step has a reward, on all ranks, before anything was updated.
+            UserCodeFailed: no response of the step has a reward, on all ranks, before anything was updated.
         """
         if stopped:
             return False

@@ -5,8 +5,8 @@ Two mini-batches a pass, two passes, four rounds:
     rounds arrive     0 and 3 are trained as they come, 1 and 2 are kept ......... the last one is there
     updates           0 3 | 1 2 | 1 3 | 0 2                                        every pass is assigned anew
 
-Rounds are assigned to mini-batches at random, from a seed and without a look at their rows: short answers arrive first,
-so mini-batches that followed arrival would be updates by length.
+Rounds are assigned to mini-batches at random, from a seed and without a look at their rows: short responses arrive
+first, so mini-batches that followed arrival would be updates by length.
 
 The first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no trace;
 from then on the step needs nothing from the queue. An algorithm that looks at the whole step keeps all rounds, and
@@ -16,7 +16,7 @@ A round is cut into micro-batches by number (runs of `micro_batch_size` rows) or
 group that fits the budget stays whole, so its prompt is computed once; one that does not is cut, and the prompt is
 computed once for each part:
 
-    budget 20, prompt 8, answers 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
+    budget 20, prompt 8, responses 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
 
 Under `tq.policy: token-budget` a round has no more tokens than a micro-batch may have; longer groups alone are cut.
 Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.

@@ -172,15 +172,15 @@ class WorkerContext:
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
-        """Say why an answer could not be scored: the launcher shows the first time, the trainer the last. Any thread
+        """Say why a response could not be scored: the launcher shows the first time, the trainer the last. Any thread
         may call this."""
         if not self._reward_has_failed:
             self.said_first("reward_failure", why)
             self._reward_has_failed = True
-        self._store.put("reward_failure", why)  # before the trainer gets the answer
+        self._store.put("reward_failure", why)  # before the trainer gets the response
 
     def last_reward_failure(self) -> str:
-        """Return why, so far, an answer could not be scored last; "" if no rank said so."""
+        """Return why, so far, a response could not be scored last; "" if no rank said so."""
         return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
 
     def said_first(self, key: str, value: str) -> str:

@@ -1,4 +1,4 @@
-"""The loop of a critic in a role of its own: for every step, what its answers are worth, then the update.
+"""The loop of a critic in a role of its own: for every step, what its responses are worth, then the update.
 
     round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
     the last one is there   -> the actor committed to step s -> update ... -> report

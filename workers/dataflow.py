@@ -31,7 +31,7 @@ PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 TEXT_COLUMNS = ("prompts", "responses", "answers")
 """Columns that are texts to a person."""
 LOSS_MASKS = "loss_masks"
-"""Written by users' tasks: the weight of an answer's loss, 0 to 1."""
+"""Written by users' tasks: the weight of a response's loss, 0 to 1."""
 REWARD_PARTS = "reward_parts"
 """What a user's reward is made of: numbers by name, for the metrics."""
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
@@ -41,7 +41,7 @@ TOKEN_COLUMNS = (
 )  # fmt: skip
 """Columns of AsyncFlow's own tasks with a value per token."""
 ANSWER_COLUMNS = ("answers", "epochs", "truncated", "rewards", "correct", "advantages")
-"""Those with one value per answer."""
+"""Those with one value per response."""
 
 
 class NeededWeights(StrEnum):
@@ -49,7 +49,7 @@ class NeededWeights(StrEnum):
 
     ANY = "any"
     BOUNDED = "bounded"
-    """As old as the schedule lets them be: answers."""
+    """As old as the schedule lets them be: responses."""
     NEWEST = "newest"
     """Those of step s - 1, on which step s trains."""
 

@@ -123,7 +123,7 @@ class Evaluator:
         """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
 
         Raises:
-            UserCodeFailed: no answer could be scored.
+            UserCodeFailed: no response could be scored.
         """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
@@ -184,7 +184,7 @@ class Evaluator:
             logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
 
     def _generate(self, version: Version) -> list[Answer]:
-        """Return the answers of all requests, or of some when the run stops, each with its score to come."""
+        """Return the responses of all requests, or of some when the run stops, each with its score to come."""
         stopping, waiting = self._context.stopping, deque(self._requests)
         answers: list[Answer] = []
         while (waiting or self._engine.num_running) and not stopping.is_set():
@@ -216,7 +216,7 @@ def _held_out(context: WorkerContext) -> PromptDataset:
 
 
 def _seed(run_seed: int, index: int) -> int:
-    """Mix (run seed, answer) into 64 bits: the same numbers for every version, so that only the weights differ."""
+    """Mix (run seed, response) into 64 bits: the same numbers for every version, so that only the weights differ."""
     return int(np.random.SeedSequence([run_seed, index, _STREAM]).generate_state(1, np.uint64)[0])
 
 
@@ -243,7 +243,8 @@ def evaluation_line(
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
-    The interval of the accuracy counts prompts, not answers: several answers to one prompt are no independent trials.
+    The interval of the accuracy counts prompts, not responses: several responses to one prompt are no independent
+    trials.
 
     Args:
         answers, scores: of all prompts, equally many of each, in any order; at least one could be scored.

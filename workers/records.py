@@ -69,7 +69,7 @@ class UpdateLog:
         self.next_update = UpdateTotals()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the updates report; without any, all is 0. One in which no answer had a weight is counted, and
+        """Return what the updates report; without any, all is 0. One in which no response had a weight is counted, and
         is no part of the means: its loss and gradient are 0 whatever the policy does."""
         made = self.made
         counting = [update for update in made if update.totals.sequences]
@@ -185,7 +185,7 @@ class StepRecord:
 
 @dataclass
 class LengthMean:
-    """Mean length of all answers trained so far, whichever start of the run trained them.
+    """Mean length of all responses trained so far, whichever start of the run trained them.
 
     Attributes:
         samples, tokens: number, and total length.
@@ -204,9 +204,9 @@ class LengthMean:
         return mean
 
     def add(self, step_mean: float, samples: float) -> float:
-        """Count a step's answers; returns the step's mean minus that of all so far, this step's among them (tokens).
+        """Count a step's responses; returns the step's mean minus that of all so far, this step's among them (tokens).
 
-        A schedule that trains short answers earlier is biased to them at first, and against them when the long ones
+        A schedule that trains short responses earlier is biased to them at first, and against them when the long ones
         come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
         """
         self.samples += samples

@@ -146,7 +146,7 @@ def _filtered(context: WorkerContext) -> frozenset[int]:
 def _saved_rows(context: WorkerContext) -> SavedRows | None:
     """Return the finished samples that the run goes on with; None: it starts anew, or generates them all again."""
     config, checkpoint = context.config, Path(context.job.resume_from)
-    if not context.job.resume_from or config.deterministic:  # which answers share a batch would be another question
+    if not context.job.resume_from or config.deterministic:  # which responses share a batch would be another question
         return None
     try:
         before = RunConfig.load(checkpoint)

@@ -15,7 +15,7 @@ that is not held (just after a resume) keeps the log-probabilities that the gene
 
 The reference is the initial model. Called by `workers.trainer`; all ranks call alike, with or without rows.
 
-Legend of shapes: A answer tokens of a micro-batch.
+Legend of shapes: A response tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping

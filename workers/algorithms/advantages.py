@@ -1,10 +1,11 @@
-"""Advantages: how much better an answer, or a token of it, is than its alternatives. Pure.
+"""Advantages: how much better a response, or a token of it, is than its alternatives. Pure.
 
-Answers are compared inside their group, or tokens with what a critic expected of them. A KL penalty inside the reward
+Responses are compared inside their group, or tokens with what a critic expected of them. A KL penalty inside the reward
 is log (policy / reference), both as the trainer computes them: the generating engine rounds differently, and summed
-over an answer that would count as divergence.
+over a response that would count as divergence.
 
-Legend of shapes: B prompts, G answers of each, N answers, A tokens of these answers, packed, R tokens of the longest.
+Legend of shapes: B prompts, G responses of each, N responses, A tokens of these responses, packed, R tokens of the
+longest.
 """
 
 import torch
@@ -15,12 +16,12 @@ from workers.algorithms.losses import answer_sums
 
 
 def group_advantages(reward_BG: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Center the rewards of each prompt's answers and, by default, scale them.
+    """Center the rewards of each prompt's responses and, by default, scale them.
 
     Computed in float64, so that rounding of a mean is never divided by `eps`.
 
     Args:
-        reward_BG: floating [B, G]; NaN where an answer has none; the group is then the other answers. A single
+        reward_BG: floating [B, G]; NaN where a response has none; the group is then the other responses. A single
             reward has nothing to be compared with, so all is zero.
         scale_by_std: divide by the group's sample standard deviation (Bessel's correction, as TRL and verl do).
         eps: added to the deviation.
@@ -52,12 +53,12 @@ def token_penalties(batch: PackedBatch) -> Tensor:
 
 
 def answer_penalties(batch: PackedBatch) -> Tensor:
-    """Return float64 [N]: the sum over each answer's tokens."""
+    """Return float64 [N]: the sum over each response's tokens."""
     return answer_sums(token_penalties(batch), batch["log_probs"].lengths.long())
 
 
 def penalties_to_come(batch: PackedBatch) -> Tensor:
-    """Return float64 [A]: the sum from each token to the end of its answer."""
+    """Return float64 [A]: the sum from each token to the end of its response."""
     length_N = batch["log_probs"].lengths.long()
     penalty_A = token_penalties(batch)
     before_A = penalty_A.cumsum(0) - penalty_A
@@ -69,11 +70,11 @@ def penalties_to_come(batch: PackedBatch) -> Tensor:
 
 
 def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
-    """Return float64 [A]: an answer's reward at its last token, minus what each token costs.
+    """Return float64 [A]: a response's reward at its last token, minus what each token costs.
 
     Args:
         reward_N: floating [N].
-        length_N: integer [N], tokens of each answer; the reward of an answer without tokens is dropped.
+        length_N: integer [N], tokens of each response; the reward of a response without tokens is dropped.
         penalty_A: floating [A], of each token, e.g. `kl_coef * (log policy - log reference)`
             (Ouyang et al. 2022, arXiv 2203.02155, eq. 2); None: there is none.
     """
@@ -89,8 +90,8 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of every token, from the rewards of tokens and a critic's values.
 
-    The token y_t is the action in state s_t: the prompt and the answer's tokens before it. The answer's end is final,
-    also where it was cut: nothing is bootstrapped after it, since no value of what would follow exists.
+    The token y_t is the action in state s_t: the prompt and the response's tokens before it. The response's end is
+    final, also where it was cut: nothing is bootstrapped after it, since no value of what would follow exists.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
         A_t     = delta_t + gamma lam A_t+1
@@ -99,7 +100,7 @@ def generalized_advantages(
     Args:
         reward_A: floating [A].
         value_A: floating [A], V(s_t), before the critic's update.
-        length_N: integer [N], tokens of each answer.
+        length_N: integer [N], tokens of each response.
         gamma: discount per token.
         lam: 0: one-step errors; 1: Monte Carlo.
     Returns:
@@ -115,7 +116,7 @@ def generalized_advantages(
     next_value_N = next_advantage_N = torch.zeros(answers, dtype=torch.float64)
     for t in reversed(range(tokens)):
         delta_N = reward_NR[:, t] + gamma * next_value_N - value_NR[:, t]
-        # Behind an answer's end all is 0: nothing of it reaches its tokens.
+        # Behind a response's end all is 0: nothing of it reaches its tokens.
         next_advantage_N = torch.where(real_NR[:, t], delta_N + gamma * lam * next_advantage_N, 0.0)
         next_value_N = value_NR[:, t]
         advantage_NR[:, t] = next_advantage_N

@@ -10,7 +10,7 @@ update:
 To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
 and its graph in `workers.graph` if that is another than the critic-free one.
 
-Legend of shapes: N answers, A tokens of the answers, packed.
+Legend of shapes: N responses, A tokens of the responses, packed.
 """
 
 import math
@@ -31,7 +31,7 @@ Config = TypeVar("Config", bound=PolicyConfig)
 
 
 class Algorithm(ABC, Generic[Config]):
-    """An objective of the actor: a clipped surrogate and optionally a KL penalty; each adds how it compares answers.
+    """An objective of the actor: a clipped surrogate and optionally a KL penalty; each adds how it compares responses.
 
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Which policy is the old one: `losses.correct`.
     """
@@ -39,14 +39,14 @@ class Algorithm(ABC, Generic[Config]):
     whole_step = False
     """Advantages are normalised over the step, so nothing trains before its last row is there."""
     sequence_ratio: ClassVar[bool] = False
-    """The ratio is one of whole answers."""
+    """The ratio is one of whole responses."""
 
     def __init__(self, config: Config, *, max_response_tokens: int, mask_truncated: bool) -> None:
         """Keep the settings.
 
         Args:
-            max_response_tokens: longest answer.
-            mask_truncated: answers that were cut do not count.
+            max_response_tokens: longest response.
+            mask_truncated: responses that were cut do not count.
         """
         self._config = config
         self._max_response_tokens = max_response_tokens
@@ -57,10 +57,10 @@ class Algorithm(ABC, Generic[Config]):
         """Return the outputs of task `compute_advantages_and_returns`, at least `advantages`.
 
         Args:
-            batch: the task's inputs; whole groups, the answers of a prompt are neighbours.
+            batch: the task's inputs; whole groups, the responses of a prompt are neighbours.
             group_size: G.
         Returns:
-            float32 columns, one value per row or one per answer token.
+            float32 columns, one value per row or one per response token.
         """
 
     def moments(self, batch: PackedBatch) -> "Moments":
@@ -119,12 +119,13 @@ class Algorithm(ABC, Generic[Config]):
 
 
 def has_reward(batch: PackedBatch) -> Tensor:
-    """Return bool [N]: whether an answer has a reward; where scoring failed it is NaN, and the answer has no weight."""
+    """Return bool [N]: whether a response has a reward; where scoring failed it is NaN, and the response has no
+    weight."""
     return batch["rewards"].values.isfinite()
 
 
 def token_advantages(batch: PackedBatch) -> Tensor:
-    """Return float32 [A]: the advantage of each answer token, from a column with one per answer or per token."""
+    """Return float32 [A]: the advantage of each response token, from a column with one per response or per token."""
     column, length_N = batch["advantages"], batch["responses"].lengths
     if torch.equal(column.lengths, length_N):
         return column.values.float()

@@ -5,7 +5,7 @@ are taken out before they get here, where they are scored.
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
 
-Legend of shapes: N answers.
+Legend of shapes: N responses.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from workers.algorithms.config import DAPOConfig
 
 
 class DAPO(Algorithm[DAPOConfig]):
-    """GRPO's advantages, from rewards that fall for overlong answers."""
+    """GRPO's advantages, from rewards that fall for overlong responses."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a buffer, the lengths of `responses`."""
@@ -34,10 +34,10 @@ class DAPO(Algorithm[DAPOConfig]):
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return float64 [N]: 0 for answers shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
+    """Return float64 [N]: 0 for responses shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
 
     Args:
-        length_N: integer [N], tokens of each answer.
+        length_N: integer [N], tokens of each response.
         max_tokens: L_max.
         buffer_tokens: L_cache, at least 1.
     Source: arXiv 2503.14476, eq. 13.

@@ -12,7 +12,7 @@ from workers.algorithms.config import GRPOConfig
 
 
 class GRPO(Algorithm[GRPOConfig]):
-    """How much better an answer is than the group's mean, in deviations."""
+    """How much better a response is than the group's mean, in deviations."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards`."""

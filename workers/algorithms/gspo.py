@@ -1,4 +1,4 @@
-"""GSPO: group sequence policy optimisation: ratio and clip belong to whole answers.
+"""GSPO: group sequence policy optimisation: ratio and clip belong to whole responses.
 
 Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 """
@@ -12,7 +12,7 @@ from workers.algorithms.config import GSPOConfig
 
 
 class GSPO(Algorithm[GSPOConfig]):
-    """GRPO's advantages; an answer is clipped as a whole."""
+    """GRPO's advantages; a response is clipped as a whole."""
 
     sequence_ratio = True
 

@@ -23,11 +23,11 @@ class AnswerSettings(Protocol):
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest answer (tokens)."""
+        """Longest response (tokens)."""
 
     @property
     def truncated(self) -> str:
-        """`mask`: answers that were cut do not count."""
+        """`mask`: responses that were cut do not count."""
 
 
 def load_algorithm(config: AlgorithmConfig, answers: AnswerSettings) -> Algorithm[Any]:

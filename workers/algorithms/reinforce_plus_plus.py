@@ -1,9 +1,9 @@
 """REINFORCE++: rewards minus a KL penalty to come, normalised over all tokens of the step; with or without a baseline.
 
 Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10; the weights of tokens are those of the authors'
-code (OpenRLHF): mean and deviation are over tokens, not over answers.
+code (OpenRLHF): mean and deviation are over tokens, not over responses.
 
-Legend of shapes: N answers, A tokens of the answers, packed.
+Legend of shapes: N responses, A tokens of the responses, packed.
 """
 
 from collections.abc import Mapping

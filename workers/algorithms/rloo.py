@@ -1,8 +1,8 @@
-"""RLOO: REINFORCE leave-one-out: an answer is compared with the mean of the others to its prompt.
+"""RLOO: REINFORCE leave-one-out: a response is compared with the mean of the others to its prompt.
 
 Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
 
-Legend of shapes: B prompts, G answers of each.
+Legend of shapes: B prompts, G responses of each.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from workers.algorithms.config import RLOOConfig
 
 
 class RLOO(Algorithm[RLOOConfig]):
-    """Rewards, less the KL penalty of their whole answer, against those of the others."""
+    """Rewards, less the KL penalty of their whole response, against those of the others."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""

@@ -2,7 +2,7 @@
 
     python -u -P -m workers.calls.child PARENT_PID SOCKET
 
-A `def` is called in the main thread, one answer after the other: what hangs or holds Python's lock is killed from
+A `def` is called in the main thread, one call after the other: what hangs or holds Python's lock is killed from
 outside. An `async def` runs in the main thread's loop, as many calls at a time as the pool asks for. What the function
 prints goes where the parent's own output goes; the first error's traceback, too. It imports what the function needs,
 never torch by itself.

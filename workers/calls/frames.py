@@ -19,7 +19,7 @@ from asyncflow.decoding import msgpack_decoder
 
 LENGTH_BYTES = 4
 MOST_BYTES = 2**28
-"""Longest message: texts of an answer, or what a function returned."""
+"""Longest message: texts of a response, or what a function returned."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -69,7 +69,7 @@ class ColumnTask(ABC):
 class Rewards(ColumnTask):
     """Task `rewards` in a role of its own: the reward function's score, and the reward model's if there is one.
 
-    Inside rollout every answer is scored as it ends (`workers.outbox`).
+    Inside rollout every response is scored as it ends (`workers.outbox`).
     """
 
     def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
@@ -86,7 +86,7 @@ class Rewards(ColumnTask):
         """Return `rewards` and `correct` from `prompts`, `responses`, `answers`.
 
         Raises:
-            UserCodeFailed: the reward model gave an answer no finite number.
+            UserCodeFailed: the reward model gave a response no finite number.
         """
         prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
         answers = batch["answers"].texts()
@@ -113,7 +113,7 @@ class ReferenceLogProbs(ColumnTask):
         self._reference = Reference(context)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `ref_log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        """Return `ref_log_probs`, float32 per response token, from `prompts` and `responses`."""
         return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class TrainerLogProbs(ColumnTask):
         self._engine = engine
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
         if not len(batch):
             self._engine.log_probs(None)
             return {}
@@ -167,7 +167,7 @@ class FollowerLogProbs(ColumnTask):
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `log_probs`, float32 per answer token, from `prompts` and `responses`."""
+        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
         return {"log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
@@ -185,7 +185,7 @@ class FollowerLogProbs(ColumnTask):
 
 
 class Values(ColumnTask):
-    """What the critic expects of an answer before each of its tokens; the process trains it, and rows of a step come
+    """What the critic expects of a response before each of its tokens; the process trains it, and rows of a step come
     before its update."""
 
     collective = True
@@ -193,13 +193,13 @@ class Values(ColumnTask):
     def __init__(self, engine: ValueEngine, *, num_rows: int) -> None:
         """Args:
         engine: the critic.
-        num_rows: answers per forward.
+        num_rows: responses per forward.
         """
         self.num_rows = num_rows
         self._engine = engine
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `values`, float32 per answer token, from `prompts` and `responses`."""
+        """Return `values`, float32 per response token, from `prompts` and `responses`."""
         if not len(batch):
             self._engine.values(None)
             return {}
@@ -226,7 +226,7 @@ class Advantages(ColumnTask):
 
 
 def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the engines' packed sequences: prompt then answer, one row after another; neither padded nor sorted.
+    """Return the engines' packed sequences: prompt then response, one row after another; neither padded nor sorted.
 
     Args:
         batch: columns `prompts` and `responses`, int64, N >= 1 rows.
@@ -239,7 +239,7 @@ def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
 
 
 def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
-    """Return the answer with the weighted sum of both as its reward; none where the function failed. Whether the
+    """Return the response with the weighted sum of both as its reward; none where the function failed. Whether the
     response is right is the function's word alone."""
     if scored.failure:
         return scored

@@ -1,4 +1,4 @@
-"""A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
+"""A task of the user's own: their function is called for every response. It makes no columns but the one it names."""
 
 import math
 from collections.abc import Iterator, Mapping
