@@ -20,7 +20,7 @@ from launcher.roles import check_roles, parse_roles
 from launcher.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig
-from workers.data_formats import hub_data_command, hub_model_command, is_hub_name
+from workers.data import hub_data_command, hub_model_command, is_hub_name
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""

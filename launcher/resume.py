@@ -37,8 +37,7 @@ from launcher.running_launcher import check_not_running
 from launcher.yaml_file import read_yaml
 from workers.checkpoint_files import HF, META_FILE, CheckpointMeta, damages
 from workers.config import RunConfig
-from workers.ledger_file import LEDGER_FILE
-from workers.trained_groups import trained_groups
+from workers.ledger_file import LEDGER_FILE, trained_groups
 
 LATEST = "latest"
 ABANDONED = "abandoned"

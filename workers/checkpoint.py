@@ -63,9 +63,7 @@ class Checkpointer:
         """Remove what an interrupted save or removal left.
 
         Args:
-            run_dir: of the run.
             config: what is kept, and the deadline of a save.
-            facts: of the run.
             device: that holds the state.
             restored_from: checkpoint that the run goes on from; stays.
             timeline: records spans.
@@ -81,7 +79,7 @@ class Checkpointer:
         directory = CheckpointDirectory(run_dir, config, restored_from=restored_from)
         if dist.get_rank() == 0:
             directory.clean()
-        self._writer = CheckpointWriter(directory, facts, group=self._group)
+        self._writer = CheckpointWriter(directory, facts, group=self._group, timeout_s=config.timeout_s)
         self._copy = HostCopy(device)
         self._thread: threading.Thread | None = None
         self._step = 0

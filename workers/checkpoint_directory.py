@@ -62,7 +62,6 @@ class CheckpointDirectory:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, *, restored_from: Path | None) -> None:
         """Args:
-        run_dir: of the run.
         config: what is kept.
         restored_from: the checkpoint that the run went on from: processes that start again still read it.
         """

@@ -4,7 +4,7 @@ checkpoints/step_000020/
     meta.json    what this checkpoint is, and the size and checksum of every other file (`CheckpointMeta`; written last)
     config.yaml  the resolved configuration of the run that saved it
     dcp/         model and optimizer shards (torch.distributed.checkpoint)
-    critic/      the same of the critic, whoever trains it, where the algorithm has one
+    critic/      the same of the critic, where the algorithm has one
     rng/         random number generators, one file per rank
     reference/   the reference's weights, if they are neither the initial ones nor these
     hf/          Hugging Face export (safetensors), if configured; resuming does not need it
@@ -31,7 +31,7 @@ _THREADS = 8
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """A file as it must be; `xxh3` is its 64-bit checksum as 16 hex digits."""
+    """Size and checksum of a file; `xxh3` has 64 bits, as 16 hex digits."""
 
     num_bytes: int
     xxh3: str

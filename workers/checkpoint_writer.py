@@ -3,8 +3,8 @@
     all     bytes needed -> [rank 0: room? reference/, queue/] -> dcp/ -> rng/, own checksums
     rank 0  config.yaml, hf/ -> ledger durable -> meta.json -> into place -> older ones go
 
-After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and nobody waits
-for a rank that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
+After each part the ranks agree whether all could do theirs: a save fails on all of them or on none, and no rank
+waits for one that gave up. Collectives go over a group of the saving thread's own; training uses the default one.
 """
 
 import errno
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
+from workers.actor_critic_channel import ActorCriticChannel
 from workers.checkpoint_directory import CheckpointDirectory, beside
 from workers.checkpoint_files import (
     DCP,
@@ -38,7 +39,7 @@ from workers.checkpoint_files import (
     files_below,
     sync,
 )
-from workers.gather import gather
+from workers.gang_peers import gather
 from workers.saved_shards import own_shards, save_shards
 
 logger = logging.getLogger(__name__)
@@ -71,36 +72,35 @@ class Contents:
         export_hf: (target, saved state) -> writes the Hugging Face directory; None: there is none.
         snapshot: writes the queue's finished samples into a directory; None: they are not kept.
         reference: directory of weights that belongs to it, too.
-        critic_begins: tells a critic in a role of its own that it may write its part beside the checkpoint.
-        critic_files: waits until it did; returns its files, with sizes and checksums.
-        failed: is told that the save came to nothing.
-        saved: is told when the checkpoint is in place.
+        critic: leads to a critic in a role of its own, which writes its part beside the checkpoint.
+        saved: is called when the checkpoint is in place.
     """
 
     make_durable: Callable[[], None]
     export_hf: Callable[[Path, Path], None] | None = None
     snapshot: Callable[[Path], object] | None = None
     reference: Path | None = None
-    critic_begins: Callable[[], None] = lambda: None
-    critic_files: Callable[[], dict[str, tuple[int, str]]] = dict
-    failed: Callable[[], None] = lambda: None
+    critic: ActorCriticChannel | None = None
     saved: Callable[[], None] = lambda: None
 
 
 class CheckpointWriter:
     """One rank's part."""
 
-    def __init__(self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, facts: RunFacts, *, group: dist.ProcessGroup, timeout_s: float
+    ) -> None:
         """Args:
         directory: of the run's checkpoints.
-        facts: of the run.
         group: of all ranks, over the CPU, for this thread alone.
+        timeout_s: how long a critic may take to write its part (s).
         """
         # Half the processor time of writing; what is written has a checksum of our own.
         torch.serialization.set_crc32_options(False)
         self._directory = directory
         self._facts = facts
         self._group = group
+        self._timeout_s = timeout_s
         self._rank = dist.get_rank(group)
 
     def write(
@@ -111,7 +111,6 @@ class CheckpointWriter:
         Args:
             step: that was completed last.
             copied: waits for the copies of this rank's states and returns them, by their directories.
-            num_bytes: of the copy.
             rng: states of this rank's random number generators.
             rest: what rank 0 adds.
 
@@ -129,7 +128,8 @@ class CheckpointWriter:
             self._first_rank(target, partial(self._complete, step, files, rest))
         except CheckpointError:
             if self._rank == 0:
-                rest.failed()
+                if rest.critic is not None:
+                    rest.critic.send_begun(step, begun=False)
                 self._directory.discard(step)
             raise
         if self._rank == 0:
@@ -139,7 +139,8 @@ class CheckpointWriter:
         """Make room, and take what does not wait: references are replaced, and what is trained leaves the queue."""
         work = beside(self._directory.path(step))
         self._directory.begin(step, num_bytes=num_bytes)
-        rest.critic_begins()
+        if rest.critic is not None:
+            rest.critic.send_begun(step, begun=True)
         if rest.reference is not None:
             shutil.copytree(rest.reference, work / REFERENCE, copy_function=_link_or_copy)
         if rest.snapshot is None:
@@ -170,7 +171,8 @@ class CheckpointWriter:
         shutil.copyfile(self._facts.config, work / self._facts.config.name)
         if rest.export_hf is not None:
             rest.export_hf(work / HF, work / DCP)
-        files |= rest.critic_files()
+        if rest.critic is not None:
+            files |= rest.critic.recv_files(step, timeout_s=self._timeout_s)
         rest.make_durable()
         entries = {name: FileEntry(*entry) for name, entry in files.items()}
         others = [name for name in files_below(work) if name not in entries and not name.startswith(f"{QUEUE}/")]

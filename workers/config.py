@@ -73,9 +73,9 @@ class SamplingConfig(Settings):
     """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: servers of yours, see `openai`; `sim`:
     sleeps, see `sim`."""
     batch_size: int = Field(64, ge=1)
-    """Answers generated at the same time by one instance; rounded down to whole groups, at least one."""
+    """Responses generated at the same time by one instance; rounded down to whole groups, at least one."""
     max_response_tokens: int = Field(ge=1)
-    """Longest answer (tokens); a longer one is cut and flagged."""
+    """Longest response (tokens); a longer one is cut and flagged."""
     temperature: Temperature = Field(1.0, ge=0)
     """Sampling temperature; 0: the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -83,7 +83,7 @@ class SamplingConfig(Settings):
     top_k: int = Field(0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0 keeps all."""
     on_swap: Literal["recompute", "keep", "finish"] = "recompute"
-    """Answers that run when newer weights are due go on with them: their keys and values are computed again
+    """Responses that run when newer weights are due go on with them: their keys and values are computed again
     (`recompute`), or those of the old weights stay (`keep`, which costs nothing). `finish`: the weights wait until all
     that runs has ended, as they always do for `openai`."""
 
@@ -94,23 +94,23 @@ class RolloutConfig(SamplingConfig):
     temperature: Temperature = Field(1.0, gt=0)
     """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
     truncated: Literal["train", "mask"] = "train"
-    """Answers cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
+    """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     samples_per_step: int = Field(8, ge=0)
-    """Prompts with their answers written to `samples/` per step."""
+    """Prompts with their responses written to `samples/` per step."""
 
 
 class TrainingConfig(Settings):
     """How a model is trained."""
 
     micro_batch_size: int = Field(16, ge=1)
-    """Answers per rank and forward-backward; with `max_tokens_per_micro_batch`: answers that a rank gets at a time, and
-    cuts by tokens."""
+    """Responses per rank and forward-backward; with `max_tokens_per_micro_batch`: responses that a rank gets at a time,
+    and cuts by tokens."""
     max_tokens_per_micro_batch: int = Field(0, ge=0)
-    """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; an answer that is longer
-    by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts. With `tq.policy:
-    token-budget` a rank also gets no more at a time, where a prompt counts for each of its answers."""
+    """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; a response that is
+    longer by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts. With
+    `tq.policy: token-budget` a rank also gets no more at a time, where a prompt counts for each of its responses."""
     shared_prompt: bool = True
-    """Compute a prompt that several answers of a micro-batch have in common once; the gradient is the same."""
+    """Compute a prompt that several responses of a micro-batch have in common once; the gradient is the same."""
     lr: float = Field(1e-6, gt=0)
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = Field(0, ge=0)
@@ -183,7 +183,7 @@ class CriticConfig(TrainingConfig):
     """The critic of PPO: the policy's backbone with a head that gives one number (FSDP2 over its ranks).
 
     It makes as many updates of a step as the actor (`actor.num_updates_per_step`, `actor.ppo_epochs`). In a role of its
-    own it has `micro_batch_size` answers per rank and forward-backward; inside the actor it has the actor's.
+    own it has `micro_batch_size` responses per rank and forward-backward; inside the actor it has the actor's.
     """
 
     path: str | None = None
@@ -207,7 +207,7 @@ class RefConfig(Settings):
     engine: Literal["hf", "sim"] = "hf"
     """`hf`: transformers; `sim`: sleeps, see `sim`."""
     micro_batch_size: int = Field(32, ge=1)
-    """Answers per forward, of `actor_fwd` too, and of what actor and critic compute of them before they train by
+    """Responses per forward, of `actor_fwd` too, and of what actor and critic compute of them before they train by
     tokens."""
     shared_prompt: bool = True
     """As `actor.shared_prompt`; of `actor_fwd` too."""
@@ -224,17 +224,17 @@ class EvaluateConfig(Settings):
     max_prompts: int = Field(0, ge=0)
     """Take the first so many prompts of the file; 0: all."""
     n_samples_per_prompt: int = Field(1, ge=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     engine: Literal["hf", "vllm", "sim"] = "hf"
     """Generating engine; see `rollout.engine`."""
     temperature: Temperature = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, every token is the likeliest."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Nucleus sampling; null: as rollout. Nothing to a greedy answer."""
+    """Nucleus sampling; null: as rollout. Nothing to a greedy response."""
     top_k: int | None = Field(None, ge=0, lt=2**31)
-    """Keep the k likeliest tokens; null: as rollout. Nothing to a greedy answer."""
+    """Keep the k likeliest tokens; null: as rollout. Nothing to a greedy response."""
     max_response_tokens: int | None = Field(None, ge=1)
-    """Longest answer (tokens); null: as rollout."""
+    """Longest response (tokens); null: as rollout."""
     timeout_s: float = Field(600.0, gt=0)
     """How long a run whose last step is trained and saved waits for evaluations to end (s)."""
 
@@ -291,7 +291,7 @@ class LauncherConfig(Settings):
     stop_timeout_s: float = Field(30.0, gt=0)
     """After a stop request, how long workers may take to save and leave before they are killed (s)."""
     operation_timeout_s: float = Field(1800.0, gt=0)
-    """Longest time without progress of a worker that works (an answer, a micro-batch, an update, a save): then it is
+    """Longest time without progress of a worker that works (a response, a micro-batch, an update, a save): then it is
     stuck, and started again (s)."""
     silence_timeout_s: float = Field(120.0, gt=0)
     """Longest time in which a worker's process says nothing although it runs, e.g. in native code that holds Python's

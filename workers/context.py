@@ -26,7 +26,9 @@ from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
+from workers.checkpoint_files import CheckpointMeta
 from workers.config import RunConfig
+from workers.data import data_hash
 from workers.dataflow import OBSERVERS
 from workers.module_search import search_beside
 
@@ -103,6 +105,12 @@ class WorkerContext:
             return 0
         return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
 
+    def first_data_hash(self) -> str:
+        """Return the hash of the prompts' file when the run began: from its checkpoint, else from its first reader."""
+        if self.job.resume_from:
+            return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
+        return self.said_first("data_hash", data_hash(Path(self.config.data.path)))
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the user's command started, also if the wall clock was set meanwhile."""
@@ -164,23 +172,23 @@ class WorkerContext:
         self._store.set(f"warning/{self.gang.name}/{self.rank}", json.dumps({"time": time.time(), "text": text}))
 
     def reward_failed(self, why: str) -> None:
-        """Say why an answer could not be scored: the launcher shows the first time, the trainer the last. Any thread
+        """Say why a response could not be scored: the launcher shows the first time, the trainer the last. Any thread
         may call this."""
         if not self._reward_has_failed:
             self.said_first("reward_failure", why)
             self._reward_has_failed = True
-        self._store.put("reward_failure", why)  # before the trainer gets the answer
+        self._store.put("reward_failure", why)  # before the trainer gets the response
 
     def last_reward_failure(self) -> str:
-        """Return why, so far, an answer could not be scored last; "" if no rank said so."""
+        """Return why, so far, a response could not be scored last; "" if no rank said so."""
         return bytes(self._store.get("reward_failure")).decode() if self._store.check(["reward_failure"]) else ""
 
     def said_first(self, key: str, value: str) -> str:
-        """Return what any rank said first about `key` since the user's command started: `value`, if nobody had."""
+        """Return what any rank said first about `key` since the user's command started; maybe `value`."""
         return self._store.set_first(f"first/{key}", value).decode()
 
     def wake_to_stop(self, wake: threading.Event) -> None:
-        """Set another event, too, for as long as the run stops: whoever waits for it looks at `stopping` then."""
+        """Set another event, too, when the run stops: a thread waits for it, and then looks at `stopping`."""
         self._woken_to_stop.append(wake)
 
     def mark_done(self) -> None:

@@ -1,32 +1,44 @@
-"""The loop of a critic in a role of its own: for every step, what its answers are worth, then the update.
+"""The loop of a critic in a role of its own: for every step, what its responses are worth, then the update.
 
     round of step s arrives -> values -> advantages, returns -> put advantages -> forward_backward
     the last one is there   -> the actor committed to step s -> update ... -> report
 
 All values of a step come from the weights that the critic had when it began the step, since it updates only after the
-step's last row; the actor gets advantages as rows arrive. See `workers.trainer_words` for how the two keep step.
+step's last row; the actor gets advantages as rows arrive.
+`workers.actor_critic_channel` says how the two keep step.
+`CriticSaver` writes the critic's part of a checkpoint.
 """
 
 import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from tq.batch import PackedBatch
-from tq.client.dataloader import StreamingDataLoader
+from workers.actor_critic_channel import ActorCriticChannel, Kind
+from workers.checkpoint_directory import beside, checkpoint_path
+from workers.checkpoint_files import CRITIC, describe
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
-from workers.critic_saver import CriticSaver
+from workers.engines.base import ValueEngine
 from workers.engines.load import load_value_engine
-from workers.gang_peers import meet_peers
-from workers.gather import gather, sum_over_ranks
-from workers.learner import critic_learner
+from workers.gang_peers import gather, meet_peers, sum_over_ranks
+from workers.graph import task_of
+from workers.host_copy import HostCopy
 from workers.records import StepRecord
-from workers.step_trainer import StepTrainer
-from workers.tasks import task_of
-from workers.trainer_words import Kind, TrainerWords
+from workers.saved_shards import load_shards, own_shards, save_shards
+from workers.trainer import Trainer, critic_learner, open_loader
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 
 def run_critic(context: WorkerContext) -> None:
@@ -39,7 +51,7 @@ def run_critic(context: WorkerContext) -> None:
 
 
 class Critic:
-    """One rank of the critic's gang."""
+    """One rank of the critic's gang; a `TrainingRole`."""
 
     def __init__(self, context: WorkerContext) -> None:
         config = context.config
@@ -47,36 +59,24 @@ class Critic:
         task = task_of("critic", config, context.job)
         engine = load_value_engine(config, device=context.device)
         self._outputs = task.outputs
-        self._words = self._new_words()
+        self._channel = self._open_channel()
         self._saver = CriticSaver(
-            engine, self._new_words, context.run_dir, device=context.device, timeout_s=config.checkpoint.timeout_s
+            engine, self._open_channel, context.run_dir, device=context.device, timeout_s=config.checkpoint.timeout_s
         )
         if context.job.resume_from:
             self._saver.restore(Path(context.job.resume_from))
         self._columns = TaskChain(task.fused, context, critic=engine)
         self._client = context.queue_client()
-        self._loader = StreamingDataLoader(
-            self._client,
-            task.name,
-            task.inputs,
-            first_partition=context.start_step + 1,
-            last_partition=context.job.last_step,
-            rows_per_round=max(config.critic.micro_batch_size, config.schedule.n_samples_per_prompt),
-            token_budget=config.round_tokens(config.critic),
-            rank=context.rank,
-            num_ranks=context.gang.num_ranks,
-            timeout_s=config.tq.request_timeout_s,
+        self._loader = open_loader(
+            context, self._client, task, config.critic, rank=context.rank, num_ranks=context.gang.num_ranks
         )
-        self._trainer = StepTrainer(
+        self._trainer = Trainer(
             context,
             (critic_learner(config, engine),),
             self._loader,
             columns=self._columns,
             training=config.critic.training(config.actor),
-            commit=self._committed,
-            taken=self._put,
-            before_update=self._saver.before_update,
-            after_update=lambda *_: None,
+            role=self,
         )
         self._over = False
 
@@ -84,12 +84,10 @@ class Critic:
         """Train every step that the actor finishes, and save what it saves."""
         self._context.report("waiting for rows", version=self._context.start_step)
         while step := self._loader.next_partition():
-            record = self._trainer.train(step)
-            if record is None:
+            if self._trainer.train(step) is None:
                 break
-            self._report(record)
         while not self._over:
-            self._hear()
+            self._receive()
         self._saver.wait()
 
     def close(self) -> None:
@@ -99,39 +97,159 @@ class Critic:
         self._columns.close()
         self._client.close()
 
-    def _put(self, batch: PackedBatch, _: StepRecord) -> None:
-        """Pass on what others read."""
+    def take(self, batch: PackedBatch, _: StepRecord) -> None:
+        """Pass on what other roles read."""
         self._loader.put({name: batch[name] for name in self._outputs} if len(batch) else {})
 
-    def _committed(self, record: StepRecord, stopped: bool) -> bool:
-        """Wait until the actor trains this step, or will not; what it wants saved is of the step before."""
+    def commit(self, record: StepRecord, stopped: bool) -> bool:
+        """Wait until the actor trains this step, or will not; a save that comes first is of the step before."""
         stopped = sum_over_ranks(int(stopped), device=self._context.device) > 0
         while not self._over:
-            if (committed := self._hear()) is not None:
+            if (committed := self._receive()) is not None:
                 at = record.step
                 assert committed == at and not stopped, f"the actor is at step {committed}, the critic at {at}"
                 return True
         return False
 
-    def _hear(self) -> int | None:
-        """Take in the actor's next word; returns the step that it committed to."""
+    def before_update(self) -> float:
+        """Wait until a save has copied the weights."""
+        return self._saver.before_update()
+
+    def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
+        """No policy is trained here."""
+
+    def publish(self, record: StepRecord) -> None:
+        """Nothing follows a critic's weights."""
+
+    def record(self, record: StepRecord) -> None:
+        """Report the step's figures to the actor, which writes them down."""
+        self._context.report("reporting", step=record.step, version=record.step)
+        record.merge(gather(record.part(), device=self._context.device))
+        if self._context.rank == 0:
+            self._channel.send_report(record.step, record.critic_metrics())
+
+    def _receive(self) -> int | None:
+        """Act on the actor's next message; returns the step that it committed to."""
         self._context.report("waiting for the actor")
         with self._context.timeline.span("wait for the actor"):
-            word = self._words.hear()
-        match word.kind:
+            message = self._channel.recv()
+        match message.kind:
             case Kind.COMMIT:
-                return word.step
+                return message.step
             case Kind.SAVE:
-                self._saver.begin(word.step)
+                self._saver.begin(message.step)
             case Kind.END:
                 self._over = True
         return None
 
-    def _report(self, record: StepRecord) -> None:
-        self._context.report("reporting", step=record.step, version=record.step)
-        record.join(gather(record.share(), device=self._context.device))
-        if self._context.rank == 0:
-            self._words.report(record.step, record.critic_metrics())
+    def _open_channel(self) -> ActorCriticChannel:
+        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
 
-    def _new_words(self) -> TrainerWords:
-        return TrainerWords(self._context.sealed_store(), lineage=self._context.job.lineage)
+
+class CriticSaver:
+    """A critic's part of a checkpoint; the actor's saver waits for it. All ranks construct and call it together.
+
+        training thread   save s received -> begin(s): the copy begins -> before_update() -> update of step s + 1
+        saving thread     s has begun -> shards, checksums -> files of s
+
+    The actor is told of a failure, and then drops the whole save.
+    """
+
+    def __init__(
+        self,
+        engine: ValueEngine,
+        open_channel: Callable[[], ActorCriticChannel],
+        run_dir: Path,
+        *,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Args:
+        engine: that is saved.
+        open_channel: for the saving thread.
+        device: that holds the state.
+        timeout_s: deadline of one save (s).
+        """
+        self._engine = engine
+        self._channel = open_channel()
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._copy = HostCopy(device)
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        """That is saved, or was last."""
+
+    def restore(self, source: Path) -> None:
+        """Load the critic's part of a checkpoint, also one that the actor saved.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        load_shards(self._engine, source / CRITIC, group=self._group)
+
+    def begin(self, step: int) -> None:
+        """Begin to save the state as it is now: after `step`.
+
+        Raises:
+            CheckpointError: an earlier save does not end.
+        """
+        self.wait()
+        state = self._copy.begin(self._engine.state_dict())
+        self._step = step
+        self._thread = threading.Thread(target=self._write, args=(step, state), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def before_update(self) -> float:
+        """Wait until the state may change."""
+        self._copy.wait()
+        return 0.0
+
+    def wait(self) -> None:
+        """Wait until the last save is written, or has failed.
+
+        Raises:
+            CheckpointError: it does not end; its thread may still read the copy, so another save cannot begin.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the critic's part of the checkpoint of step {self._step} is not written after {self._timeout_s:g} s "
+                f"(checkpoint.timeout_s); look whether the file system answers"
+            )
+        self._thread = None
+
+    def close(self) -> None:
+        """Let go of the copy's thread; idempotent."""
+        self._copy.close()
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            self._save(step, state)
+        except Exception:  # the boundary of a thread: a rank is gone, or the actor; both are noticed elsewhere
+            logger.exception("the critic's part of step %d is not saved", step)
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
+        files: dict[str, tuple[int, str]] = {}
+        error = ""
+        try:
+            files = self._shards(step, state)
+        except (Exception, dcp.CheckpointException) as failure:  # the boundary of a thread; the second is no Exception
+            expected = isinstance(failure, (AsyncFlowError, OSError))
+            logger.warning("the critic's part of step %d", step, exc_info=None if expected else failure)
+            error = f"rank {dist.get_rank()}: {one_line(failure)}"
+        parts = gather([files, error], device=_CPU, group=self._group)
+        if dist.get_rank() == 0:
+            merged = {name: tuple(entry) for found, _ in parts for name, entry in found.items()}
+            self._channel.send_files(step, merged, next((why for _, why in parts if why), ""))
+
+    def _shards(self, step: int, state: dict[str, Any]) -> dict[str, tuple[int, str]]:
+        self._copy.wait()
+        if not self._channel.recv_begun(step, timeout_s=self._timeout_s):
+            return {}
+        work = beside(checkpoint_path(self._run_dir, step))
+        save_shards(state, work / CRITIC, group=self._group)
+        own = describe(work, own_shards(work, CRITIC, dist.get_rank()))
+        return {name: (entry.num_bytes, entry.xxh3) for name, entry in own.items()}

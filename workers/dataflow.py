@@ -21,7 +21,7 @@ _WITH_MODELS = ("actor", "critic", "rollout", "ref", "reward", "actor_fwd", "eva
 TRAINERS = frozenset({"actor", "critic"})
 """Roles that train a model: each is one gang, gets its rows in rounds, and keeps its leases until its gang ends."""
 OBSERVERS = frozenset({"evaluate"})
-"""Roles without a task: they read no queue and only look at the weights, so nobody waits for them."""
+"""Roles without a task: they read no queue and only look at the weights, so nothing waits for them."""
 CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
 """Processes that are no role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
@@ -31,7 +31,7 @@ PROMPT_COLUMNS = ("prompts", "answers", "epochs")
 TEXT_COLUMNS = ("prompts", "responses", "answers")
 """Columns that are texts to a person."""
 LOSS_MASKS = "loss_masks"
-"""Written by users' tasks: the weight of an answer's loss, 0 to 1."""
+"""Written by users' tasks: the weight of a response's loss, 0 to 1."""
 REWARD_PARTS = "reward_parts"
 """What a user's reward is made of: numbers by name, for the metrics."""
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
@@ -41,7 +41,7 @@ TOKEN_COLUMNS = (
 )  # fmt: skip
 """Columns of AsyncFlow's own tasks with a value per token."""
 ANSWER_COLUMNS = ("answers", "epochs", "truncated", "rewards", "correct", "advantages")
-"""Those with one value per answer."""
+"""Those with one value per response."""
 
 
 class NeededWeights(StrEnum):
@@ -49,7 +49,7 @@ class NeededWeights(StrEnum):
 
     ANY = "any"
     BOUNDED = "bounded"
-    """As old as the schedule lets them be: answers."""
+    """As old as the schedule lets them be: responses."""
     NEWEST = "newest"
     """Those of step s - 1, on which step s trains."""
 
@@ -149,7 +149,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
-    """A column that a role computes for itself never reaches the queue, so nobody else may read it."""
+    """A column that a role computes for itself never reaches the queue, so no other role may read it."""
     reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
     for task in placed:
         for name in task.inputs:

@@ -2,28 +2,33 @@
 
     wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
 
-Called by `workers.main`. It reads no queue, and nobody waits for it: its receiver keeps only versions that are due, as
+Called by `workers.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are due, as
 a guest of the weight agent. Weights are never swapped inside an evaluation; a version that came and went meanwhile is
-left out, and the newest due one is next. Which versions are due is `workers.due_steps`'s.
+left out, and the newest due one is next. Which versions are due, and whose, follows from the configuration alone:
+
+    interval = 4, last step 10, two instances      due             0   4   8   10
+                                                   instance        0   1   0   0
 """
 
+import json
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
-from workers.due_steps import own_steps
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
-from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line
 from workers.json_lines import JsonLines
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
@@ -33,6 +38,10 @@ from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "evaluation.jsonl"
+"""A line for each evaluated version. Several instances append to it, a line with one write."""
+_Z_95 = 1.959964
+"""Standard normal quantile of 0.975."""
 _LOOK_S = 0.5
 """How often a wait looks whether the run stops (s)."""
 _STREAM = 1
@@ -68,7 +77,6 @@ class Evaluator:
         """Load tokenizer, prompts and engine; start to watch the weights.
 
         Args:
-            context: of this rank.
             own: steps whose weights this instance evaluates, in order; at least one.
         """
         config = context.config
@@ -115,7 +123,7 @@ class Evaluator:
         """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
 
         Raises:
-            UserCodeFailed: no answer could be scored.
+            UserCodeFailed: no response could be scored.
         """
         began = time.monotonic()
         with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
@@ -176,7 +184,7 @@ class Evaluator:
             logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
 
     def _generate(self, version: Version) -> list[Answer]:
-        """Return the answers of all requests, or of some when the run stops, each with its score to come."""
+        """Return the responses of all requests, or of some when the run stops, each with its score to come."""
         stopping, waiting = self._context.stopping, deque(self._requests)
         answers: list[Answer] = []
         while (waiting or self._engine.num_running) and not stopping.is_set():
@@ -208,5 +216,92 @@ def _held_out(context: WorkerContext) -> PromptDataset:
 
 
 def _seed(run_seed: int, index: int) -> int:
-    """Mix (run seed, answer) into 64 bits: the same numbers for every version, so that only the weights differ."""
+    """Mix (run seed, response) into 64 bits: the same numbers for every version, so that only the weights differ."""
     return int(np.random.SeedSequence([run_seed, index, _STREAM]).generate_state(1, np.uint64)[0])
+
+
+def wilson_interval(share: float, number: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share of successes among `number` independent trials.
+
+    Unlike the normal approximation it stays inside 0..1 and is of use for few trials and for shares of 0 and 1.
+    Source: Wilson 1927, Probable inference, the law of succession, and statistical inference, JASA 22 (158), p. 209.
+    """
+    z2 = _Z_95**2 / number
+    center = (share + z2 / 2) / (1 + z2)
+    half = math.sqrt(share * (1 - share) * z2 + z2**2 / 4) / (1 + z2)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def evaluation_line(
+    answers: Sequence[Generation],
+    scores: Sequence[ScoredAnswer],
+    *,
+    version: Version,
+    num_prompts: int,
+    time_s: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the line of one evaluation.
+
+    The interval of the accuracy counts prompts, not responses: several responses to one prompt are no independent
+    trials.
+
+    Args:
+        answers, scores: of all prompts, equally many of each, in any order; at least one could be scored.
+        version: of the weights that gave all of them.
+        num_prompts: that were answered.
+        time_s: since the command started.
+        seconds: that the evaluation took.
+    """
+    num_samples, known = len(answers), [score for score in scores if not score.failure]
+    accuracy = sum(score.correct for score in known) / len(known)
+    low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
+    return {
+        "step": version.step,
+        "lineage": version.lineage,
+        "accuracy": round(accuracy, 6),
+        "accuracy_low": round(low, 6),
+        "accuracy_high": round(high, 6),
+        "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
+        "reward_failures": num_samples - len(known),
+        "response_tokens_mean": round(sum(answer.response_R.numel() for answer in answers) / num_samples, 3),
+        "truncated_fraction": round(sum(answer.truncated for answer in answers) / num_samples, 6),
+        "num_prompts": num_prompts,
+        "num_samples": num_samples,
+        "time_s": round(time_s, 3),
+        "seconds": round(seconds, 4),
+    }
+
+
+def evaluated_steps(run_dir: Path) -> frozenset[int]:
+    """Return the steps that a run's file has; the launcher has cut it to whole lines of the surviving lineage."""
+    path = run_dir / FILE_NAME
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return frozenset(int(json.loads(line)["step"]) for line in lines)
+
+
+def due_steps(*, interval: int, last: int) -> list[int]:
+    """Return the steps whose weights are due: 0, every `interval` steps, and the last one."""
+    return sorted({*range(0, last, interval), last})
+
+
+def own_steps(
+    *, interval: int, last: int, first: int, instance: int, num_instances: int, done: Collection[int]
+) -> list[int]:
+    """Return the due steps that one instance evaluates, in order.
+
+    Due step k * interval is instance k mod `num_instances`'s. The last step is instance 0's, so that there is one that
+    stays to the end.
+
+    Args:
+        interval: `evaluate.interval`.
+        last: step of the run.
+        first: step of the weights that this start begins with.
+        instance, num_instances: whose; of how many.
+        done: steps that were evaluated before.
+    """
+    return [
+        step
+        for step in due_steps(interval=interval, last=last)
+        if step >= first and step not in done and (0 if step == last else step // interval % num_instances) == instance
+    ]

@@ -1,15 +1,26 @@
-"""The ranks of a training gang as seen by one of them: how they meet, and whom a broken collective is blamed on."""
+"""The ranks of a training gang as seen by one of them: how they meet, exchange small values, and whom a broken
+collective is blamed on. No pickle: msgpack over the group's own backend."""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
+import msgspec
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import get_default_backend_for_device
 
+from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import DeadlineExceeded
 from workers.context import WorkerContext
+
+_DECODER = msgpack_decoder(Any)
+_HEADER_BYTES = 8
+_FIRST_BYTES = 2048
+"""What goes with the first exchange: longer values need a second one."""
 
 
 def meet_peers(context: WorkerContext) -> None:
@@ -62,3 +73,54 @@ def _blame(who: str, whom: str, began: float, what: str, error: Exception) -> De
     waited_s = time.monotonic() - began
     reason = " ".join(str(error).split())[-200:]
     return DeadlineExceeded(f"{who} waited {waited_s:.0f} s {what} for {whom}, in vain: {reason}")
+
+
+def gather(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank. Collective.
+
+    Args:
+        value: of what JSON has, infinite numbers and NaN too.
+        device: of the group's backend.
+        group: None: the default one; errors of another are the caller's.
+
+    Raises:
+        DeadlineExceeded: a rank of the default group does not come, or left.
+    """
+    if dist.get_world_size(group) == 1:
+        return [value]
+    data = msgspec.msgpack.encode(value)
+    first = data[: _FIRST_BYTES - _HEADER_BYTES]
+    parts = _exchange(len(data).to_bytes(_HEADER_BYTES, "little") + first, _FIRST_BYTES, device, group)
+    sizes = [int.from_bytes(part[:_HEADER_BYTES], "little") for part in parts]
+    parts = [part[_HEADER_BYTES:] for part in parts]
+    if max(sizes) > len(parts[0]):
+        parts = _exchange(data, max(sizes), device, group)
+    return [_DECODER.decode(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def sum_over_ranks(value: int, *, device: torch.device) -> int:
+    """Return the sum of every rank's value, below 2**31. Collective over the default group."""
+    return _reduced(value, device, dist.ReduceOp.SUM, "in a sum of all ranks' counts")
+
+
+def max_over_ranks(value: int, *, device: torch.device) -> int:
+    """Return the largest of every rank's value, below 2**31. Collective over the default group."""
+    return _reduced(value, device, dist.ReduceOp.MAX, "in the largest of all ranks' counts")
+
+
+def _reduced(value: int, device: torch.device, operation: dist.ReduceOp.RedOpType, where: str) -> int:
+    if dist.get_world_size() == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.int32, device=device)
+    with waiting_for_peers(where):
+        dist.all_reduce(total, op=operation)
+        return int(total)
+
+
+def _exchange(data: bytes, size: int, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the bytes of every rank, each padded to `size`."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    parts: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with waiting_for_peers("in an exchange of all ranks' figures") if group is None else nullcontext():
+        dist.all_gather(parts, mine, group=group)
+        return [part.cpu().numpy().tobytes() for part in parts]

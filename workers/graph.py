@@ -1,6 +1,6 @@
-"""A run's dataflow graph under its configuration: the algorithm's tasks and the user's own.
+"""A run's dataflow graph: the algorithm's tasks and the user's own, placed over the roles that were launched.
 
-Torch-free: launcher, queue and workers read it.
+Torch-free: launcher, queue and workers read it. An algorithm with other tasks than the critic-free ones adds them here.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from asyncflow.errors import ConfigError
-from workers.algorithms.graph import algorithm_tasks
+from asyncflow.job import Job
+from tq.config import ScheduleConfig, ScheduleMode
+from tq.policies import load_policy
+from tq.task_spec import StepSpec, TaskSpec
+from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
 from workers.columns.config import UserTaskConfig
 from workers.config import RunConfig
 from workers.dataflow import (
@@ -22,7 +26,11 @@ from workers.dataflow import (
     SERVICES,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
+    TRAINERS,
+    NeededWeights,
+    PlacedTask,
     Task,
+    place_tasks,
 )
 
 
@@ -38,6 +46,144 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
+
+
+def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
+    """Return the tasks of this run, placed over the roles that were launched."""
+    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
+    return place_tasks(graph_of(config), list(roles))
+
+
+def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
+    """Return the task that a launched role's processes fetch."""
+    return next(task for task in launched_tasks(config, job) if task.role == role)
+
+
+def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
+    """Return what the controllers must know of each placed task under the run's schedule."""
+    return [
+        TaskSpec(
+            name=task.name,
+            inputs=frozenset(task.inputs),
+            outputs=frozenset(task.outputs),
+            whole_groups=task.whole_groups or task.role == "rollout",
+            max_staleness=_max_staleness(task, config),
+            barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            in_order=config.deterministic,
+            keeps_leases=task.role in TRAINERS,
+            max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
+            policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
+            steps=_steps(config.schedule) if task.role in TRAINERS else None,
+        )
+        for task in tasks
+    ]
+
+
+def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.gate_staleness, NeededWeights.NEWEST: 0}
+    return bounds[task.weights]
+
+
+def _steps(schedule: ScheduleConfig) -> StepSpec | None:
+    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
+
+
+def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+    """Return the tasks of the configured algorithm, producers before consumers.
+
+    Args:
+        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
+    """
+    if isinstance(config, PPOConfig):
+        return ppo_tasks(config, old_log_probs)
+    return critic_free_tasks(config, old_log_probs)
+
+
+def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """Algorithms without a critic; the reference is there only when there is a KL penalty.
+
+    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
+    """
+    rollout = Task(
+        name="actor_rollout",
+        role="rollout",
+        host="rollout",
+        inputs=("prompts",),
+        outputs=("responses", "rollout_log_probs", "versions", "truncated"),
+        weights=NeededWeights.BOUNDED,
+    )
+    rewards = Task(
+        name="rewards",
+        role="reward",
+        host="rollout",
+        inputs=("prompts", "responses", "answers"),
+        outputs=("rewards", "correct"),
+        whole_groups=config.filters_groups,
+    )
+    reference = Task(
+        name="ref_log_probs",
+        role="ref",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("ref_log_probs",),
+    )
+    old_policy = Task(
+        name="actor_log_probs",
+        role="actor_fwd",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("log_probs",),
+        weights=NeededWeights.NEWEST,
+    )
+    advantages = Task(
+        name="compute_advantages_and_returns",
+        role="advantages",
+        host="actor",
+        inputs=config.advantage_inputs,
+        outputs=("advantages",),
+        whole_groups=True,
+    )
+    optional = (*((reference,) if config.kl_coef > 0 else ()), *((old_policy,) if old_log_probs else ()))
+    train = Task(
+        name="actor_train",
+        role="actor",
+        host="actor",
+        inputs=(
+            *("prompts", "responses", "rollout_log_probs", "advantages"),
+            *(name for task in optional for name in task.outputs),
+            # Not read by the loss: masking, and what the step's metrics and ledger line report.
+            *("truncated", "versions", "rewards", "correct", "epochs"),
+        ),
+        outputs=(),
+        whole_groups=True,
+    )
+    return (rollout, rewards, *optional, advantages, train)
+
+
+def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """PPO: a critic computes values, advantages and returns, passes the advantages on, and trains on the returns.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+    """
+    *others, advantages, train = critic_free_tasks(config, old_log_probs)
+    values = Task(
+        name="values",
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("values",),
+    )
+    advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
+    critic = Task(
+        name=CRITIC_TRAIN,
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses", "values", "returns", "truncated", "rewards"),
+        outputs=(),
+        whole_groups=True,
+        passes_on=True,
+    )
+    return (*others, values, advantages, critic, train)
 
 
 def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
@@ -84,7 +230,7 @@ def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> t
         users: tasks of the user's own, in any order.
 
     Raises:
-        ConfigError: names that clash, columns that nobody writes or reads, tasks that wait for each other.
+        ConfigError: names that clash, columns without a writer or a reader, tasks that wait for each other.
     """
     *others, train = graph
     _check_names(graph, users)

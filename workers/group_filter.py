@@ -1,12 +1,12 @@
-"""Dynamic sampling: which groups teach nothing, since all their answers have the same reward. Pure.
+"""Dynamic sampling: which groups teach nothing, since all their responses have the same reward. Pure.
 
-    answers of a group are scored -> rewards differ  -> put, as ever
-                                 '-> all are equal   -> `QueueClient.filter_groups`: the group leaves the queue,
-                                                        admission puts the next prompt into its step, and the ledger
-                                                        gets a line
+    responses of a group are scored -> rewards differ  -> put, as ever
+                                   '-> all are equal   -> `QueueClient.filter_groups`: the group leaves the queue,
+                                                          admission puts the next prompt into its step, and the ledger
+                                                          gets a line
 
-Who scores asks: the rollout's outbox, or the role `reward`. Whole groups come to it, and it lets nothing of one out
-before it has judged it. Answers whose reward failed (NaN) are no part of the judgement; a group with fewer than two
+The process that scores asks: the rollout's outbox, or the role `reward`. It gets whole groups, and puts nothing of one
+before it is judged. Responses whose reward failed (NaN) are no part of the judgement; a group with fewer than two
 rewards shows no difference to judge, and is put: its advantages are zero, and the trainer counts the failures. Only
 after a crash in the middle of a put a part of a group may be all that is left to score; it is let through, and its
 advantages are zero if its rewards are equal.
@@ -22,8 +22,8 @@ def uniform_groups(groups: Sequence[int], rewards: Sequence[float], *, group_siz
     """Return the ids of the whole groups that have several rewards, all of them equal.
 
     Args:
-        groups: id of each answer's group.
-        rewards: of each answer; NaN: there is none.
+        groups: id of each response's group.
+        rewards: of each response; NaN: there is none.
         group_size: G.
     """
     members: dict[int, list[float]] = {}

@@ -14,7 +14,7 @@ from weightsync.version import Version
 from workers.context import WorkerContext
 
 _TURN_PATIENCE_S = 1.0
-"""How long whoever needs newer weights waits for a turn to swap before it looks again whether the run stops (s)."""
+"""How long a wait for a turn to swap lasts before it looks again whether the run stops (s)."""
 
 
 class HeldWeights:
@@ -29,7 +29,6 @@ class HeldWeights:
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
         """Args:
-        context: of this rank.
         receiver: has newer versions at hand; closed here.
         load: has the engine take weights.
         loaded: is called after each swap.

@@ -33,7 +33,7 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy's tensors."""
+        """Bytes of the copy's tensors."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, state: dict[str, Any]) -> dict[str, Any]:

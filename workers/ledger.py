@@ -1,7 +1,7 @@
 """`ledger.jsonl`: one line per trained (step, group) and per replaced group, the proof of what was trained once.
 
-The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks. Never reads a ledger: that is
-`workers.ledger_file`, where the fields are explained.
+The actor makes the lines of its rank's rows; `workers.records` writes those of all ranks.
+Never reads a ledger: that is `workers.ledger_file`, where the fields are explained.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the lines of `ledger.jsonl` mean, for whoever reads it. Torch-free; `workers.ledger` makes the lines.
+"""What the lines of `ledger.jsonl` mean, for its readers. Torch-free; `workers.ledger` makes the lines.
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
 {"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.errors import ConfigError
+from tq.config import ScheduleConfig
 from workers.json_reader import Lines, read_lines
 
 LEDGER_FILE = "ledger.jsonl"
@@ -141,3 +143,42 @@ def _kind_of(line: bytes) -> type[LedgerLine]:
     if b'"quarantined"' in line:
         return QuarantinedLine
     return FilteredLine if b'"filtered"' in line else TrainedLine
+
+
+def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -> frozenset[int]:
+    """Return the ids of the groups that steps 1 .. `completed` trained.
+
+    Mostly these are the groups that the steps were admitted with; not where some were in quarantine, or with
+    `schedule.fill: first_ready`.
+
+    Args:
+        run_dir: with the ledger; lines of later steps, and a last line that was torn, do not count.
+        completed: step of the checkpoint.
+
+    Raises:
+        ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
+    """
+    path = run_dir / LEDGER_FILE
+    if not schedule.lateness and not path.exists():  # a checkpoint that was copied without its run
+        return frozenset(range(completed * schedule.rollout_batch_size))
+    ledger = read_lines(path, lambda _: LedgerKey)
+    if ledger.wrong:
+        raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
+    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.replaced}
+    expected = completed * schedule.rollout_batch_size
+    if len(groups) != expected:
+        raise ConfigError(
+            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
+            f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
+        )
+    return frozenset(groups)
+
+
+def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
+    """Return the ids of the groups that were filtered out, as known when step `completed` was finished.
+
+    Raises:
+        ConfigError: the ledger cannot be read.
+    """
+    ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
+    return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)

@@ -4,7 +4,7 @@ Before its first update, step s computes with the weights of step s - 1. For the
 must agree but for rounding; a larger difference is an error in one of the engines. Tokens of older weights say nothing
 about that, so a step without any of the newest has no figure.
 
-Legend of shapes: A tokens of the answers, packed.
+Legend of shapes: A tokens of the responses, packed.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ WRONG_MEAN = 0.5
 
 @dataclass
 class LogProbGap:
-    """Plain numbers, so that they travel as JSON.
+    """The difference over some tokens; plain numbers, so that they travel as JSON.
 
     Attributes:
         tokens: that were compared.

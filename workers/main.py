@@ -24,7 +24,7 @@ ROLE_LOOPS = {
     "weights": "workers.services:run_weights",
 }
 """Role -> its loop, `module:function(context)`."""
-COLUMN_LOOP = "workers.scoring:run_scoring"
+COLUMN_LOOP = "workers.task_worker:run_task"
 """The loop of all other roles, which compute columns of rows."""
 
 

@@ -1,14 +1,14 @@
-"""Finished answers on their way to the queue: scored, then put, a group's worth of each lease at a time.
+"""Finished responses on their way to the queue: scored, then put, a group's worth of each lease at a time.
 
-The rollout adds an answer as it finishes and goes on generating; scoring threads and this outbox's own thread do the
+The rollout adds a response as it finishes and goes on generating; scoring threads and this outbox's own thread do the
 rest, so neither a slow reward nor a slow queue holds up generation.
 
     rollout thread   add .. add .......... add ...            close: waits for the last put
     score threads       score ... score ...... score
-    outbox thread             put (G answers) .......... put (the rest of a lease)
+    outbox thread             put (G responses) .......... put (the rest of a lease)
 
-Where groups are filtered, the answers of a group wait for each other: all are put, or none (`workers.group_filter`).
-It never decides what is generated or which weights are used.
+Where groups are filtered (`workers.group_filter`), the responses of a group wait for each other: all are put, or
+none. It never decides what is generated or which weights are used.
 """
 
 import logging
@@ -38,7 +38,7 @@ STOP_POLL_S = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RolloutLease:
-    """What was leased.
+    """A lease of prompts, with their tokens.
 
     Attributes:
         granted: the lease.
@@ -59,7 +59,7 @@ class RolloutLease:
 
     @cached_property
     def prompts(self) -> Sequence[Tensor]:
-        """int64 [P] each."""
+        """Their tokens, int64 [P] each."""
         return list(self.batch["prompts"].rows())
 
     @cached_property
@@ -69,7 +69,7 @@ class RolloutLease:
 
 
 class Outbox:
-    """Scores and puts the answers of one instance; one thread adds and closes."""
+    """Scores and puts the responses of one instance; one thread adds and closes."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Outbox:
         Args:
             client: holds the leases.
             scorer: None when a role of its own computes rewards.
-            samples: shows scored answers to a person.
-            rows_per_put: answers of a lease that are put together, while more of it are to come.
-            filter_size: answers of a group; those whose rewards are all equal are filtered out. 0: none is.
+            samples: shows scored responses to a person.
+            rows_per_put: responses of a lease that are put together, while more of it are to come.
+            filter_size: responses of a group; those whose rewards are all equal are filtered out. 0: none is.
             failed: is called, by the outbox's thread, when `check` would raise.
         """
         self._failed = failed
@@ -111,10 +111,10 @@ class Outbox:
         self._thread.start()
 
     def add(self, lease: RolloutLease, generation: Generation) -> None:
-        """Have an answer scored and put; returns at once.
+        """Have a response scored and put; returns at once.
 
         Raises:
-            Exception: what went wrong with an earlier answer; see `close`.
+            Exception: what went wrong with an earlier response; see `close`.
         """
         self.check()
         self._num_added += 1
@@ -132,7 +132,7 @@ class Outbox:
         self._done.put(None)
 
     def check(self) -> None:
-        """Raise what went wrong with an earlier answer, if anything did; see `close`."""
+        """Raise what went wrong with an earlier response, if anything did; see `close`."""
         if self._failure is not None:
             raise self._failure
 
@@ -176,7 +176,7 @@ class Outbox:
             self._left.clear()
 
     def _gather(self, one: "_Finished") -> None:
-        """Put the answers of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
+        """Put the responses of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
@@ -222,7 +222,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class _Lot:
-    """Answers that are counted together: of a lease, or of one of its groups (None: of all)."""
+    """Responses that are counted together: of a lease, or of one of its groups (None: of all)."""
 
     lease: RolloutLease
     group: int | None

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,10 +24,16 @@ from workers.context import WorkerContext
 from workers.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.engines.base import StepStats
 from workers.json_lines import JsonLines
-from workers.learner import Model
 from workers.ledger import refill_lines
 from workers.log_prob_gap import LogProbGap
 from workers.step_totals import StepTotals, UpdateTotals, numbers
+
+
+class Model(StrEnum):
+    """Which model a step trains."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class UpdateLog:
         self.next_update = UpdateTotals()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the updates report; without any, all is 0. One in which no answer had a weight is counted, and
+        """Return what the updates report; without any, all is 0. One in which no response had a weight is counted, and
         is no part of the means: its loss and gradient are 0 whatever the policy does."""
         made = self.made
         counting = [update for update in made if update.totals.sequences]
@@ -113,7 +120,7 @@ class StepRecord:
     critic_report: Mapping[str, float] = field(default_factory=dict)
 
     def arrived(self) -> None:
-        """A round is there."""
+        """Note when the first round came."""
         if self.first_batch_at is None:
             self.first_batch_at = time.monotonic()
 
@@ -143,8 +150,8 @@ class StepRecord:
         """Updates that were made of whichever model is trained here."""
         return max(len(self.policy.made), len(self.critic.made))
 
-    def share(self) -> dict[str, Any]:
-        """Return what the other ranks must know of a published step; see `join`."""
+    def part(self) -> dict[str, Any]:
+        """Return what the other ranks must know of a published step; see `merge`."""
         return {
             "ledger": self.ledger,
             "totals": vars(self.totals),
@@ -166,19 +173,19 @@ class StepRecord:
         updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
         return {**updates, **self.totals.critic_metrics()}
 
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Take in the shares of all ranks. All then hold the same, so they go on, or stop, together."""
-        self.ledger = [line for share in shares for line in share["ledger"]]
-        self.totals = StepTotals.merged(StepTotals(**share["totals"]) for share in shares)
-        self.gap = LogProbGap.merged(LogProbGap(**share["gap"]) for share in shares)
-        self.sync_bytes = sum(share["sync_bytes"] for share in shares)
-        self.stopped = any(share["stopped"] for share in shares)
-        self.save_wanted = any(share["save_wanted"] for share in shares)
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the parts of all ranks. All then hold the same, so they go on, or stop, together."""
+        self.ledger = [line for part in parts for line in part["ledger"]]
+        self.totals = StepTotals.merged(StepTotals(**part["totals"]) for part in parts)
+        self.gap = LogProbGap.merged(LogProbGap(**part["gap"]) for part in parts)
+        self.sync_bytes = sum(part["sync_bytes"] for part in parts)
+        self.stopped = any(part["stopped"] for part in parts)
+        self.save_wanted = any(part["save_wanted"] for part in parts)
 
 
 @dataclass
 class LengthMean:
-    """Mean length of all answers trained so far, whichever start of the run trained them.
+    """Mean length of all responses trained so far, whichever start of the run trained them.
 
     Attributes:
         samples, tokens: number, and total length.
@@ -197,9 +204,9 @@ class LengthMean:
         return mean
 
     def add(self, step_mean: float, samples: float) -> float:
-        """Count a step's answers; returns the step's mean minus that of all so far, this step's among them (tokens).
+        """Count a step's responses; returns the step's mean minus that of all so far, this step's among them (tokens).
 
-        A schedule that trains short answers earlier is biased to them at first, and against them when the long ones
+        A schedule that trains short responses earlier is biased to them at first, and against them when the long ones
         come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
         """
         self.samples += samples

@@ -1,11 +1,11 @@
 """The reference policy, which may follow the trained one: after every N steps it becomes a copy of the policy.
 
 Called by the `ref` role, or by the actor that hosts it. Which weights are the reference of a step is a pure function of
-the step, so it does not depend on who computes it or when:
+the step, so it does not depend on which process computes it or when:
 
     N = 4    steps 1-4: the initial model    steps 5-8: weights of step 4    steps 9-12: weights of step 8 ...
 
-Whoever loads new weights first also writes them to the run directory, for checkpoints of the steps that need them.
+The first process that loads new weights also writes them to the run directory, for the checkpoints that need them.
 """
 
 import logging
@@ -45,7 +45,7 @@ def saved_reference(context: WorkerContext, completed: int) -> Path | None:
     """Return the directory that a checkpoint of step `completed` must hold, too; None: it needs none.
 
     The next step's reference is the initial model, or the checkpoint's own weights, or lies in that directory: its rows
-    could not have been trained before somebody had written it.
+    could not have been trained before it was written.
     """
     step = reference_step(completed + 1, context.config.algorithm.ref_update_interval)
     if context.config.algorithm.kl_coef == 0 or step in (0, completed):
@@ -82,7 +82,7 @@ class Reference:
             )
 
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens under the reference of `step`.
+        """Return float32 [A]: log-probabilities of the responses' tokens under the reference of `step`.
 
         Waits until the trainer has published that reference.
 
@@ -119,7 +119,7 @@ class Reference:
         """Take what another reference wrote; nothing else is the reference of these steps.
 
         Raises:
-            WeightSyncError: nobody did.
+            WeightSyncError: none did.
         """
         try:
             self._model.read_weights(_kept_as(self._context, needed))

@@ -59,7 +59,7 @@ class ReplicaPlace:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of this rank's replica."""
+        """The ranks of this rank's replica."""
         return self.members[self.index]
 
     @property
@@ -89,7 +89,6 @@ class ReplicaPeers:
 
     def __init__(self, place: ReplicaPlace, device: torch.device) -> None:
         """Args:
-        place: of this rank.
         device: of the default group's backend.
         """
         self._lead = place.ranks[0]

@@ -1,9 +1,9 @@
-"""The rollout loop: fill free places, generate, score and put each answer as it ends, take newer weights.
+"""The rollout loop: fill free places, generate, score and put each response as it ends, take newer weights.
 
-    fill -> step -> fill -> step, an answer ended -> outbox ... newer weights at hand -> swap, if the schedule says so
+    fill -> step -> fill -> step, a response ended -> outbox ... newer weights at hand -> swap, if the schedule says so
 
-Prompts are leased by the `Feeder`'s thread and answers put by the `Outbox`'s, so neither holds up generation. Called by
-`workers.main`. Never decides which groups may start: admission does.
+Prompts are leased by the `Feeder`'s thread and responses put by the `Outbox`'s, so neither holds up generation. Called
+by `workers.main`. Never decides which groups may start: admission does.
 """
 
 import itertools
@@ -24,18 +24,18 @@ from workers.context import WorkerContext
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.feeder import Feeder
+from workers.graph import task_of
 from workers.held_weights import HeldWeights
 from workers.outbox import Outbox, RolloutLease
 from workers.rewards.scorer import Scorer
 from workers.samples import SampleLog
-from workers.tasks import task_of
 from workers.tokenizer import load_tokenizer
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-"""After a refused turn, while answers run, before the next is asked for (s)."""
+"""After a refused turn, while responses run, before the next is asked for (s)."""
 _LOOK_S = 0.5
 """How often an idle instance looks whether the run stops (s)."""
 
@@ -51,10 +51,9 @@ def may_swap(mode: ScheduleMode, *, interruptible: bool, num_running: int, bound
     """Return whether an instance takes newer weights now.
 
     Args:
-        mode: of the schedule.
-        interruptible: the engine goes on with answers that run.
-        num_running: answers that run.
-        boundary: the next answers are of a later step than those that run, or need newer weights.
+        interruptible: the engine goes on with responses that run.
+        num_running: responses that run.
+        boundary: the next responses are of a later step than those that run, or need newer weights.
     """
     return num_running == 0 or (interruptible and (boundary or mode is ScheduleMode.SUBSTEP))
 
@@ -88,7 +87,7 @@ class Rollout:
             self._client,
             scorer=self._scorer,
             samples=self._samples,
-            # A lease that ends early is generated again as a whole, so that the same answers share a batch.
+            # A lease that ends early is generated again as a whole, so that the same responses share a batch.
             rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
             filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
             failed=self._wake.set,
@@ -187,11 +186,11 @@ class Rollout:
             self._note_busy(max(lease.granted.partition for lease, _ in taken))
             self._engine.submit([request for _, request in taken])
         version = self._weights.version
-        assert version is not None, "nobody asks for prompts before there are weights"
+        assert version is not None, "no prompts are asked for before there are weights"
         self._feeder.want(self._room() - len(self._waiting), version=version)
 
     def _room(self) -> int:
-        """Return how many answers may begin; with `deterministic`, answers that began together share all steps."""
+        """Return how many responses may begin; with `deterministic`, responses that began together share all steps."""
         if self._engine.num_running and (self._config.deterministic or self._draining):
             return 0
         return self._engine.free_slots
@@ -237,7 +236,7 @@ def _check_finite(generation: Generation) -> None:
     """Weights that are not numbers, or overflow, come from an update that went wrong; another start has the same ones.
 
     Raises:
-        TrainingDiverged: the tokens of this answer have no probabilities.
+        TrainingDiverged: the tokens of this response have no probabilities.
     """
     if not bool(generation.log_probs_R.isfinite().all()):
         raise TrainingDiverged(

@@ -1,9 +1,9 @@
-"""Prompts with their answers and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
+"""Prompts with their responses and rewards, a few groups of every step, for a person to read: `samples/GANG.jsonl`.
 
-Written by the rollout as answers are put, and by the evaluation of held-out prompts; nothing reads it back. A full disk
-costs samples, not the run, and so does a directory that is gone.
+Written by the rollout as responses are put, and by the evaluation of held-out prompts; nothing reads it back. A full
+disk costs samples, not the run, and so does a directory that is gone.
 
-Legend of shapes: R answer tokens.
+Legend of shapes: R response tokens.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleLog:
-    """Writes the answers of the first few groups of each step that this instance generated."""
+    """Writes the responses of the first few groups of each step that this instance generated."""
 
     def __init__(self, run_dir: Path, gang: str, *, shown: int, groups_per_step: int) -> None:
         """Args:
@@ -34,10 +34,10 @@ class SampleLog:
         self._groups_per_step = groups_per_step
 
     def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int) -> None:
-        """Write one answer, if its group is among those shown.
+        """Write one response, if its group is among those shown.
 
         Args:
-            generation, scored: the answer.
+            generation, scored: the response.
             step, group: that it belongs to.
         """
         if group % self._groups_per_step >= self._shown or self._file.closed:
@@ -70,10 +70,10 @@ class SampleLog:
 
 
 def version_spans(versions_R: Tensor) -> list[list[int]]:
-    """Return [version, tokens] of each run of tokens that the same weights drew, in the order of the answer.
+    """Return [version, tokens] of each run of tokens that the same weights drew, in the order of the response.
 
     Args:
-        versions_R: int32 [R], of the answer's tokens.
+        versions_R: int32 [R], of the response's tokens.
     """
     versions, counts = versions_R.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Shards of one engine's state in one directory, by torch.distributed.checkpoint; collective over whose they are.
+"""Shards of one engine's state in one directory, by torch.distributed.checkpoint; collective over its ranks.
 
 Called for checkpoints: by the actor's ranks, and by those of a critic in a role of its own.
 """
@@ -39,7 +39,7 @@ def save_shards(state: dict[str, Any], target: Path, *, group: dist.ProcessGroup
 
 
 def load_shards(engine: SavedEngine, source: Path, *, group: dist.ProcessGroup) -> None:
-    """Restore an engine, whoever saved how many parts.
+    """Restore an engine; any number of ranks may have saved it.
 
     Raises:
         CheckpointError: there are none.
@@ -58,7 +58,7 @@ def own_shards(work: Path, part: str, rank: int) -> Iterator[str]:
 
 
 class _ShardFiles(dcp.FileSystemWriter):
-    """Says which error of the system it was: torch's own serialisation fails over what it left half written."""
+    """Raises the system's own error, e.g. a full disk: torch raises another one over the half-written file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shards; called by torch."""

@@ -1,12 +1,14 @@
 """The services as workers: the queue's storage units and its controller with admission, and the weight agent."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 from yaml import YAMLError
 
+from asyncflow.errors import ConfigError
 from tq.batch import Column
 from tq.control.controller import ControllerService
 from tq.process_settings import serve_only
@@ -18,16 +20,28 @@ from workers.admission.admitter import prompt_admission
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmittedGroup
 from workers.checkpoint_files import QUEUE
-from workers.config import RunConfig
+from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
-from workers.data import read_prompt_rows
+from workers.data import data_hash, read_prompt_rows
 from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
 from workers.engines.hf_weights import copy_without_weights, write_weights
-from workers.kept_columns import usable_columns
+from workers.graph import graph_of, launched_tasks, task_of, task_specs
+from workers.ledger_file import filtered_groups, trained_groups
 from workers.prompt_dataset import PromptDataset
-from workers.run_data import check_data
-from workers.tasks import launched_tasks, task_of, task_specs
-from workers.trained_groups import filtered_groups, trained_groups
+from workers.reference import reference_step
+
+Usable = Callable[[int, int], frozenset[str]]
+"""(partition that a row was saved in, step that it is admitted for) -> names of columns."""
+
+_SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
+_REFERENCE = "ref_log_probs"
+_SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
+    "actor_rollout": lambda config: (config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
+    "rewards": lambda config: config.reward,
+    _REFERENCE: lambda config: (config.ref.engine, config.model.dtype, config.algorithm.ref_update_interval),
+    "compute_advantages_and_returns": lambda config: config.algorithm,
+}
+"""Task -> what its outputs depend on beside its inputs. Tasks that are not here, nor users', are done again."""
 
 
 class DatasetPrompts:
@@ -67,7 +81,9 @@ def run_storage(context: WorkerContext) -> None:
 
 
 def run_controller(context: WorkerContext) -> None:
-    """Serve a part of the control plane until the run is over; the lead admits prompts. Pass a stop on to all who wait.
+    """Serve a part of the control plane until the run is over; the lead admits prompts.
+
+    A stop is passed on to all that wait.
 
     Raises:
         ConfigError: the data are not those that the run began with.
@@ -112,6 +128,17 @@ def run_controller(context: WorkerContext) -> None:
     service.close()
 
 
+def check_data(context: WorkerContext) -> None:
+    """Refuse data that changed since the run began: groups would not be the prompts that they were.
+
+    Raises:
+        ConfigError: they did.
+    """
+    path = Path(context.config.data.path)
+    if data_hash(path) != context.first_data_hash():
+        raise ConfigError(f"data.path: the content of {path} is not what the run began with; restore the file")
+
+
 def _trained(context: WorkerContext) -> frozenset[int]:
     """Return the groups that are in the weights that this run starts from."""
     if not context.start_step:
@@ -127,7 +154,7 @@ def _filtered(context: WorkerContext) -> frozenset[int]:
 def _saved_rows(context: WorkerContext) -> SavedRows | None:
     """Return the finished samples that the run goes on with; None: it starts anew, or generates them all again."""
     config, checkpoint = context.config, Path(context.job.resume_from)
-    if not context.job.resume_from or config.deterministic:  # which answers share a batch would be another question
+    if not context.job.resume_from or config.deterministic:  # which responses share a batch would be another question
         return None
     try:
         before = RunConfig.load(checkpoint)
@@ -143,6 +170,53 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
         usable=usable_columns(before, config, saved_step=context.start_step),
     )
     return SavedRows(checkpoint / QUEUE, rule, warn=context.warn)
+
+
+def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usable:
+    """Return which columns of a checkpoint's finished samples still hold when a run goes on, maybe with other settings.
+
+    A column holds if the task that wrote it is the same, with the same settings, and all that it was computed from
+    holds. What depends on the newest weights (`actor_log_probs`) is computed again. The code of a user's function is
+    not compared.
+
+    Args:
+        before, now: the configurations that the checkpoint was saved, and is gone on from, with; data, seed, batch and
+            group size are the same.
+        saved_step: of the checkpoint.
+    """
+    known = {task.name: task for task in graph_of(before)}
+    same = [
+        task
+        for task in graph_of(now)
+        if task.name in known
+        and (known[task.name].inputs, known[task.name].outputs) == (task.inputs, task.outputs)
+        and _same_settings(task.name, before, now)
+    ]
+    interval = now.algorithm.ref_update_interval
+
+    @cache
+    def usable(partition: int, step: int) -> frozenset[str]:
+        columns = set(PROMPT_COLUMNS)
+        reference = reference_step(step, interval)
+        other = reference > saved_step or reference != reference_step(partition, interval)
+        for task in same:
+            if columns.issuperset(task.inputs) and not (task.name == _REFERENCE and other):
+                columns.update(task.outputs)
+        return frozenset(columns)
+
+    return usable
+
+
+def _same_settings(task: str, before: RunConfig, now: RunConfig) -> bool:
+    settings = _settings(task, now)
+    return settings is not None and settings == _settings(task, before)
+
+
+def _settings(task: str, config: RunConfig) -> object:
+    """Return what a task of a configuration depends on; None: it is not known."""
+    if task in _SETTINGS:
+        return _SETTINGS[task](config)
+    return next((user for user in config.tasks if user.name == task), None)
 
 
 def run_weights(context: WorkerContext) -> None:

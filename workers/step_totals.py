@@ -157,7 +157,7 @@ class StepTotals:
         }
 
     def _part_means(self) -> dict[str, float]:
-        """Return the mean of each part of the reward over the answers that have it."""
+        """Return the mean of each part of the reward over the responses that have it."""
         names = sorted(name.removeprefix("parts/") for name in self.sums if name.startswith("parts/"))
         return {f"reward/{name}_mean": self.sums[f"part/{name}"] / self.sums[f"parts/{name}"] for name in names}
 

@@ -36,11 +36,11 @@ class TextDecoder:
         self._prompt = lru_cache(maxsize=4096)(self._decode)
 
     def prompt(self, tokens: Sequence[int]) -> str:
-        """Return a prompt's text; all answers of a group ask for the same one."""
+        """Return a prompt's text; all responses of a group ask for the same one."""
         return self._prompt(tuple(tokens))
 
     def response(self, tokens: Sequence[int]) -> str:
-        """Return an answer's text."""
+        """Return a response's text."""
         return self._decode(tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:

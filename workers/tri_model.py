@@ -13,9 +13,9 @@ that is not held (just after a resume) keeps the log-probabilities that the gene
 
     step 7, max_staleness 1     held: version 5      trained: version 6      before its update 6 replaces 5
 
-The reference is the initial model. Called by `workers.step_trainer`; all ranks call alike, with or without rows.
+The reference is the initial model. Called by `workers.trainer`; all ranks call alike, with or without rows.
 
-Legend of shapes: A answer tokens of a micro-batch.
+Legend of shapes: A response tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.base import Loss
+from workers.algorithms.losses import MicroLoss
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import CopyingEngine, PolicyCopy, Sequences, TrainEngine
-from workers.packing import sequences_of
 
-MakeLoss = Callable[[PackedBatch], Loss]
+MakeLoss = Callable[[PackedBatch], MicroLoss]
 """(a batch with all columns) -> the algorithm's loss of it."""
 
 
@@ -40,7 +40,6 @@ class TriModel:
         """Make the copies; collective.
 
         Args:
-            config: of the run.
             engine: whose policy is trained.
         """
         assert isinstance(engine, CopyingEngine), "the run's graph refuses other engines"

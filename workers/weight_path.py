@@ -18,7 +18,6 @@ def open_sender(context: WorkerContext, shards: Iterable[LocalShard]) -> WeightS
     """Agree with the other trainer ranks on a plan; returns this rank's sender.
 
     Args:
-        context: of this rank.
         shards: what it holds.
 
     Raises:
@@ -60,7 +59,6 @@ def open_receiver(
     """Return a receiver of what the trainer publishes.
 
     Args:
-        context: of this rank.
         needs: what the engine wants.
         adopts: the engine can compute with what it is given, in place; it does where the element types are the same.
         arrived: called, by another thread, when a newer version is at hand.
@@ -88,5 +86,5 @@ def _agent(context: WorkerContext) -> str:
 
 
 def _lead(context: WorkerContext) -> str:
-    """Return the agent that says who takes part in broadcasts, the same one for all nodes."""
+    """Return the agent that says which receivers take part in broadcasts, the same one for all nodes."""
     return context.job.of_role(WEIGHTS)[0].name

@@ -16,14 +16,14 @@ from torch import Tensor
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
+from workers.algorithms.load import load_algorithm
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.data import read_prompt_rows
 from workers.engines.base import GenerateRequest, generate
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.hf import HfEngine
 from workers.engines.hf_weights import HfWeights
-from workers.objective import algorithm_of
-from workers.packing import sequences_of
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import Scorer
 from workers.tokenizer import load_tokenizer
@@ -77,7 +77,9 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
         }
         columns["rewards"] = Column.of_scalars(torch.tensor([float(one.reward) for one in scored]))
         batch = PackedBatch(tuple(one.index for one in answers), columns, (group,) * size)
-        groups.append(batch.with_columns(algorithm_of(config).advantages(batch, group_size=size)))
+        groups.append(
+            batch.with_columns(load_algorithm(config.algorithm, config.rollout).advantages(batch, group_size=size))
+        )
     scorer.close()
     return groups
 
@@ -88,7 +90,7 @@ def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_
         Path(config.model.path), config.model, actor=config.actor, temperature=config.rollout.temperature,
         device=_CPU, seed=0,
     )  # fmt: skip
-    algorithm = algorithm_of(config)
+    algorithm = load_algorithm(config.algorithm, config.rollout)
     rows = PackedBatch.concatenate(groups)
     for start in range(0, len(rows), micro_batch_size):
         batch = rows.select(range(start, min(start + micro_batch_size, len(rows))))

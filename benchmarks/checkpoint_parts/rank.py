@@ -18,7 +18,7 @@ from workers.checkpoint import Checkpointer
 from workers.checkpoint_files import sync_tree
 from workers.checkpoint_writer import Contents, RunFacts
 from workers.config import CheckpointConfig
-from workers.gather import gather
+from workers.gang_peers import gather
 
 CPU = torch.device("cpu")
 _SIDE = 512

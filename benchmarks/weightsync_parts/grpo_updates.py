@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from weightsync_parts.setup import CPU
+from workers.algorithms.load import load_algorithm
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.data import read_prompt_rows
 from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
 from workers.engines.load import load_generate_engine, load_train_engine
-from workers.objective import algorithm_of
-from workers.packing import sequences_of
 from workers.prompt_dataset import Prompt, PromptDataset
 from workers.rewards.scorer import Scorer
 from workers.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ class GrpoUpdates:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._trainer = load_train_engine(config, device=CPU)
         self._generator = load_generate_engine(config, config.rollout, device=CPU)
-        self._algorithm = algorithm_of(config)
+        self._algorithm = load_algorithm(config.algorithm, config.rollout)
         model_dir = Path(config.model.path)
         rows = read_prompt_rows(Path(config.data.path), config.data)
         self._prompts = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)

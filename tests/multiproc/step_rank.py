@@ -16,14 +16,13 @@ import torch.distributed as dist
 from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
+from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.learner import critic_learner, policy_learner
-from workers.ledger import ledger_lines
-from workers.packing import sequences_of
-from workers.step_trainer import StepTrainer
+from workers.trainer import Trainer, critic_learner, policy_learner
 from workers.tri_model import TriModel
 
 CPU = torch.device("cpu")
@@ -104,22 +103,14 @@ def train(config: RunConfig, rank: int, num_ranks: int) -> dict[str, Any]:
         tasks.insert(0, "actor_log_probs")
     loader: Any = Loader(rank, num_ranks)
     learners = [policy_learner(config, policy), *([] if critic is None else [critic_learner(config, critic)])]
-
-    def taken(batch: PackedBatch, record: Any) -> None:
-        if len(batch):
-            lines = ledger_lines(batch, step=STEP, admitted_step=STEP, lineage=0, time_s=0.0)
-            record.add_rows(batch, lines, admitted_step=STEP)
-
-    record = StepTrainer(
+    record = Trainer(
         context,
         learners,
         loader,
         columns=TaskChain(tasks, context, policy, critic=critic),
         training=config.actor,
         tri_model=TriModel(config, policy) if config.actor.tri_model else None,
-        taken=taken,
-        before_update=lambda: 0.0,
-        after_update=lambda *_: None,
+        role=CountingRole(),
     ).train(STEP)
     assert record is not None
     made = [*record.policy.made, *record.critic.made]

@@ -245,6 +245,41 @@ def test_failed_save_keeps_the_older_checkpoint_and_warns_once(
     assert saver.failure is None
 
 
+class CriticsChannel:
+    """A critic that writes one file, or cannot."""
+
+    def __init__(self, root: Path, *, fails: bool = False) -> None:
+        self.begun: list[tuple[int, bool]] = []
+        self._root, self._fails = root, fails
+
+    def send_begun(self, step: int, *, begun: bool) -> None:
+        self.begun.append((step, begun))
+
+    def recv_files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
+        if self._fails:
+            raise CheckpointError(f"the critic could not save step {step}")
+        part = self._root / "checkpoints" / f".step_{step:06d}.tmp" / "critic"
+        part.mkdir()
+        (part / "__0_0.distcp").write_bytes(b"shard")
+        return {"critic/__0_0.distcp": (5, "00ff")}
+
+
+def test_a_critics_files_are_part_of_the_checkpoint_as_it_names_them(run_dir: Path) -> None:
+    critic = CriticsChannel(run_dir)
+    save(checkpointer(run_dir), FakeEngine(), 4, critic=critic)
+    entry = CheckpointMeta.read(run_dir / "checkpoints" / "step_000004").files["critic/__0_0.distcp"]
+    assert (entry.num_bytes, entry.xxh3) == (5, "00ff")
+    assert critic.begun == [(4, True)]
+
+
+def test_a_critic_that_cannot_save_fails_the_save_and_is_told_so(run_dir: Path) -> None:
+    critic = CriticsChannel(run_dir, fails=True)
+    saver = checkpointer(run_dir)
+    save(saver, FakeEngine(), 4, critic=critic)
+    assert names(run_dir) == [] and "the critic could not save step 4" in str(saver.failure)
+    assert critic.begun == [(4, True), (4, False)]
+
+
 def test_queue_that_cannot_be_asked_costs_its_samples_only(run_dir: Path) -> None:
     save(checkpointer(run_dir), FakeEngine(), 1, snapshot=lambda _: fail())
     assert names(run_dir) == ["step_000001"]

@@ -7,7 +7,7 @@ import torch
 
 from weightsync.version import Version
 from workers.engines.base import Generation
-from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line, wilson_interval
+from workers.evaluate import FILE_NAME, evaluated_steps, evaluation_line, wilson_interval
 from workers.json_lines import JsonLines
 from workers.rewards.scorer import ScoredAnswer
 

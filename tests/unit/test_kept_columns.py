@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from workers.config import RunConfig
-from workers.kept_columns import usable_columns
+from workers.services import usable_columns
 
 PROMPT = {"prompts", "answers", "epochs"}
 ANSWER = {"responses", "rollout_log_probs", "versions", "truncated"}

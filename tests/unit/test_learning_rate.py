@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.config import TrainingConfig
-from workers.learning_rate import learning_rate
+from workers.engines.updates import learning_rate
 
 
 def rates(steps: int, **settings: object) -> list[float]:

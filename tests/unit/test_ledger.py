@@ -12,8 +12,7 @@ from tq.config import ScheduleConfig
 from tq.refill import QuarantineCause, Refill
 from workers.json_lines import JsonLines
 from workers.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
-from workers.ledger_file import FilteredLine, QuarantinedLine, read_ledger
-from workers.trained_groups import filtered_groups, trained_groups
+from workers.ledger_file import FilteredLine, QuarantinedLine, filtered_groups, read_ledger, trained_groups
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.batch import PackedBatch
+from workers.batching import Round, RoundAssigner, StepRounds
 from workers.config import ActorConfig
-from workers.mini_batches import Deal, Round, StepRounds
 
 
 def make_rounds(totals: list[int]) -> list[Round]:
@@ -17,8 +17,8 @@ def updates(config: ActorConfig, totals: list[int], step: int = 1, *, streams: b
     """Return the rounds of each update of a step, in order, as a trainer sees them."""
     rounds = StepRounds(config, step_rows=sum(totals), seed=f"0/{step}", streams=streams)
     first = [one for one in make_rounds(totals) if rounds.add(one)]
-    first += rounds.settle(lambda batches: batches)
-    made = [first, *rounds.later_mini_batches()]
+    rest, *later = rounds.mini_batches(lambda batches: batches)
+    made = [[*first, *rest], *later]
     return [[one.batch.indices[0] for one in update] for update in made]
 
 
@@ -30,10 +30,10 @@ def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
     totals: list[int] = []
     while sum(totals) < count * size:
         totals.append(data.draw(st.integers(1, min(size, count * size - sum(totals)))))
-    deal = Deal(num_mini_batches=count, size=size, seed=str(seed))
+    assigner = RoundAssigner(num_mini_batches=count, size=size, seed=str(seed))
     rows = [0] * count
     for total in totals:
-        rows[deal.next(total)] += total
+        rows[assigner.assign(total)] += total
     assert all(rows) and all(abs(mine - size) < max(totals) for mine in rows)
 
 
@@ -54,12 +54,14 @@ def test_the_first_mini_batch_is_trained_as_it_comes_and_the_others_after_the_la
     config = ActorConfig(num_updates_per_step=3)
     rounds = StepRounds(config, step_rows=24, seed="0/1")
     at_once = [one.batch.indices[0] for one in make_rounds([4] * 6) if rounds.add(one)]
-    later = [[one.batch.indices[0] for one in update] for update in rounds.later_mini_batches()]
+    rest, *others = rounds.mini_batches(lambda batches: batches)
+    later = [[one.batch.indices[0] for one in update] for update in others]
+    assert not rest
     assert [len(update) for update in (at_once, *later)] == [2, 2, 2]
     assert [at_once, *later] == updates(config, [4] * 6) == updates(config, [4] * 6, streams=False)
 
 
-def test_every_pass_and_every_step_is_dealt_anew() -> None:
+def test_every_pass_and_every_step_is_assigned_anew() -> None:
     config = ActorConfig(num_updates_per_step=2, ppo_epochs=3)
     made = updates(config, [4] * 8)
     passes = [made[k : k + 2] for k in (0, 2, 4)]

@@ -24,9 +24,9 @@ def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
     records = [StepRecord(3, ledger=[{"group": rank}], sync_bytes=10 + rank, stopped=rank == 1) for rank in range(3)]
     for rank, record in enumerate(records):
         record.totals = StepTotals({"samples": 1.0}, staleness_max=rank)
-    shares = [record.share() for record in records]
+    parts = [record.part() for record in records]
     for record in records:
-        record.join(shares)
+        record.merge(parts)
     assert [record.stopped for record in records] == [True] * 3
     assert [record.sync_bytes for record in records] == [33] * 3
     assert records[2].totals == StepTotals({"samples": 3.0}, staleness_max=2)
@@ -35,7 +35,7 @@ def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:
 
 def test_without_a_stop_all_go_on() -> None:
     record = StepRecord(1)
-    record.join([record.share(), StepRecord(1).share()])
+    record.merge([record.part(), StepRecord(1).part()])
     assert not record.stopped
 
 

@@ -13,11 +13,11 @@ from launcher.commands import main
 from launcher.config_reference import all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.engines.base import Generation, StepStats
-from workers.evaluation_record import evaluation_line
-from workers.learner import Model
+from workers.evaluate import evaluation_line
 from workers.ledger_file import FilteredLine, QuarantinedLine, TrainedLine
 from workers.rewards.scorer import ScoredAnswer
 from workers.step_totals import UpdateTotals
+from workers.trainer import Model
 
 from .test_records import finished_step, recorder
 

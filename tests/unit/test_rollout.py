@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import workers.rollout as rollout
 from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import Granted
 from weightsync.version import Version
-from workers import rollout
 from workers.engines.sim import SimGenerateEngine
 from workers.engines.sim_config import SimConfig
 from workers.engines.sim_model import SimLengths

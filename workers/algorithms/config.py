@@ -17,19 +17,19 @@ from asyncflow.settings import Settings
 
 class OffPolicyConfig(Settings):
     """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
-    its weights may be older. See `workers.algorithms.off_policy`."""
+    its weights may be older. See `workers.algorithms.losses`."""
 
     method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
     """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
     that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`:
-    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without answers
+    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without responses
     that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
     With one update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task
     `actor_log_probs` makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
-    """`sequence_mask`: largest mean of an answer's log ratios, up and down (nats per token)."""
+    """`sequence_mask`: largest mean of a response's log ratios, up and down (nats per token)."""
 
     @property
     def has_proximal_policy(self) -> bool:
@@ -56,8 +56,8 @@ class PolicyConfig(Settings):
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for tokens of older weights."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
-    """`token`: mean over all answer tokens of the step; `sequence`: mean per answer, then over answers (GRPO's paper);
-    `constant`: sum over tokens / (answers x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+    """`token`: mean over all response tokens of the step; `sequence`: mean per response, then over responses (GRPO's
+    paper); `constant`: sum over tokens / (responses x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
 
     @property
     def upper_clip(self) -> float:
@@ -81,7 +81,7 @@ class PolicyConfig(Settings):
 
     @property
     def min_group_size(self) -> int:
-        """Answers per prompt that it needs to compare."""
+        """Responses per prompt that it needs to compare."""
         return 2
 
     @property
@@ -137,7 +137,7 @@ class GRPOConfig(KlLossConfig):
 
 
 class DAPOConfig(KlLossConfig):
-    """GRPO with a higher upper clip, groups that teach, and a price for overlong answers: arXiv 2503.14476."""
+    """GRPO with a higher upper clip, groups that teach, and a price for overlong responses: arXiv 2503.14476."""
 
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
@@ -149,14 +149,14 @@ class DAPOConfig(KlLossConfig):
     max_filtered_share: float = Field(0.9, gt=0, lt=1)
     """The run ends with an error when more than this share of the groups generated for a step had equal rewards."""
     overlong_buffer_tokens: int = Field(0, ge=0)
-    """L_cache of eq. 13: from `max_response_tokens` minus this on, an answer's reward falls linearly, by 1 for one that
-    was cut; 0: length costs nothing."""
+    """L_cache of eq. 13: from `max_response_tokens` minus this on, a response's reward falls linearly, by 1 for one
+    that was cut; 0: length costs nothing."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
 
     @property
     def filters_groups(self) -> bool:
-        """As the user says."""
+        """`dynamic_sampling`."""
         return self.dynamic_sampling
 
     def max_filtered(self, batch: int) -> int:
@@ -170,33 +170,33 @@ class DAPOConfig(KlLossConfig):
 
 
 class GSPOConfig(KlLossConfig):
-    """GRPO whose ratio and clip are those of whole answers: Zheng et al. 2025 (arXiv 2507.18071)."""
+    """GRPO whose ratio and clip are those of whole responses: Zheng et al. 2025 (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
     eps_clip: float = Field(3e-4, gt=0, lt=1)
-    """Lower clip of the answer's ratio, which is a mean over its tokens and so far closer to 1 (section 5.1)."""
+    """Lower clip of the response's ratio, which is a mean over its tokens and so far closer to 1 (section 5.1)."""
     eps_clip_high: float | None = Field(4e-4, gt=0)
     """Upper clip."""
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
-    """`sequence` is the paper's: each answer counts the same."""
+    """`sequence` is the paper's: each response counts the same."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
 
 
 class RLOOConfig(PolicyConfig):
-    """Reward minus the mean of the other answers', the KL penalty inside the reward: arXiv 2402.14740."""
+    """Reward minus the mean of the other responses', the KL penalty inside the reward: arXiv 2402.14740."""
 
     name: Literal["rloo"] = "rloo"
     """Which algorithm."""
     loss_normalization: Literal["token", "sequence", "constant"] = "constant"
-    """`constant` is the paper's sum over an answer's tokens, times a constant."""
+    """`constant` is the paper's sum over a response's tokens, times a constant."""
 
 
 class ReinforcePlusPlusConfig(KlLossConfig):
     """Advantages normalised over the whole step: Hu et al. 2025 (arXiv 2501.03262).
 
-    Training begins when the step's last answer is there, so nothing of a step overlaps with its own generation.
+    Training begins when the step's last response is there, so nothing of a step overlaps with its own generation.
     """
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -228,10 +228,10 @@ class PPOConfig(KlLossConfig):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of rewards per token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda. 0: one-step errors, which believe the critic; 1: the whole answer's reward minus its value."""
+    """GAE's lambda. 0: one-step errors, which believe the critic; 1: the whole response's reward minus its value."""
     whiten_advantages: bool = True
     """Advantages of the whole step get mean 0 and variance 1. The policy's training then begins when the step's last
-    answer is there, so within a step nothing of it overlaps with generation; `false` streams."""
+    response is there, so within a step nothing of it overlaps with generation; `false` streams."""
     advantage_eps: float = Field(1e-8, gt=0)
     """Added to the variance that advantages are whitened by."""
     kl_placement: Literal["loss", "reward"] = "loss"
@@ -250,12 +250,12 @@ class PPOConfig(KlLossConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Answers are compared with values, not with each other."""
+        """Responses are compared with values, not with each other."""
         return 1
 
     @property
     def has_critic(self) -> bool:
-        """It has."""
+        """Always."""
         return True
 
     @property

@@ -1,11 +1,11 @@
 """DAPO: decoupled clip and dynamic sampling policy optimisation.
 
 The higher upper clip is `eps_clip_high`, the token-level loss `loss_normalization: token`; groups that teach nothing
-are taken out before they get here, by whoever scores them.
+are taken out before they get here, where they are scored.
 
 Source: Yu et al. 2025 (arXiv 2503.14476), section 3.
 
-Legend of shapes: N answers.
+Legend of shapes: N responses.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import DAPOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
 
 
-class DAPO(PolicyGradient[DAPOConfig]):
-    """GRPO's advantages of rewards that fall for overlong answers."""
+class DAPO(Algorithm[DAPOConfig]):
+    """GRPO's advantages, from rewards that fall for overlong responses."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a buffer, the lengths of `responses`."""
@@ -34,10 +34,10 @@ class DAPO(PolicyGradient[DAPOConfig]):
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return float64 [N]: 0 for answers shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
+    """Return float64 [N]: 0 for responses shorter than the buffer's begin, then falling linearly, -1 at `max_tokens`.
 
     Args:
-        length_N: integer [N], tokens of each answer.
+        length_N: integer [N], tokens of each response.
         max_tokens: L_max.
         buffer_tokens: L_cache, at least 1.
     Source: arXiv 2503.14476, eq. 13.

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import GRPOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
 
 
-class GRPO(PolicyGradient[GRPOConfig]):
-    """How much better an answer is than the group's mean, in deviations."""
+class GRPO(Algorithm[GRPOConfig]):
+    """How much better a response is than the group's mean, in deviations."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards`."""

@@ -1,4 +1,4 @@
-"""GSPO: group sequence policy optimisation: ratio and clip belong to whole answers.
+"""GSPO: group sequence policy optimisation: ratio and clip belong to whole responses.
 
 Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 """
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import GSPOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
 
 
-class GSPO(PolicyGradient[GSPOConfig]):
-    """GRPO's advantages; an answer is clipped as a whole."""
+class GSPO(Algorithm[GSPOConfig]):
+    """GRPO's advantages; a response is clipped as a whole."""
 
     sequence_ratio = True
 

@@ -10,20 +10,17 @@ from collections.abc import Mapping
 import torch
 
 from tq.batch import Column, PackedBatch
+from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
+from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import PPOConfig
-from workers.algorithms.gae import generalized_advantages, token_rewards
-from workers.algorithms.losses import token_weights
-from workers.algorithms.moments import Moments
-from workers.algorithms.policy_gradient import PolicyGradient
-from workers.algorithms.reward_penalty import token_penalties
-from workers.algorithms.value_loss import ValueLoss
+from workers.algorithms.losses import ValueLoss, token_weights
 
 
-class PPO(PolicyGradient[PPOConfig]):
+class PPO(Algorithm[PPOConfig]):
     """The clipped surrogate with an advantage per token, and the critic's loss."""
 
     def __init__(self, config: PPOConfig, *, max_response_tokens: int, mask_truncated: bool) -> None:
-        """See `PolicyGradient`."""
+        """See `Algorithm`."""
         super().__init__(config, max_response_tokens=max_response_tokens, mask_truncated=mask_truncated)
         self.whole_step = config.whiten_advantages
 
@@ -50,7 +47,7 @@ class PPO(PolicyGradient[PPOConfig]):
         """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
 
         Args:
-            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where somebody writes it
+            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where a task writes it
                 `loss_masks`.
             device: where the engine computes.
         """

@@ -1,22 +1,20 @@
 """REINFORCE++: rewards minus a KL penalty to come, normalised over all tokens of the step; with or without a baseline.
 
 Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10; the weights of tokens are those of the authors'
-code (OpenRLHF): mean and deviation are over tokens, not over answers.
+code (OpenRLHF): mean and deviation are over tokens, not over responses.
 
-Legend of shapes: N answers, A tokens of the answers, packed.
+Legend of shapes: N responses, A tokens of the responses, packed.
 """
 
 from collections.abc import Mapping
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.advantages import group_advantages
+from workers.algorithms.advantages import group_advantages, penalties_to_come
+from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import ReinforcePlusPlusConfig
-from workers.algorithms.moments import Moments
-from workers.algorithms.policy_gradient import PolicyGradient
-from workers.algorithms.reward_penalty import penalties_to_come
 
 
-class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
+class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
     """Advantages are comparable over the whole step, and so is their deviation, whatever a single group's is."""
 
     whole_step = True

@@ -1,8 +1,8 @@
-"""RLOO: REINFORCE leave-one-out: an answer is compared with the mean of the others to its prompt.
+"""RLOO: REINFORCE leave-one-out: a response is compared with the mean of the others to its prompt.
 
 Source: Ahmadian et al. 2024 (arXiv 2402.14740), section 2.2.
 
-Legend of shapes: B prompts, G answers of each.
+Legend of shapes: B prompts, G responses of each.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.advantages import has_equal_rewards
+from workers.algorithms.advantages import answer_penalties, has_equal_rewards
+from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import RLOOConfig
-from workers.algorithms.policy_gradient import PolicyGradient
-from workers.algorithms.reward_penalty import answer_penalties
 
 
-class RLOO(PolicyGradient[RLOOConfig]):
-    """Rewards, less the KL penalty of their whole answer, against those of the others."""
+class RLOO(Algorithm[RLOOConfig]):
+    """Rewards, less the KL penalty of their whole response, against those of the others."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, one per row, from `rewards` and, with a penalty, the log-probabilities."""

@@ -2,7 +2,7 @@
 
     python -u -P -m workers.calls.child PARENT_PID SOCKET
 
-A `def` is called in the main thread, one answer after the other: what hangs or holds Python's lock is killed from
+A `def` is called in the main thread, one call after the other: what hangs or holds Python's lock is killed from
 outside. An `async def` runs in the main thread's loop, as many calls at a time as the pool asks for. What the function
 prints goes where the parent's own output goes; the first error's traceback, too. It imports what the function needs,
 never torch by itself.
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 class Server:
-    """Answers the pool's questions."""
+    """Calls the function for the pool."""
 
     def __init__(self, callee: Callee) -> None:
         self._callee = callee
@@ -114,7 +114,7 @@ class Server:
             outcome: Outcome = self._raised(ask, error)
         else:
             outcome = self._given(ask, value)
-        if self._running.pop(ask.number, None) is not None:  # else it was cancelled: nobody waits for it
+        if self._running.pop(ask.number, None) is not None:  # else it was cancelled
             writer.write(_framed(outcome))
 
     def _call(self, ask: Ask) -> Outcome:
@@ -146,8 +146,11 @@ class Server:
 
 
 def _outlive_stop_signals() -> None:
-    """Leave it to the pool when this process ends, without passing that on: programs would inherit signals that are
-    ignored (workers ignore these), but not a handler; and what the user's code forks gets the defaults."""
+    """Handle stop signals by doing nothing: the pool decides when this process ends.
+
+    Programs that the user's code starts would inherit ignored signals, as this process did; a handler is
+    not inherited. What the user's code forks gets the default handling.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_obey_stop_signals)

@@ -19,11 +19,11 @@ from asyncflow.decoding import msgpack_decoder
 
 LENGTH_BYTES = 4
 MOST_BYTES = 2**28
-"""Longest message: texts of an answer, or what a function returned."""
+"""Longest message: texts of a response, or what a function returned."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Find what is to be called.
+    """Import the entry, and the function that it names.
 
     Attributes:
         entry: `module:function` of ours, which returns the `Callee`.
@@ -39,14 +39,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Call it."""
+    """Call the function."""
 
     number: int
     arguments: list[Any]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Its time is over."""
+    """Cancel a call whose deadline passed."""
 
     number: int
 
@@ -64,7 +64,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """What the call gave."""
+    """The call's result."""
 
     number: int
     value: Any

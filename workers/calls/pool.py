@@ -173,9 +173,9 @@ class CallPool:
             self._settle(call, error=self._refusal)
             return
         self._waiting.append(call)
-        self._deal()
+        self._assign()
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         """Give waiting calls to children with room."""
         for dead in [child for child in self._children if not child.alive]:
             self._children.remove(dead)
@@ -208,7 +208,7 @@ class CallPool:
     async def _start_child(self) -> None:
         try:
             child = await _started(self._entry)
-        except Exception as error:  # noqa: BLE001  the boundary of a task: whoever waits for the child raises it
+        except Exception as error:  # noqa: BLE001  the boundary of a task: the call that waits for the child raises it
             self._starting -= 1
             self._not_started(error)
         else:
@@ -218,7 +218,7 @@ class CallPool:
             self._children.append(child)
             if not self._ready.done():
                 self._ready.set_result(None)
-        self._deal()
+        self._assign()
 
     def _not_started(self, error: Exception) -> None:
         """A function that is not there costs all calls; a later child that does not start, the one it was for."""
@@ -250,9 +250,9 @@ class CallPool:
                 self._waiting.appendleft(call)
             else:
                 self._fail(call, f"ended its process on {call.on}; its last words are in this log")
-        except Exception as error:  # noqa: BLE001  the boundary of a task: whoever waits for the call raises it
+        except Exception as error:  # noqa: BLE001  the boundary of a task: its caller raises it
             self._settle(call, error=error)
-        self._deal()
+        self._assign()
 
     def _fail(self, call: _Call, how: str) -> None:
         self._settle(call, error=UserCodeFailed(f"{self._what} {how}"))

@@ -42,7 +42,7 @@ _LOOK_S = 0.01
 
 
 class ChildDied(Exception):
-    """The process ended, or had to be killed, with this call in its hands."""
+    """The process ended, or had to be killed, while it ran this call."""
 
 
 class CallRaised(Exception):
@@ -54,7 +54,7 @@ class ResultUnusable(Exception):
 
 
 class ChildProcess:
-    """A child that serves.
+    """The parent's side of one child.
 
     Attributes:
         is_async: it takes several calls at a time.
@@ -117,7 +117,7 @@ class ChildProcess:
         return not self._replies if alone else len(self._replies) < self.capacity
 
     def begin(self, arguments: Sequence[Any], *, alone: bool) -> int:
-        """Give it a call that there is room for; returns the call's number.
+        """Send it a call that there is room for; returns the call's number.
 
         Raises:
             ValueError, TypeError: the arguments cannot travel.
@@ -131,7 +131,7 @@ class ChildProcess:
         return number
 
     async def result(self, number: int, timeout_s: float) -> Any:
-        """Wait for what a call gives.
+        """Wait for a call's result.
 
         Raises:
             CallRaised, ResultUnusable: as the names say.
@@ -156,7 +156,7 @@ class ChildProcess:
             self._alone = False
 
     def kill(self) -> None:
-        """End it; idempotent. Calls in its hands raise `ChildDied`."""
+        """End it; idempotent. Calls that it runs raise `ChildDied`."""
         if not self.alive:
             return
         self.alive = False
@@ -170,7 +170,7 @@ class ChildProcess:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ChildDied())
-                reply.exception()  # nobody may be waiting for it any more
+                reply.exception()  # its caller may have gone
 
     async def gone(self) -> None:
         """Kill it and wait until it is gone."""

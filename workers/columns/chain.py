@@ -5,15 +5,38 @@
 It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 from tq.batch import Column, PackedBatch
-from workers.columns.registry import open_task
-from workers.columns.task import ColumnTask
+from workers.columns.column_tasks import (
+    Advantages,
+    ColumnTask,
+    ReferenceLogProbs,
+    Rewards,
+    Values,
+    open_actor_log_probs,
+)
+from workers.columns.user import UserTask
 from workers.context import WorkerContext
 from workers.dataflow import CRITIC_TRAIN
 from workers.engines.base import TrainEngine, ValueEngine
 from workers.replicas import ReplicaPeers
+from workers.tokenizer import TextDecoder, load_tokenizer
+
+Factory = Callable[[WorkerContext, TrainEngine | None], ColumnTask]
+"""(this rank, the engine of the actor that hosts the task or None in a role of its own) -> the task."""
+
+_FACTORIES: Mapping[str, Factory] = MappingProxyType(
+    {
+        "rewards": Rewards,
+        "ref_log_probs": ReferenceLogProbs,
+        "actor_log_probs": open_actor_log_probs,
+        "compute_advantages_and_returns": Advantages,
+    }
+)
+"""Task name -> what makes it, for those that need no more than that; see `open_task`."""
 
 _EMPTY = PackedBatch((), {})
 
@@ -34,7 +57,6 @@ class TaskChain:
 
         Args:
             names: of the tasks, producers before consumers.
-            context: of this rank.
             engine: of the actor that hosts them; None in a role of their own.
             critic: that the process trains; its training is no column task.
             peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
@@ -96,3 +118,22 @@ def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -
         if len(part):
             parts.append(columns)
     return {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
+
+
+def open_task(
+    name: str, context: WorkerContext, engine: TrainEngine | None, critic: ValueEngine | None = None
+) -> ColumnTask:
+    """Return the task `name` of this run's graph; `critic`: that the process trains."""
+    config = context.config
+    if name == "values":
+        assert critic is not None, f"{name} is computed where the critic is trained"
+        section = config.actor if context.gang.role == "actor" else config.critic
+        num_rows = section.micro_batch_size
+        if section.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
+            num_rows = min(num_rows, config.ref.micro_batch_size)
+        return Values(critic, num_rows=num_rows)
+    user = next((task for task in config.tasks if task.name == name), None)
+    if user is None:
+        return _FACTORIES[name](context, engine)
+    decoder = TextDecoder(load_tokenizer(Path(config.model.path)))
+    return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)

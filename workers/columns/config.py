@@ -10,7 +10,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class UserTaskConfig(Settings):
-    """A task of the user's own: reads columns of every answer and writes a number."""
+    """A task of the user's own: reads columns of every response and writes a number."""
 
     name: Name
     """Of the task: lower-case letters, digits, `_`."""
@@ -20,10 +20,11 @@ class UserTaskConfig(Settings):
     function: str
     """`module:function`: takes a `workers.columns.row.TaskRow`, returns a number."""
     inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
-    """Columns that it reads: `prompts`, `responses`, `answers`, or columns with one number per answer (`rewards`, other
-    tasks' outputs ...)."""
+    """Columns that it reads: `prompts`, `responses`, `answers`, or columns with one number per response (`rewards`,
+    other tasks' outputs ...)."""
     output: Name
-    """Column that it writes: `loss_masks` (0 to 1: the weight of the answer's loss), or one that another task reads."""
+    """Column that it writes: `loss_masks` (0 to 1: the weight of the response's loss), or one that another task
+    reads."""
     timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call (s)."""
     concurrency: int = Field(1, ge=1, le=1024)

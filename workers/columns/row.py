@@ -16,7 +16,7 @@ ARGUMENTS = ("row",)
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One answer. What is not among the task's inputs is empty.
+    """One response. What is not among the task's inputs is empty.
 
     Attributes:
         prompt, response: decoded, without special tokens.

@@ -1,4 +1,4 @@
-"""A task of the user's own: their function is called for every answer. It makes no columns but the one it names."""
+"""A task of the user's own: their function is called for every response. It makes no columns but the one it names."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ import torch
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.calls.pool import CallPool, Entry
+from workers.columns.column_tasks import ColumnTask
 from workers.columns.config import UserTaskConfig
 from workers.columns.row import TaskRow
-from workers.columns.task import ColumnTask
 from workers.dataflow import LOSS_MASKS, TEXT_COLUMNS
 from workers.tokenizer import TextDecoder
 from workers.user_function import excerpt
@@ -26,7 +26,6 @@ class UserTask(ColumnTask):
         """Load the function.
 
         Args:
-            config: of the task.
             decoder: of the model's tokens.
             num_rows: most rows at a time.
 

@@ -37,7 +37,7 @@ class RewardFunction(Protocol):
 
 
 def as_score(value: object, *, what: str, response: str) -> Score:
-    """Turn what somebody else's reward gave into a score; a plain number counts as correct from 1.0 on.
+    """Turn what a user's reward gave into a score; a plain number counts as correct from 1.0 on.
 
     Args:
         value: a number, a `Score`, or a dict with `score`, maybe `correct`, and the reward's parts.
@@ -49,7 +49,7 @@ def as_score(value: object, *, what: str, response: str) -> Score:
     """
     try:
         number, correct, parts = _given(value)
-    except Exception as error:  # the boundary to somebody else's objects: arrays, tensors, anything
+    except Exception as error:  # the boundary to a user's objects: arrays, tensors, anything
         raise UserCodeFailed(
             f"{what} returned {reprlib.repr(value)} instead of a number, a Score or a dict with `score`"
         ) from error
@@ -82,7 +82,7 @@ def _parts(given: Mapping[Any, Any]) -> Mapping[str, float]:
     for name, value in given.items():
         try:
             number = as_number(value)
-        except Exception:  # noqa: BLE001  somebody else's object that is no number
+        except Exception:  # noqa: BLE001  a user's object that is no number
             continue
         if isinstance(name, str) and math.isfinite(number):
             parts[name] = number

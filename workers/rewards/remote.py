@@ -89,7 +89,7 @@ class RemoteReward:
                 return
             for one in batch:
                 self._score([one])
-        except Exception as error:  # noqa: BLE001  the boundary of a thread: whoever waits for a score raises it
+        except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller that waits for a score raises it
             for one in batch:
                 one.score.set_exception(error)
         else:

@@ -78,8 +78,6 @@ class Scorer:
         failed: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Args:
-        config: of the reward.
-        tokenizer: of the policy.
         failed: is told of every answer that could not be scored, in one line, by any thread.
         """
         self._function = load_reward(config)
@@ -144,7 +142,7 @@ class Scorer:
                 prompt, response = self._decoder.prompt(work.prompt), self._decoder.response(work.response)
                 score = self._score(prompt, response, work.answer)
                 score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever asks for the result raises it
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
     def _score(self, prompt: str, response: str, answer: str) -> "Future[Score]":

@@ -11,11 +11,12 @@ from pydantic import TypeAdapter
 
 from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
+from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
 from workers.algorithms.load import load_algorithm
-from workers.algorithms.moments import Moments
 from workers.algorithms.ppo import PPO
 from workers.algorithms.rloo import leave_one_out
+from workers.config import RolloutConfig
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)
@@ -60,7 +61,7 @@ def train(section: dict[str, Any], rows: list[int]) -> dict[str, object]:
     """Return loss, statistics and the gradient of the rows that have a reward."""
     config: Any = TypeAdapter(AlgorithmConfig).validate_python(section)
     config = config.model_copy(update={"off_policy": OffPolicyConfig(method="none")})
-    algorithm = load_algorithm(config, max_response_tokens=5, mask_truncated=False)
+    algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=5))
     batch = batch_of(rows)
     new = batch["new_log_probs"].values.clone().requires_grad_()
     batch = batch.with_columns(algorithm.advantages(batch, group_size=len(rows)))

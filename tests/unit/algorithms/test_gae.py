@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tq.batch import Column, PackedBatch
+from workers.algorithms.advantages import generalized_advantages, token_rewards
+from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import PPOConfig
-from workers.algorithms.gae import generalized_advantages, token_rewards
-from workers.algorithms.losses import loss_scale
-from workers.algorithms.moments import Moments
+from workers.algorithms.losses import ValueLoss, clipped_value_loss, loss_scale
 from workers.algorithms.ppo import PPO
-from workers.algorithms.value_loss import ValueLoss, clipped_value_loss
 
 CPU = torch.device("cpu")
 number = st.floats(-3, 3)

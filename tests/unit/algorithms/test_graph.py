@@ -9,11 +9,9 @@ from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from workers.algorithms.config import GRPOConfig, PPOConfig
-from workers.algorithms.graph import algorithm_tasks
 from workers.columns.config import UserTaskConfig
 from workers.dataflow import NeededWeights, PlacedTask, place_tasks
-from workers.graph import graph_of, with_user_tasks
-from workers.tasks import task_specs
+from workers.graph import algorithm_tasks, graph_of, task_specs, with_user_tasks
 
 WITH_KL = GRPOConfig(kl_coef=0.1)
 

@@ -8,8 +8,7 @@ import torch
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig
 from workers.algorithms.grpo import GRPO
-from workers.algorithms.losses import LossCounts
-from workers.algorithms.policy_gradient import PolicyLoss
+from workers.algorithms.losses import LossCounts, PolicyLoss
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)
@@ -120,7 +119,7 @@ def test_stats_stay_finite_when_a_masked_token_became_far_likelier() -> None:
         length_N=torch.tensor([1, 1]),
         weight_A=torch.tensor([1.0, 0.0]),
         advantage_A=torch.ones(2),
-        old_log_probs_A=torch.tensor([-1.0, -200.0]),
+        rollout_log_probs_A=torch.tensor([-1.0, -200.0]),
     )
     loss(torch.tensor([-1.0, -0.1]), torch.zeros(2))
     assert all(bool(value.isfinite()) for value in loss.stats.values()) and float(loss.stats["ratio"]) == 1.0

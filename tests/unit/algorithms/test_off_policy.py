@@ -10,9 +10,8 @@ from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig, OffPolicyConfig
-from workers.algorithms.off_policy import answer_means, correct
-from workers.algorithms.policy_gradient import PolicyLoss
-from workers.objective import algorithm_of
+from workers.algorithms.load import load_algorithm
+from workers.algorithms.losses import PolicyLoss, answer_means, correct
 
 LENGTHS = torch.tensor([2, 0, 3])
 NEW = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
@@ -74,7 +73,7 @@ FOUND = torch.tensor([-1.1, -1.9, -1.0, -3.2, -1.6], dtype=torch.float64)
 @pytest.mark.parametrize("method", ["decoupled", "truncated_is"])
 def test_after_the_first_update_ratio_and_clip_are_relative_to_the_policy_that_the_step_found(method: str) -> None:
     new, loss = NEW.clone().requires_grad_(), policy_loss(method)
-    loss.proximal_log_probs_A = FOUND
+    loss.old_log_probs_A = FOUND
     total = loss(new, torch.zeros(5, dtype=torch.float64))
     expected, clipped = 0.0, 0
     for now, found, drew, advantage in zip(
@@ -93,7 +92,7 @@ def test_after_the_first_update_ratio_and_clip_are_relative_to_the_policy_that_t
 
 def test_with_one_update_the_policy_that_the_step_found_is_the_one_that_is_trained() -> None:
     implicit, explicit = policy_loss("truncated_is"), policy_loss("truncated_is")
-    explicit.proximal_log_probs_A = NEW
+    explicit.old_log_probs_A = NEW
     zeros = torch.zeros(5, dtype=torch.float64)
     assert float(implicit(NEW, zeros)) == float(explicit(NEW, zeros))
     assert implicit.stats == explicit.stats
@@ -111,12 +110,13 @@ def test_means_of_answers_skip_none() -> None:
 
 def test_weights_carry_no_gradient() -> None:
     correction = correct(NEW.clone().requires_grad_(), OLD, LENGTHS, OffPolicyConfig(method="decoupled"))
-    assert not correction.weight_A.requires_grad and not correction.old_log_probs_A.requires_grad
+    assert not correction.weight_A.requires_grad and not correction.base_log_probs_A.requires_grad
 
 
 def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
     """Return each token's gradient, and how many ratios were clipped, for gaps between the engines of GAPS nats."""
-    algorithm = algorithm_of(load_config(find_recipe("quickstart"), overrides=["algorithm.kl_coef=0", *settings]))
+    config = load_config(find_recipe("quickstart"), overrides=["algorithm.kl_coef=0", *settings])
+    algorithm = load_algorithm(config.algorithm, config.rollout)
     lengths = torch.ones(len(GAPS), dtype=torch.int32)
     new = torch.full_like(GAPS, -2.0).requires_grad_()
     columns = {

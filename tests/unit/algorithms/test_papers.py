@@ -11,10 +11,11 @@ import torch
 from pydantic import TypeAdapter
 
 from tq.batch import Column, PackedBatch
+from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
-from workers.algorithms.moments import Moments
+from workers.config import RolloutConfig
 
 GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0)
@@ -154,7 +155,7 @@ def streamed_loss(
         gap: what the generating engine recorded is this much lower.
     """
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
-    algorithm = load_algorithm(config, max_response_tokens=MOST, mask_truncated=False)
+    algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=MOST))
     columns = {
         "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
         "rollout_log_probs": column([[value - gap for value in answer] for answer in old]),

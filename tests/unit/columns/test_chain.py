@@ -12,9 +12,8 @@ from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.columns import chain
-from workers.columns.chain import TaskChain
-from workers.columns.registry import open_task
-from workers.columns.task import ColumnTask
+from workers.columns.chain import TaskChain, open_task
+from workers.columns.column_tasks import ColumnTask
 
 EMPTY = PackedBatch((), {})
 

@@ -15,7 +15,7 @@ from asyncflow.errors import UserCodeFailed
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
-from workers.columns.rewards import Rewards
+from workers.columns.column_tasks import Rewards
 from workers.config import RunConfig
 from workers.tokenizer import load_tokenizer
 

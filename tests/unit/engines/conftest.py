@@ -20,7 +20,7 @@ from transformers import (
 
 from workers.engines.base import Sequences
 
-sys.path.append(str(Path(__file__).parent))  # tests import `test_step_trainer` by name; behind other conftests
+sys.path.append(str(Path(__file__).parent))  # tests import `test_trainer` by name; behind other conftests
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

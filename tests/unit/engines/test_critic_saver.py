@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncflow.errors import CheckpointError, TransportError
-from workers.critic_saver import CriticSaver
+from workers.actor_critic_channel import ActorCriticChannel
+from workers.critic import CriticSaver
 from workers.engines.base import ValueEngine
-from workers.trainer_words import TrainerWords
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -24,26 +24,26 @@ class Engine:
         return {"model": torch.zeros(2)}
 
 
-class Words:
+class Channel:
     """The actor says whether to save when it is told to."""
 
     def __init__(self) -> None:
         self.says = threading.Event()
 
-    def begun(self, _step: int, *, timeout_s: float) -> bool:
-        """See `TrainerWords`; nothing is to be saved."""
+    def recv_begun(self, _step: int, *, timeout_s: float) -> bool:
+        """See `ActorCriticChannel`; nothing is to be saved."""
         assert self.says.wait(30 * timeout_s + 30)
         return False
 
-    def give_files(self, *_: object) -> None:
-        """See `TrainerWords`."""
+    def send_files(self, *_: object) -> None:
+        """See `ActorCriticChannel`."""
 
 
 def test_a_save_that_does_not_end_is_an_error_and_no_other_begins_beside_it() -> None:
-    words = Words()
+    channel = Channel()
     saver = CriticSaver(
         cast(ValueEngine, Engine()),
-        lambda: cast(TrainerWords, words),
+        lambda: cast(ActorCriticChannel, channel),
         Path(),
         device=torch.device("cpu"),
         timeout_s=0.2,
@@ -52,7 +52,7 @@ def test_a_save_that_does_not_end_is_an_error_and_no_other_begins_beside_it() ->
     for again in (saver.wait, lambda: saver.begin(4)):
         with pytest.raises(CheckpointError, match=r"checkpoint of step 3 is not written after 0\.2 s"):
             again()
-    words.says.set()
+    channel.says.set()
     wait_long(saver)
     saver.begin(4)
     wait_long(saver)  # its thread needs the process group, which goes with the test
@@ -65,12 +65,12 @@ def test_actor_that_is_gone_when_a_save_ends_costs_a_line_in_the_log(
     def gone(*_: object) -> None:
         raise TransportError("the job store is gone")
 
-    words = Words()
-    words.says.set()
-    monkeypatch.setattr(words, "give_files", gone)
+    channel = Channel()
+    channel.says.set()
+    monkeypatch.setattr(channel, "send_files", gone)
     saver = CriticSaver(
         cast(ValueEngine, Engine()),
-        lambda: cast(TrainerWords, words),
+        lambda: cast(ActorCriticChannel, channel),
         Path(),
         device=torch.device("cpu"),
         timeout_s=60.0,

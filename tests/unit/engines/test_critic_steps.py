@@ -11,20 +11,19 @@ import torch
 from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
+from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
+from workers.algorithms.algorithm import Moments
+from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
-from workers.algorithms.moments import Moments
 from workers.algorithms.ppo import PPO
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.learner import critic_learner, policy_learner
-from workers.ledger import ledger_lines
-from workers.objective import algorithm_of
-from workers.packing import sequences_of
 from workers.records import StepRecord
-from workers.step_trainer import StepTrainer
+from workers.trainer import Trainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -85,17 +84,13 @@ def train(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, stops:
     )  # fmt: skip
     loader: Any = Loader(make_rounds(), stops=stops)
     tasks = ("values", "compute_advantages_and_returns", "critic_train")
-    return StepTrainer(
+    return Trainer(
         context,
         (policy_learner(config, policy), critic_learner(config, critic)),
         loader,
         columns=TaskChain(tasks, context, policy, critic=critic),
         training=config.actor,
-        taken=lambda batch, record: record.add_rows(
-            batch, ledger_lines(batch, step=STEP, admitted_step=STEP, lineage=0, time_s=0.0), admitted_step=STEP
-        ),
-        before_update=lambda: 0.0,
-        after_update=lambda *_: None,
+        role=CountingRole(),
     ).train(STEP)
 
 
@@ -107,7 +102,7 @@ def parameters(policy: TrainEngine, critic: ValueEngine) -> tuple[list[torch.Ten
 
 def train_by_hand(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *, whitened: bool) -> None:
     """One update of each from the whole step: values, advantages, then both losses."""
-    ppo = algorithm_of(config)
+    ppo = load_algorithm(config.algorithm, config.rollout)
     assert isinstance(ppo, PPO)
     batches = []
     for batch in make_rounds():

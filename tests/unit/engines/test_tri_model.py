@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_step_trainer import CPU, STEP, Loader, configure, make_rounds, make_trainer, weights
+from test_trainer import CPU, STEP, Loader, configure, make_rounds, make_trainer, weights
 from torch import Tensor
 
 from asyncflow.errors import ConfigError
 from tq.batch import Column, PackedBatch
+from workers.algorithms.losses import MicroLoss
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
 from workers.graph import graph_of
-from workers.learner import MicroLoss
-from workers.packing import sequences_of
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,18 +13,17 @@ from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
 from launcher.config import load_config
 from launcher.recipes import find_recipe
+from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
+from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
+from workers.batching import RoundAssigner
 from workers.columns.chain import TaskChain
+from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
-from workers.learner import policy_learner
-from workers.ledger import ledger_lines
-from workers.mini_batches import Deal
-from workers.objective import algorithm_of
-from workers.packing import sequences_of
-from workers.step_trainer import StepTrainer
+from workers.trainer import Trainer, open_loader, policy_learner
 from workers.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -80,9 +79,9 @@ def make_trainer(
     engine: TrainEngine,
     loader: Loader,
     *,
-    told: list[tuple[int, int, int]] | None = None,
+    role: CountingRole | None = None,
     run_dir: Path = Path("nowhere"),
-) -> StepTrainer:
+) -> Trainer:
     context: Any = SimpleNamespace(
         config=config, device=CPU, timeline=NoTimeline(), report=lambda *_, **__: None,
         job=SimpleNamespace(lineage=0), elapsed_s=0.0,
@@ -92,19 +91,14 @@ def make_trainer(
     if config.actor.num_updates > 1 and config.algorithm.off_policy.method != "none":
         tasks.insert(0, "actor_log_probs")
     stub: Any = loader
-    heard = [] if told is None else told
-    return StepTrainer(
+    return Trainer(
         context,
         (policy_learner(config, engine),),
         stub,
         columns=TaskChain(tasks, context, engine),
         training=config.actor,
         tri_model=TriModel(config, engine) if config.actor.tri_model else None,
-        taken=lambda batch, record: record.add_rows(
-            batch, ledger_lines(batch, step=STEP, admitted_step=STEP, lineage=0, time_s=0.0), admitted_step=STEP
-        ),
-        before_update=lambda: 0.0,
-        after_update=lambda *update: heard.append(update),
+        role=role or CountingRole(),
     )
 
 
@@ -114,7 +108,7 @@ def weights(engine: TrainEngine) -> list[torch.Tensor]:
 
 def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int]]) -> list[float]:
     """Update with the named rounds of each mini-batch; returns the losses."""
-    algorithm, losses = algorithm_of(config), []
+    algorithm, losses = load_algorithm(config.algorithm, config.rollout), []
     prepared = []
     for batch in make_rounds():
         old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
@@ -133,22 +127,23 @@ def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int
     return losses
 
 
-def dealt(config: RunConfig, pass_number: int) -> list[list[int]]:
+def assigned(config: RunConfig, pass_number: int) -> list[list[int]]:
     """Return the rounds of each mini-batch of a pass."""
     count = config.actor.num_updates_per_step
-    deal = Deal(num_mini_batches=count, size=GROUPS * SIZE // count, seed=f"{config.seed}/{STEP}/{pass_number}")
-    numbers = [deal.next(SIZE) for _ in range(GROUPS)]
+    seed = f"{config.seed}/{STEP}/{pass_number}"
+    assigner = RoundAssigner(num_mini_batches=count, size=GROUPS * SIZE // count, seed=seed)
+    numbers = [assigner.assign(SIZE) for _ in range(GROUPS)]
     return [[position for position in range(GROUPS) if numbers[position] == number] for number in range(count)]
 
 
 def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     config = configure("actor.num_updates_per_step=2", "actor.ppo_epochs=2", "rollout.truncated=mask")
     by_hand = load_train_engine(config, device=CPU)
-    losses = train_by_hand(config, by_hand, [*dealt(config, 0), *dealt(config, 1)])
+    losses = train_by_hand(config, by_hand, [*assigned(config, 0), *assigned(config, 1)])
     engine = load_train_engine(config, device=CPU)
-    told: list[tuple[int, int, int]] = []
-    record = make_trainer(config, engine, Loader(make_rounds()), told=told).train(STEP)
-    assert told == [(STEP, number, number) for number in range(1, 5)]
+    role = CountingRole()
+    record = make_trainer(config, engine, Loader(make_rounds()), role=role).train(STEP)
+    assert role.updates == [(STEP, number, number) for number in range(1, 5)]
     assert record is not None
     for actual, expected in zip(weights(engine), weights(by_hand), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
@@ -192,9 +187,12 @@ def test_a_second_pass_meets_the_clip() -> None:
 def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
     config = configure(f"actor.num_updates_per_step={updates}", "algorithm.off_policy.method=none")
     engine, untouched = (load_train_engine(config, device=CPU) for _ in range(2))
-    assert make_trainer(config, engine, Loader(make_rounds(), stops=True)).train(STEP) is None
+    role = CountingRole()
+    assert make_trainer(config, engine, Loader(make_rounds(), stops=True), role=role).train(STEP) is None
+    assert not role.ended
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
-    make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+    make_trainer(config, engine, Loader(make_rounds()), role=role).train(STEP)
+    assert role.ended == [f"publish {STEP}", f"record {STEP}"]
     make_trainer(config, untouched, Loader(make_rounds())).train(STEP)
     assert all(one.equal(other) for one, other in zip(weights(engine), weights(untouched), strict=True))
 
@@ -215,3 +213,17 @@ def test_what_is_not_finite_ends_the_run_and_changes_no_weight(
         make_trainer(config, engine, Loader(rounds), run_dir=tmp_path).train(STEP)
     assert caught.value.final
     assert all(one.equal(other) for one, other in zip(weights(engine), before, strict=True))
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """A generating engine that loads slowly connects late."""
+    config = configure("launcher.start_timeout_s=123")
+    monkeypatch.setattr("workers.trainer.StreamingDataLoader", lambda *_, **settings: settings)
+    context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
+    task: Any = SimpleNamespace(name="train", inputs=())
+    settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)
+    assert settings["producers_timeout_s"] == 123
+    assert (settings["first_partition"], settings["last_partition"]) == (STEP, 9)

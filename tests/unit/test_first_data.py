@@ -12,7 +12,7 @@ from asyncflow.sealed_store import SealedStore
 from workers.checkpoint_files import CheckpointMeta
 from workers.context import WorkerContext
 from workers.data import data_hash
-from workers.run_data import check_data, first_data_hash
+from workers.services import check_data
 
 
 def context(store: SealedStore, data: Path, *, resume_from: str = "") -> Any:
@@ -39,7 +39,7 @@ def test_file_that_changed_while_the_run_goes_on_is_refused_by_whoever_starts_ag
     data.write_text('{"prompt": "1+1=", "answer": "3"}\n')
     with pytest.raises(ConfigError, match=r"data.path: the content of .*data.jsonl is not what the run began with"):
         check_data(context(store, data))
-    assert first_data_hash(context(store, data)) == began, "for checkpoints, too"
+    assert context(store, data).first_data_hash() == began, "for checkpoints, too"
 
 
 def test_resumed_run_began_with_what_its_checkpoint_names(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""How the actor and a critic in a role of its own keep step and save together: words in the job store.
+"""How the actor and a critic in a role of its own keep step and save together: messages in the job store.
 
-    actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank hears all of it
+    actor rank 0    commit 1 | commit 2, save 2 | commit 3 ... commit N, save N, end   every critic rank gets them all
     critic rank 0   report 1 | report 2         | report 3                              figures, for the metrics
     saving threads  begun 2 -> the critic's shards are written beside checkpoint 2 -> files 2
 
-A critic makes a step's first update when the actor committed to the step: all its rows are there, so nothing but a
-death, which takes both back, keeps the actor from finishing it. And since a `save` comes before the next `commit`, the
+A critic makes a step's first update when the actor committed to the step: all its rows are there, so only a death,
+which takes both back, keeps the actor from finishing it. And since a `save` comes before the next `commit`, the
 critic's state is then still that of the step that is saved. So both are always of the same step.
 
 Keys begin with the lineage, which every restart of the two counts up.
@@ -25,8 +25,8 @@ from asyncflow.sealed_store import SealedStore
 from workers.checkpoint_files import CRITIC
 
 _SLICE_S = 30.0
-"""A store's wait is repeated so often: it has a deadline, and waiting for the other trainer has none here. Who does not
-come is found by the launcher."""
+"""A store's wait has a deadline; waiting for the other trainer has none here, so the wait is repeated. A trainer that
+does not come is found by the launcher."""
 
 
 class Kind(StrEnum):
@@ -38,8 +38,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Word:
-    """One of the actor's.
+class Message:
+    """A message of the actor.
 
     Attributes:
         kind: what it says.
@@ -50,43 +50,42 @@ class Word:
     step: int = 0
 
 
-class TrainerWords:
-    """One thread's access."""
+class ActorCriticChannel:
+    """One thread's end of the channel."""
 
     def __init__(self, store: SealedStore, *, lineage: int) -> None:
         """Args:
         store: a client of the job store that no other thread uses.
-        lineage: of the run.
         """
         self._keys = store.under(f"critic/{lineage}")
         self._next = 0
 
-    def say(self, word: Word) -> None:
-        """Add a word; the actor's rank 0 only, in one thread."""
-        self._set(f"word/{self._next}", [word.kind, word.step])
+    def send(self, message: Message) -> None:
+        """Send to all ranks of the critic; the actor's rank 0 only, in one thread."""
+        self._set(f"message/{self._next}", [message.kind, message.step])
         self._next += 1
 
-    def hear(self) -> Word:
-        """Return the next word, when it is there."""
-        kind, step = self._wait(f"word/{self._next}")
+    def recv(self) -> Message:
+        """Wait for the actor's next message."""
+        kind, step = self._wait(f"message/{self._next}")
         self._next += 1
-        return Word(Kind(kind), step)
+        return Message(Kind(kind), step)
 
-    def report(self, step: int, figures: dict[str, float]) -> None:
-        """The critic finished a step."""
+    def send_report(self, step: int, figures: dict[str, float]) -> None:
+        """Say that the critic finished a step."""
         self._set(f"report/{step}", figures)
 
-    def reported(self, step: int) -> dict[str, float]:
-        """Return what the critic says of a step, when it is finished."""
+    def recv_report(self, step: int) -> dict[str, float]:
+        """Wait until the critic finished a step; returns its figures."""
         figures: dict[str, float] = self._wait(f"report/{step}")
         return figures
 
-    def tell_begun(self, step: int, *, begun: bool) -> None:
+    def send_begun(self, step: int, *, begun: bool) -> None:
         """Say whether the critic may write its part of a save, or the save came to nothing."""
         self._set(f"begun/{step}", begun)
 
-    def begun(self, step: int, *, timeout_s: float) -> bool:
-        """Return what `tell_begun` says.
+    def recv_begun(self, step: int, *, timeout_s: float) -> bool:
+        """Wait for `send_begun`.
 
         Raises:
             CheckpointError: nothing within `timeout_s`.
@@ -94,12 +93,12 @@ class TrainerWords:
         begun: bool = self._wait(f"begun/{step}", timeout_s=timeout_s, what=f"the actor did not begin to save {step}")
         return begun
 
-    def give_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
+    def send_files(self, step: int, files: dict[str, tuple[int, str]], error: str = "") -> None:
         """Say what the critic wrote: path in the checkpoint -> size, checksum; or why it could not."""
         self._set(f"files/{step}", [files, error])
 
-    def files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
-        """Return what `give_files` says.
+    def recv_files(self, step: int, *, timeout_s: float) -> dict[str, tuple[int, str]]:
+        """Wait for `send_files`.
 
         Raises:
             CheckpointError: the critic could not write, or did not within `timeout_s`, or names files that are not its.

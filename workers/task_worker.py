@@ -17,13 +17,13 @@ from tq.messages import Granted, NoRowsReason
 from workers.columns.chain import TaskChain
 from workers.context import WorkerContext
 from workers.dataflow import PlacedTask
+from workers.graph import task_of
 from workers.group_filter import uniform_groups
-from workers.tasks import task_of
 
 logger = logging.getLogger(__name__)
 
 
-def run_scoring(context: WorkerContext) -> None:
+def run_task(context: WorkerContext) -> None:
     """Serve this role's task until the queue stops."""
     task = task_of(context.gang.role, context.config, context.job)
     chain = TaskChain((*task.fused, task.name), context)

@@ -1,0 +1,177 @@
+"""What an algorithm is to the loops that run it, and what all of them share. Tensors in, tensors out; no processes.
+
+The column task asks for the `advantages` of whole groups. The trainer asks for `moments` and `normalized`, where
+advantages are normalised over the step, then for `counts` and `loss` of every micro-batch, and for `scale` once per
+update:
+
+    rounds arrive    advantages -> loss loss loss ............................ -> scale     streams
+                     advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
+
+To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
+and its graph in `workers.graph` if that is another than the critic-free one.
+
+Legend of shapes: N responses, A tokens of the responses, packed.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from workers.algorithms.config import PolicyConfig
+from workers.algorithms.losses import LossCounts, PolicyLoss, loss_scale, token_weights
+from workers.dataflow import LOSS_MASKS
+
+Config = TypeVar("Config", bound=PolicyConfig)
+
+
+class Algorithm(ABC, Generic[Config]):
+    """An objective of the actor: a clipped surrogate and optionally a KL penalty; each adds how it compares responses.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Which policy is the old one: `losses.correct`.
+    """
+
+    whole_step = False
+    """Advantages are normalised over the step, so nothing trains before its last row is there."""
+    sequence_ratio: ClassVar[bool] = False
+    """The ratio is one of whole responses."""
+
+    def __init__(self, config: Config, *, max_response_tokens: int, mask_truncated: bool) -> None:
+        """Keep the settings.
+
+        Args:
+            max_response_tokens: longest response.
+            mask_truncated: responses that were cut do not count.
+        """
+        self._config = config
+        self._max_response_tokens = max_response_tokens
+        self._mask_truncated = mask_truncated
+
+    @abstractmethod
+    def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
+        """Return the outputs of task `compute_advantages_and_returns`, at least `advantages`.
+
+        Args:
+            batch: the task's inputs; whole groups, the responses of a prompt are neighbours.
+            group_size: G.
+        Returns:
+            float32 columns, one value per row or one per response token.
+        """
+
+    def moments(self, batch: PackedBatch) -> "Moments":
+        """Return what a batch adds to the moments of the step's advantages, over all tokens that count."""
+        counts_A = self._answer_weights(batch).repeat_interleave(batch["responses"].lengths.long()) > 0
+        return Moments.of(token_advantages(batch)[counts_A])
+
+    def normalized(self, batch: PackedBatch, moments: "Moments") -> PackedBatch:
+        """Return the batch with normalised `advantages`; only algorithms with `whole_step` do.
+
+        Args:
+            batch: of this rank.
+            moments: over all ranks' rows of the step.
+        """
+        raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
+
+    def counts(self, batch: PackedBatch) -> LossCounts:
+        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated`, `rewards` and, if there,
+        `loss_masks`."""
+        keep_N = self._answer_weights(batch) > 0
+        length_N = batch["responses"].lengths
+        answers = int(has_reward(batch).sum())
+        return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=answers)
+
+    def loss(self, batch: PackedBatch, *, device: torch.device) -> PolicyLoss:
+        """Return the loss of a micro-batch.
+
+        Args:
+            batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`,
+                `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also `log_probs`, of the
+                policy that the step found (without them: the one in training), and `loss_masks`, one weight per row.
+            device: where the engine computes.
+        """
+        length_N = batch["responses"].lengths.long()
+        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
+        return PolicyLoss(
+            config=self._config,
+            length_N=length_N.to(device),
+            weight_A=weight_A.to(device),
+            advantage_A=token_advantages(batch).to(device),
+            rollout_log_probs_A=batch["rollout_log_probs"].values.to(device),
+            ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
+            old_log_probs_A=batch["log_probs"].values.to(device) if "log_probs" in batch.columns else None,
+            sequence_ratio=self.sequence_ratio,
+        )
+
+    def scale(self, counts: LossCounts) -> float:
+        """Return the factor for `TrainEngine.step`, from the counts of the update's micro-batches on all ranks."""
+        return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
+
+    def _answer_weights(self, batch: PackedBatch) -> Tensor:
+        truncated_N = batch["truncated"].values.bool()
+        weight_N = torch.ones(len(batch)) if LOSS_MASKS not in batch.columns else batch[LOSS_MASKS].values.float()
+        weight_N = weight_N * has_reward(batch)
+        return weight_N * ~truncated_N if self._mask_truncated else weight_N
+
+
+def has_reward(batch: PackedBatch) -> Tensor:
+    """Return bool [N]: whether a response has a reward; where scoring failed it is NaN, and the response has no
+    weight."""
+    return batch["rewards"].values.isfinite()
+
+
+def token_advantages(batch: PackedBatch) -> Tensor:
+    """Return float32 [A]: the advantage of each response token, from a column with one per response or per token."""
+    column, length_N = batch["advantages"], batch["responses"].lengths
+    if torch.equal(column.lengths, length_N):
+        return column.values.float()
+    return column.values.float().repeat_interleave(length_N.long())
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and deviation of numbers that come in parts. Plain numbers, so that they travel as JSON.
+
+    Attributes:
+        count: how many.
+        mean: 0 without any.
+        squares: sum of the squared distances from the mean.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @staticmethod
+    def of(values: Tensor) -> "Moments":
+        """Return the moments of a tensor, computed in float64."""
+        if not values.numel():
+            return Moments()
+        values = values.double()
+        mean = values.mean()
+        return Moments(values.numel(), float(mean), float((values - mean).square().sum()))
+
+    @staticmethod
+    def merged(parts: Iterable["Moments"]) -> "Moments":
+        """Return the moments of all numbers together.
+
+        Source: Chan, Golub, LeVeque 1983, eq. 2.1.
+        """
+        count, mean, squares = 0, 0.0, 0.0
+        for part in parts:
+            total = count + part.count
+            if part.count:
+                apart = part.mean - mean
+                squares += part.squares + apart**2 * count * part.count / total
+                mean += apart * part.count / total
+            count = total
+        return Moments(count, mean, squares)
+
+    @property
+    def deviation(self) -> float:
+        """Population standard deviation; 0 without any numbers."""
+        return math.sqrt(self.squares / self.count) if self.count else 0.0

@@ -1,0 +1,166 @@
+"""How a step's rows are cut: into rounds as they arrive, mini-batches (one optimizer update each), micro-batches. Pure.
+
+Two mini-batches a pass, two passes, four rounds:
+
+    rounds arrive     0 and 3 are trained as they come, 1 and 2 are kept ......... the last one is there
+    updates           0 3 | 1 2 | 1 3 | 0 2                                        every pass is assigned anew
+
+Rounds are assigned to mini-batches at random, from a seed and without a look at their rows: short responses arrive
+first, so mini-batches that followed arrival would be updates by length.
+
+The first update comes after the last round: until then nothing has changed, and a step that is stopped leaves no trace;
+from then on the step needs nothing from the queue. An algorithm that looks at the whole step keeps all rounds, and
+trains none as it comes.
+
+A round is cut into micro-batches by number (runs of `micro_batch_size` rows) or by tokens (as few as fit a budget). A
+group that fits the budget stays whole, so its prompt is computed once; one that does not is cut, and the prompt is
+computed once for each part:
+
+    budget 20, prompt 8, responses 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
+
+Under `tq.policy: token-budget` a round has no more tokens than a micro-batch may have; longer groups alone are cut.
+Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tq.balance import split_by_tokens
+from tq.batch import PackedBatch
+from workers.config import ActorConfig
+
+
+@dataclass(frozen=True)
+class Round:
+    """One rank's rows of a round, with all columns.
+
+    Attributes:
+        batch: its rows; none where the rank got none.
+        micro_batches: positions of rows; as many on all ranks, so the last ones of some are empty.
+        total_rows: of all ranks.
+        drawn_by: versions that drew tokens of it, on any rank; only with `actor.tri_model`.
+    """
+
+    batch: PackedBatch
+    micro_batches: Sequence[Sequence[int]]
+    total_rows: int
+    drawn_by: Sequence[int] = ()
+
+
+class RoundAssigner:
+    """Assigns the rounds of one pass to mini-batches; the same on all ranks, since all see the same rounds.
+
+    With rounds of one size every order is equally likely. Others go where there is room, so a mini-batch differs from
+    `size` by less than the largest round; if that is no larger than `size`, none stays empty.
+    """
+
+    def __init__(self, *, num_mini_batches: int, size: int, seed: str) -> None:
+        """Args:
+        num_mini_batches: of the pass.
+        size: rows of a mini-batch.
+        seed: gives the order.
+        """
+        self._room = [size] * num_mini_batches
+        self._chance = random.Random(seed)
+
+    def assign(self, num_rows: int) -> int:
+        """Return the number of the next round's mini-batch.
+
+        Args:
+            num_rows: of the round, on all ranks.
+        """
+        fitting = [room if room >= num_rows else 0 for room in self._room]
+        if any(fitting):
+            (number,) = self._chance.choices(range(len(fitting)), fitting)
+        else:
+            number = self._room.index(max(self._room))
+        self._room[number] -= num_rows
+        return number
+
+
+class StepRounds:
+    """The rounds of one step, on one rank."""
+
+    def __init__(self, config: ActorConfig, *, step_rows: int, seed: str, streams: bool = True) -> None:
+        """Args:
+        config: how many updates.
+        step_rows: rows of the step on all ranks.
+        seed: of the step; says which rounds make which update.
+        streams: rounds are trained as they come; else after the last one.
+        """
+        self._num_passes = config.ppo_epochs
+        self._num_mini_batches = config.num_updates_per_step
+        self._streams = streams
+        self._keeps = config.num_updates > 1 or not streams
+        self._size = step_rows // config.num_updates_per_step
+        self._seed = seed
+        self._kept: list[Round] = []
+        self._arriving = self._assigner(0)
+
+    def add(self, arrived: Round) -> bool:
+        """Take in a round; returns whether it is of the first mini-batch and is trained at once."""
+        if self._keeps:
+            self._kept.append(arrived)
+        return self._arriving.assign(arrived.total_rows) == 0 and self._streams
+
+    def mini_batches(self, normalize: Callable[[list[PackedBatch]], list[PackedBatch]]) -> Iterator[Sequence[Round]]:
+        """Yield, for every update of the step, the rounds that are still to be trained; the last round has arrived.
+
+        Args:
+            normalize: is given the batches of all rounds, where they do not stream, and returns them changed.
+        """
+        if not self._streams:
+            batches = normalize([one.batch for one in self._kept])
+            self._kept = [replace(one, batch=batch) for one, batch in zip(self._kept, batches, strict=True)]
+        for pass_number in range(self._num_passes if self._keeps else 1):
+            first, *others = self._assigned(pass_number)
+            yield () if pass_number == 0 and self._streams else first
+            yield from others
+
+    def _assigned(self, pass_number: int) -> list[list[Round]]:
+        assigner = self._assigner(pass_number)
+        assigned: list[list[Round]] = [[] for _ in range(self._num_mini_batches)]
+        for one in self._kept:
+            assigned[assigner.assign(one.total_rows)].append(one)
+        return assigned
+
+    def _assigner(self, pass_number: int) -> RoundAssigner:
+        return RoundAssigner(
+            num_mini_batches=self._num_mini_batches, size=self._size, seed=f"{self._seed}/{pass_number}"
+        )
+
+
+def micro_batches(batch: PackedBatch, config: ActorConfig) -> list[Sequence[int]]:
+    """Return the positions of rows in each micro-batch, every row once.
+
+    Args:
+        batch: columns `prompts` and `responses`, N >= 0 rows.
+    """
+    if not len(batch):
+        return []
+    if not config.max_tokens_per_micro_batch:
+        size = config.micro_batch_size
+        return [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
+    prompts = [prompt.numpy().tobytes() for prompt in batch["prompts"].rows()]
+    lengths = list(zip(batch["prompts"].lengths.tolist(), batch["responses"].lengths.tolist(), strict=True))
+    if not config.shared_prompt:
+        return [*split_by_tokens([sum(pair) for pair in lengths], config.max_tokens_per_micro_batch)]
+    return [*_with_shared_prompts(prompts, lengths, config.max_tokens_per_micro_batch)]
+
+
+def _with_shared_prompts(prompts: Sequence[bytes], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
+    """Put whole groups, or parts of those that do not fit, into micro-batches."""
+    groups: dict[bytes, list[int]] = {}
+    for position, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(position)
+    parts, tokens = [], []
+    for rows in groups.values():
+        prompt_tokens = lengths[rows[0]][0]
+        answers = [lengths[row][1] for row in rows]
+        whole = prompt_tokens + sum(answers) <= budget
+        cuts = [list(range(len(rows)))] if whole else split_by_tokens(answers, max(1, budget - prompt_tokens))
+        for cut in cuts:
+            parts.append([rows[place] for place in cut])
+            tokens.append(prompt_tokens + sum(answers[place] for place in cut))
+    return [sorted(row for part in together for row in parts[part]) for together in split_by_tokens(tokens, budget)]
