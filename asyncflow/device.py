@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
 from asyncflow.errors import ConfigError
-from asyncflow.transport.channel import abort_gloo, gloo_group
+from asyncflow.transport.gloo import abort_gloo, gloo_group
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
+from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.replies import refused
 
@@ -243,7 +244,7 @@ class ChannelServer:
             key = accept_channel(store, self._credentials.secret, self._service, ask)
             pair = pair_store(store, self._service, key)
             try:
-                return Channel(
+                return open_channel(
                     pair,
                     key,
                     is_server=True,
