@@ -16,9 +16,8 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
-from weightsync.engine_views import EngineViews
 from weightsync.messages import JoinBroadcast, Transfer
-from weightsync.shelf import AtHand, Shelf
+from weightsync.shelf import AtHand, EngineViews, Shelf
 
 logger = logging.getLogger(__name__)
 

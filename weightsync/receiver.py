@@ -22,12 +22,11 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
-from weightsync.engine_views import EngineViews
 from weightsync.messages import AskSwap, EndSwap, Offered, Release, ReportCorrupt, Serving, SwapTurn, Watch
 from weightsync.participant import Participant
 from weightsync.plan import Bucket, Need
 from weightsync.region import Region, version_checksum
-from weightsync.shelf import AtHand, Shelf
+from weightsync.shelf import AtHand, EngineViews, Shelf
 from weightsync.slot_memory import SlotMappings
 from weightsync.version import Version
 

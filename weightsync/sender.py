@@ -42,8 +42,7 @@ from weightsync.messages import (
 )
 from weightsync.plan import TransferPlan
 from weightsync.sender_state import SenderState, Staged, Where
-from weightsync.shard_copies import ShardCopies
-from weightsync.shard_writer import Shard, ShardWriter, Target
+from weightsync.shard_writer import Shard, ShardCopies, ShardWriter, Target
 from weightsync.slot_memory import SlotMappings, private_memory
 from weightsync.version import Version
 

@@ -33,8 +33,8 @@ from weightsync.agent.instructions import (
     Renew,
 )
 from weightsync.agent.peers import Fetch, PeerLink
-from weightsync.agent.rounds import Rounds
 from weightsync.agent.state import AgentState
+from weightsync.agent.turns import Rounds
 from weightsync.config import WeightSyncConfig
 from weightsync.delta import apply_delta, encode_delta
 from weightsync.messages import (

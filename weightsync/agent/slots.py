@@ -10,6 +10,7 @@ vanished who may still touch it, when a version that was given up is still read,
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from weightsync.messages import Held
 from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
@@ -99,6 +100,23 @@ class Slots:
         """The newest complete version's."""
         complete = [slot for slot in self._slots if slot.complete]
         return max(complete, key=lambda slot: slot.version or (), default=None)
+
+    def held(self) -> list[Held]:
+        """Return what other agents may know of."""
+        return [
+            Held(slot.version, slot.digest, dict(slot.checksums))
+            for slot in self._slots
+            if slot.version is not None and not slot.dropped
+        ]
+
+    def holders(self) -> dict[object, list[Version]]:
+        """Return, by session, the versions that it reads or may read."""
+        holders: dict[object, list[Version]] = {}
+        for slot in self._slots:
+            if slot.version is not None:
+                for session in slot.readers | slot.guests:
+                    holders.setdefault(session, []).append(slot.version)
+        return holders
 
     def parts(self) -> list[Slot]:
         """Return the slots of versions that are not complete yet, oldest first."""

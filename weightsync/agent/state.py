@@ -8,10 +8,9 @@ from collections.abc import Container, Mapping, Sequence
 
 from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
 from weightsync.agent.peer_book import PeerBook
-from weightsync.agent.ranks import Ranks, Taker
-from weightsync.agent.repairs import Repairs
 from weightsync.agent.slots import Slot, Slots
-from weightsync.agent.swap_turns import SwapTurns
+from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
+from weightsync.agent.turns import SwapTurns
 from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
@@ -54,20 +53,11 @@ class AgentState:
 
     def held(self) -> list[Held]:
         """Return what lies in the slots."""
-        return [
-            Held(slot.version, slot.digest, dict(slot.checksums))
-            for slot in self._slots
-            if slot.version is not None and not slot.dropped
-        ]
+        return self._slots.held()
 
     def holders(self) -> dict[object, list[Version]]:
         """Return, by session, the versions that it reads or may read."""
-        holders: dict[object, list[Version]] = {}
-        for slot in self._slots:
-            if slot.version is not None:
-                for session in slot.readers | slot.guests:
-                    holders.setdefault(session, []).append(slot.version)
-        return holders
+        return self._slots.holders()
 
     def open_plan(self, plan: TransferPlan) -> None:
         """A trainer rank, or another agent, uses this plan."""
