@@ -144,7 +144,7 @@ class ExpectedReply(Future[Any]):
         self._state = "RUNNING"
         self._result = self._exception = None
         self._waiters = []
-        self._done_callbacks = []
+        self._done_callbacks: list[Callable[[Future[Any]], Any]] = []
         self.settled = False
         """As `done`, without its lock: the waiter looks often."""
         self._turns = turns

@@ -89,7 +89,7 @@ class _LyingAgent(WeightAgent):
             region = self._borrow(call, wanted.version)
             assert region is not None
             packed = region.packed(region.layout.plan.buckets[wanted.bucket]).clone()
-            self._give_back(call, wanted.version)
+            self._release(call, wanted.version)
             packed[3] ^= 1
             call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
         else:

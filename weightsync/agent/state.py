@@ -1,13 +1,13 @@
 """What a weight agent decides: who writes into which slot, who is offered which version, what is fetched from where.
 
-Pure: every event returns the instructions that follow from it, in order. `call` is whatever the shell answers with,
-`session` whatever tells one client from another.
+Pure: every event returns the instructions that follow from it, in order. `call` is what the shell replies to, `session`
+tells one client from another.
 """
 
 from collections.abc import Container, Mapping, Sequence
 
 from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
-from weightsync.agent.peer_book import PeerBook
+from weightsync.agent.peer_catalog import PeerCatalog
 from weightsync.agent.slots import Slot, Slots
 from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
 from weightsync.agent.turns import SwapTurns
@@ -30,7 +30,7 @@ class AgentState:
         self._ranks = Ranks()
         self._watchers: dict[object, tuple[object, Version | None, bool]] = {}
         self._repairs = Repairs()
-        self._peers = PeerBook()
+        self._peers = PeerCatalog()
         self._peer_watchers: dict[object, object] = {}
         self._revision = 1
         self.serving: dict[object, Version] = {}
@@ -116,13 +116,13 @@ class AgentState:
         return self._give_up(slot) if slot is not None and self._repairs.wants(version) else []
 
     def watch(
-        self, call: object, session: object, newer_than: Version | None, *, guest: bool = False
+        self, call: object, session: object, newer_than: Version | None, *, best_effort: bool = False
     ) -> list[Instruction]:
         """A receiver wants the newest version; it waits for one that is newer than what it has.
 
-        Nobody waits for a guest: it keeps the memory that it reads when the slot is needed.
+        No writer waits for a best-effort reader: it keeps the memory that it reads when the slot is needed.
         """
-        self._watchers[session] = (call, newer_than, guest)
+        self._watchers[session] = (call, newer_than, best_effort)
         return self._serve_watchers()
 
     def borrow(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
@@ -297,10 +297,10 @@ class AgentState:
         if slot is None or slot.version is None or slot.plan is None:
             return []
         instructions: list[Instruction] = []
-        for session, (call, newer_than, guest) in list(self._watchers.items()):
+        for session, (call, newer_than, best_effort) in list(self._watchers.items()):
             if newer_than is None or slot.version > newer_than:
                 del self._watchers[session]
-                (slot.guests if guest else slot.readers).add(session)
+                (slot.best_effort if best_effort else slot.readers).add(session)
                 checksums = tuple(slot.checksums[bucket.index] for bucket in slot.plan.buckets)
                 instructions.append(Offer(call, slot.version, slot.number, slot.plan, checksums))
         return instructions
