@@ -91,7 +91,7 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
 
 
 def abort_group(group: ProcessGroup) -> None:
-    """End a group of `connect_group` from any thread: whoever waits in it, on any rank, gets a RuntimeError."""
+    """End a group of `connect_group` from any thread: waits in it, on any rank, raise RuntimeError."""
     if isinstance(group, ProcessGroupGloo):
         abort_gloo(group)
     else:

@@ -99,7 +99,7 @@ class Broadcaster:
     ) -> dict[int, int]:
         """Broadcast this rank's buckets of a version to all receivers that are there; collective over the ranks.
 
-        A receiver that does not come, or dies, costs its deadline; then nobody waits for it, and the others, too, take
+        A receiver that does not come, or dies, costs its deadline; then it is left out, and the others, too, take
         the version from their agents. That is logged and no error.
 
         Args:
@@ -148,7 +148,7 @@ class Broadcaster:
             self._connection.close()
 
     def _begin(self, version: Version) -> Transfer:
-        """Ask who takes part; nobody does if the lead agent is gone."""
+        """Ask which receivers take part: none if the lead agent is gone."""
         try:
             if self._connection is None or self._connection.closed:
                 self._connection = Connection(
@@ -269,7 +269,7 @@ class BroadcastMember:
             raise
 
     def abort(self) -> None:
-        """Leave the groups, so that nobody waits in them; nothing is received any more. Idempotent."""
+        """Leave the groups, so that no member waits in them; nothing is received any more. Idempotent."""
         self._aborted = True
         self._leave()
 

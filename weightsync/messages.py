@@ -230,7 +230,7 @@ class Transfer(msgspec.Struct, tag=True):
     Attributes:
         epoch: names its groups; they are the same as long as this is.
         members: receivers, in rank order.
-        plan: digest; "": nobody takes part.
+        plan: digest; "": there is no broadcast.
     """
 
     epoch: str

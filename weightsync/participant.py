@@ -70,7 +70,7 @@ class Participant:
     def close(self, timeout_s: float) -> None:
         """Leave, also in the middle of a broadcast; idempotent."""
         self._closing.set()
-        self._member.abort()  # nobody need wait for its end
+        self._member.abort()  # the caller need not wait for its end
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -36,7 +36,7 @@ _CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.2
 """After a version that cannot be used, before the next is asked for (s)."""
 _TURN_TIMEOUT_S = 2.0
-"""An agent that does not answer for so long counts nobody: the engine stands still meanwhile (s)."""
+"""After so long without an answer the engine, which stands still, swaps without a turn (s)."""
 
 
 class WeightReceiver:
@@ -275,7 +275,7 @@ class WeightReceiver:
             connection.close()
 
     def _ask_turn(self, patience_s: float) -> bool:
-        """Ask for a turn to swap; without an agent there is nobody who could count, and nothing to wait for."""
+        """Ask for a turn to swap; without an agent nothing counts turns, and there is none to wait for."""
         connection = self._connection
         if connection is None or not self._takes_turns:
             return True

@@ -1,6 +1,6 @@
 """A receiver's versions for its engine: the newest one that was checked, and memory of this process for the next.
 
-    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: nobody uses it)
+    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
     engine's thread        load() v1 ....................... load() v2
 
 Thread-safe. It knows no agent and no broadcast: with a version comes what to do once it is no longer used.
@@ -117,7 +117,7 @@ class VersionCache:
         _release(unused)
 
     def memory(self, layout: RegionLayout) -> Region:
-        """Return memory of this process that nobody uses, for a version that comes; then `put` it or `recycle`."""
+        """Return unused memory of this process, for a version that comes; then `put` it or `recycle`."""
         with self._changed:
             given_up = self._ready is not None and self._ready.own and not self._adopts
             unused = self._forget_loaded() if given_up else []

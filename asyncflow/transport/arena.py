@@ -7,7 +7,7 @@
 
 Nothing has a name, so nothing needs unlinking after a kill. A region is used again only after its release, and an arena
 dies as a whole with its channel while mappings live on, so a peer that is slow, stopped or dead sees no other bytes
-than those sent to it, and its death costs nobody else anything.
+than those sent to it, and its death costs other processes nothing.
 """
 
 import contextlib

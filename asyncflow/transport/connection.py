@@ -33,7 +33,7 @@ _SPARE_FRAMES = 1  # a goodbye comes unasked
 class Connection:
     """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
 
-    Replies are read by whoever waits for one (`ReadingTurns`), or, with `callbacks_only`, by a thread of its own.
+    Replies are read by the thread that waits for one (`ReadingTurns`), or, with `callbacks_only`, by its own thread.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Connection:
             client: this process's name, for the other side's messages.
             replies: msgspec type (tagged union) of what the service answers, without `Refused`.
             limits: largest reply accepted, and whether memory is shared.
-            callbacks_only: nobody waits for replies in a hurry, all have callbacks: taking turns would only cost time.
+            callbacks_only: all replies have callbacks, none has a waiter, so turns would only cost time.
             timeout_s: for the service to answer, if that is less than the handshake's deadline.
             stop: once set, an answer that did not come yet is not waited for.
 
@@ -191,7 +191,7 @@ class Connection:
         except TransportError as error:
             self._fail(str(error))
             return False
-        except Exception as error:  # the boundary of a thread: whoever waits hears of it
+        except Exception as error:  # the boundary of a thread: the waiters hear of it
             logger.exception("channel to %s", self.service)
             self._fail(one_line(error))
             return False

@@ -1,7 +1,7 @@
 """How two ends that know a pair's key become a channel: they connect, prove who they are, and agree on what to share.
 
     client                                server
-      |-- hello ------><------------ hello -|   who they are, proved; each tries to open the other's arena and pipe
+      |-- hello ------><------------ hello -|   proved identity; each tries to open the other's arena and pipe
       |-- capability --><------ capability -|   whether it could
       PipeChannel, if both could; else GlooChannel
 
@@ -45,7 +45,7 @@ SWITCH = "ASYNCFLOW_SHARED_MEMORY"
 
 
 class Hello(msgspec.Struct):
-    """Who an end is.
+    """One end of a channel to be.
 
     Attributes:
         host: names boot and namespaces.

@@ -138,14 +138,14 @@ class Pipes:
                 os.close(writer)
 
     def close_out(self) -> None:
-        """The peer reads the end; the caller has made sure that nobody sends."""
+        """The peer reads the end; the caller has made sure that no thread sends."""
         self._closed = True
         if self._out >= 0:
             os.close(self._out)
             self._out = -1
 
     def close(self) -> None:
-        """Close everything; nobody may be inside. Idempotent."""
+        """Close everything; no thread may be inside. Idempotent."""
         self.close_out()
         for fd in (self._in, self._in_writer):
             if fd >= 0:

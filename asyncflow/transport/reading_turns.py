@@ -1,4 +1,4 @@
-"""Who reads replies: the thread that waits for one, so that no other thread has to be woken to hand it over.
+"""The thread that waits for a reply reads it, so that no other thread has to be woken to hand it over.
 
     reply.result()             reads until its own reply is there, settles others' on the way, passes the turn on
     reply.add_done_callback()  no thread waits: the connection's own thread reads

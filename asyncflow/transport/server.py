@@ -1,6 +1,6 @@
 """The serving side: accepts channels under a service name and hands every request to one handler.
 
-Threads: one waits for asks; one per handshake, so that a slow or dead one blocks nobody; one per channel receives and
+Threads: one waits for asks; one per handshake, so that a slow or dead one blocks no other; one per channel receives and
 runs the handler. A reply may be sent later from any thread (a parked request).
 """
 
@@ -42,9 +42,9 @@ class Call:
     """One request. Reply exactly once, now or later, from any thread.
 
     Attributes:
-        session: who asked.
+        session: of the client.
         message: what.
-        payload: uint8; belongs to whoever keeps a view of it.
+        payload: uint8; belongs to the holder of a view of it.
     """
 
     def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The weight agent's process: slots in shared memory, and the channels of everybody who writes, reads or copies them.
+"""The weight agent's process: slots in shared memory, and the channels of those that write, read or copy them.
 
     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
                                               |  ^
@@ -266,7 +266,7 @@ class WeightAgent:
     def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:
             return SlotGranted(version, self._memory(slot, plan).offer, self._live())
-        except WeightSyncError as error:  # no descriptors are left: whoever asked is told, others are served
+        except WeightSyncError as error:  # no descriptors are left: this rank is told, others are served
             return PeerRefused(str(error))
 
     def _memory(self, slot: int, plan: TransferPlan) -> SlotMemory:

@@ -1,4 +1,4 @@
-"""The agent's few slots: which version lies where, who writes it, who reads it. Pure.
+"""The agent's few slots: versions, their writers and their readers. Pure.
 
     empty -> being filled (writers, pulls) -> complete (readers) -> replaced, the oldest first
 
@@ -21,7 +21,7 @@ class Slot:
 
     Attributes:
         number: which memory.
-        version: whose weights; None: nobody's.
+        version: whose weights; None: the slot is empty.
         plan, digest: under which it is written.
         checksums: by bucket index, of those that are there.
         writers: by trainer rank: the session that is writing its part, or damaged buckets of it again.
@@ -30,8 +30,8 @@ class Slot:
         left: readers have been too slow: they keep the memory when the slot is needed.
         pulling: by bucket index: the agent that it is being fetched from.
         delivered: a rank of this node has delivered buckets of it.
-        dropped: damaged or overtaken; it is offered to nobody.
-        stained: somebody who may still touch the memory is gone.
+        dropped: damaged or overtaken; it is not offered.
+        stained: a session that may still touch the memory is gone.
     """
 
     number: int
@@ -126,9 +126,9 @@ class Slots:
     def take(self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]) -> Slot | None:
         """Make room for a version; None: every slot is in use.
 
-        A slot that nobody uses goes first, then parts that give way, then the oldest complete one, except the newest,
-        that nobody repairs and that only best-effort readers and readers left behind hold. A dropped version that is
-        still read goes last: its readers keep the memory, perhaps until there is a newer version.
+        An unused slot goes first, then parts that give way, then the oldest complete one, except the newest,
+        that is not being repaired and that only best-effort readers and readers left behind hold. A dropped version
+        that is still read goes last: its readers keep the memory, perhaps until there is a newer version.
 
         Args:
             version, plan, digest: what will be written.
@@ -154,12 +154,12 @@ class Slots:
                 slot.dropped = True
 
     def leave_readers(self) -> None:
-        """Somebody waits for room, and has waited long enough for who reads older versions."""
+        """A writer has waited long enough for the readers of older versions."""
         for slot in self._slots:
             slot.left = slot.complete and slot is not self.newest
 
     def usage(self) -> str:
-        """Return who uses the slots, for a message."""
+        """Return the users of the slots, for a message."""
         used = []
         for slot in self._slots:
             readers = " ".join(sorted(str(getattr(reader, "client", reader)) for reader in slot.readers))

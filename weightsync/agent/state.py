@@ -1,4 +1,4 @@
-"""What a weight agent decides: who writes into which slot, who is offered which version, what is fetched from where.
+"""A weight agent's decisions: slots for writers, offers to readers, fetches from other agents.
 
 Pure: every event returns the instructions that follow from it, in order. `call` is what the shell replies to, `session`
 tells one client from another.
@@ -261,7 +261,7 @@ class AgentState:
         return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
 
     def _gives_way(self, slot: Slot, version: Version) -> bool:
-        """Nobody writes it, and nobody will complete it, or it is newer and can be fetched again when it is due."""
+        """It is not being written, and will never be complete, or is newer and can be fetched again when it is due."""
         if slot.writers or slot.version is None or slot.plan is None:
             return False
         fetched_ahead = slot.version > version and not slot.delivered
@@ -388,7 +388,7 @@ class AgentState:
         return instructions
 
     def _give_up(self, slot: Slot) -> list[Instruction]:
-        """Nobody has a good copy of a damaged bucket: the version is offered no more."""
+        """There is no good copy of a damaged bucket: the version is offered no more."""
         assert slot.version is not None
         slot.dropped = True
         reason = f"weights of {slot.version}: bucket %d does not match its checksum, and there is no other copy"

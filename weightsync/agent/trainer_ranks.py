@@ -25,7 +25,7 @@ class Taker:
 
 
 class Ranks:
-    """Each rank asks for one version after the other; who asked for a newer one never comes back to an older one."""
+    """Each rank asks for one version after the other, and never for one older than the last."""
 
     def __init__(self) -> None:
         self._waiting: list[Taker] = []
@@ -43,7 +43,7 @@ class Ranks:
         self._waiting.remove(taker)
 
     def waiting(self) -> list[Taker]:
-        """Return who waits: the newest lineage first, and in it the oldest step, which is completed first."""
+        """Return the waiting ones: the newest lineage first, and in it the oldest step, which is completed first."""
         return sorted(self._waiting, key=lambda taker: (-taker.version.lineage, taker.version.step))
 
     def asked(self, rank: int) -> Version | None:
@@ -55,7 +55,7 @@ class Ranks:
         """Return whether ranks have gone on, so that the version will never be complete.
 
         Args:
-            taker: who wants to write it.
+            taker: the rank that wants to write it.
             is_begun: it has a slot, with what the others wrote.
         """
         if self._asked[taker.rank][taker.session] > taker.version:
@@ -74,7 +74,7 @@ class Ranks:
         return any(taker.deadline <= now for taker in self._waiting)
 
     def overdue(self, now: float) -> list[Taker]:
-        """Return who waited long enough, and forget that they do."""
+        """Return those that waited long enough, and forget them."""
         late = [taker for taker in self._waiting if taker.deadline <= now]
         self._waiting = [taker for taker in self._waiting if taker.deadline > now]
         return late
@@ -90,7 +90,7 @@ class _Mender:
 
 
 class Repairs:
-    """Who waits for which bucket, and what trainer ranks are asked to write again."""
+    """The calls that wait for a bucket's repair, and the buckets that trainer ranks are asked to write again."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Version, int], list[tuple[object, object]]] = {}
