@@ -25,6 +25,7 @@ MOST_RELEASES = 32
 _HEADER = struct.Struct("<Q4sBBHQIIQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"AFW2"
+_LEAST_SEGMENT_BYTES = 2**16  # senders make larger ones, whatever their version
 HEADER_BYTES = _HEADER.size
 ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
 """Body and payload up to this always fit."""
@@ -167,7 +168,7 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
         raise TransportError(f"frame: unknown kind {kind} or route {route}")
     if payload_bytes > limits.payload_bytes:
         raise TransportError(f"frame: payload of {payload_bytes} bytes, limit {limits.payload_bytes}")
-    if body_bytes - 8 * num_segments > limits.meta_bytes or num_segments > _most_segments(payload_bytes):
+    if body_bytes - 8 * num_segments > limits.meta_bytes or num_segments > 2 + payload_bytes // _LEAST_SEGMENT_BYTES:
         raise TransportError(
             f"frame: message of {body_bytes} bytes, limit {limits.meta_bytes}; {num_segments} segments"
         )
@@ -194,10 +195,6 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
         body_checksum=body_checksum,
         payload=bytes(data[payload_at:end]),
     )
-
-
-def _most_segments(payload_bytes: int) -> int:
-    return 2 + payload_bytes // 2**16  # senders make larger ones than that, whatever their version
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
