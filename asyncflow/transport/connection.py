@@ -20,7 +20,7 @@ from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.pipe_channel import PipeChannel
 from asyncflow.transport.reading_turns import ExpectedReply, ReadingTurns
-from asyncflow.transport.replies import Refused, refusal
+from asyncflow.transport.server import Refused, refusal
 
 logger = logging.getLogger(__name__)
 
