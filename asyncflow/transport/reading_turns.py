@@ -18,6 +18,8 @@ from typing import Any
 
 from asyncflow.transport.pipe_channel import Pipes
 
+_EXPECTED, _CAME = "RUNNING", "FINISHED"  # states of a `Future`
+
 
 class ReadingTurns:
     """Gives the turn to read to one thread at a time."""
@@ -141,7 +143,7 @@ class ExpectedReply(Future[Any]):
 
     def __init__(self, turns: ReadingTurns) -> None:
         self._condition = turns.changed  # instead of the base's own fields, which cost as much as a system call
-        self._state = "RUNNING"
+        self._state = _EXPECTED
         self._result = self._exception = None
         self._waiters = []
         self._done_callbacks: list[Callable[[Future[Any]], Any]] = []
@@ -153,7 +155,7 @@ class ExpectedReply(Future[Any]):
         """The reply is there."""
         with self._turns.lock:
             if not self._waiters and not self._done_callbacks:
-                self._result, self._state = result, "FINISHED"
+                self._result, self._state = result, _CAME
                 self.settled = True
                 return
         super().set_result(result)
@@ -166,7 +168,7 @@ class ExpectedReply(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the reply; see `Future.result`."""
-        if not self.settled and not self.done():  # inside a callback it is done, but not marked as settled
+        if not self.settled and self._state == _EXPECTED:  # inside a callback it came, but is not marked as settled
             self._turns.read_until(self, timeout)
             timeout = 0.0 if timeout is not None else None
         if self.settled and self._exception is None:
@@ -175,7 +177,7 @@ class ExpectedReply(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return why there is no reply, or None; see `Future.exception`."""
-        if not self.settled and not self.done():
+        if not self.settled and self._state == _EXPECTED:
             self._turns.read_until(self, timeout)
             timeout = 0.0 if timeout is not None else None
         return super().exception(timeout)
