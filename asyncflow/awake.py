@@ -45,7 +45,7 @@ def awake_result(future: "Future[R]", timeout_s: float) -> R:
 
 
 def excused(heard_at: float, *, looked_at: float, now: float, longest_s: float) -> float:
-    """Return from when on somebody's silence counts, for one who looks at it again and again. Pure.
+    """Return the time from which a peer's silence counts, for a caller that looks again and again. Pure.
 
     Args:
         heard_at: from when on it counted at the last look.

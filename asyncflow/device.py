@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, get_default_backend_for_device
 
 from asyncflow.errors import ConfigError
-from asyncflow.transport.channel import abort_gloo, gloo_group
+from asyncflow.transport.gloo import abort_gloo, gloo_group
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def connect_group(store: Store, rank: int, size: int, device: torch.device) -> P
 
 
 def abort_group(group: ProcessGroup) -> None:
-    """End a group of `connect_group` from any thread: whoever waits in it, on any rank, gets a RuntimeError."""
+    """End a group of `connect_group` from any thread: waits in it, on any rank, raise RuntimeError."""
     if isinstance(group, ProcessGroupGloo):
         abort_gloo(group)
     else:

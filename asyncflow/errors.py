@@ -64,7 +64,7 @@ class PutPending(PeerRefused):
 
 
 class ProducersGone(DeadlineExceeded):
-    """A consumer waits for rows, and for too long nobody who could write them has been connected."""
+    """A consumer waits for rows, but no producer of them has been connected for too long."""
 
 
 class WeightSyncError(AsyncFlowError):
@@ -72,7 +72,7 @@ class WeightSyncError(AsyncFlowError):
 
 
 class WeightsLate(WeightSyncError):
-    """Weights, or memory for them, did not come in time. Names who waited for whom, and how long (s)."""
+    """Weights, or memory for them, did not come in time. Names both sides of the wait, and how long it was (s)."""
 
     deadline = True
 

@@ -1,6 +1,6 @@
 """The job store as processes of the job use it: what they read was written by one of them, under that very key.
 
-Whoever reaches the store's port can list, read, write and delete keys. So every value begins with an HMAC, by a key
+Anybody who reaches the store's port can list, read, write and delete keys. So every value begins with an HMAC, by a key
 derived from the job's secret, over the whole key (with all prefixes) and the value: nothing can be made up, changed, or
 moved to another key or another job. Names of keys are not secret.
 
@@ -27,7 +27,7 @@ _NONCE_BYTES = 8
 class SealedStore:
     """One client of the store; as with every client, calls of several threads stall each other.
 
-    Not a `torch.distributed.Store`, so that nobody builds a process group on it by mistake; see `GlooStore`.
+    Not a `torch.distributed.Store`, so that no process group is built on it by mistake; see `GlooStore`.
     """
 
     def __init__(self, store: dist.Store, secret: bytes, *, prefix: str = "") -> None:
@@ -61,7 +61,7 @@ class SealedStore:
         self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
     def put(self, key: str, value: bytes | str) -> None:
-        """Write, and return when the server has it: whoever hears of it afterwards finds it.
+        """Write, and return when the server has it: a reader that hears of it afterwards finds it.
 
         PyTorch's client sends a `set` and waits for no answer, so a call on another connection may overtake it.
         """
@@ -107,7 +107,7 @@ class SealedStore:
     def add(self, key: str, number: int) -> int:
         """Add to a counter, which begins with 0; returns the sum.
 
-        The store cannot count what is sealed, so whoever finds that another one was faster tries again.
+        The store cannot count what is sealed, so the slower of two clients tries again.
         """
         while True:
             old = self._store.get(self._prefix + key) if self.check([key]) else b""
@@ -118,11 +118,11 @@ class SealedStore:
                 return sum_
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys are there, whoever wrote them."""
+        """Return whether all these keys are there, sealed or not."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all these keys are there, whoever wrote them.
+        """Wait until all these keys are there, sealed or not.
 
         Raises:
             DistStoreError: not in time.
@@ -134,7 +134,7 @@ class SealedStore:
         return bool(self._store.delete_key(self._prefix + key))
 
     def list_keys(self) -> list[str]:
-        """Return the keys below this prefix, whoever wrote them."""
+        """Return the keys below this prefix, sealed or not."""
         keys: list[str] = self._store.list_keys()
         return [key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix)]
 
@@ -179,7 +179,7 @@ class SealedStore:
 
 
 class GlooStore(dist.Store):
-    """A sealed store as Gloo wants it, while a pair is connected; who connects holds on to it meanwhile."""
+    """A sealed store as Gloo wants it, while a pair is connected; the caller keeps it alive meanwhile."""
 
     def __init__(self, store: SealedStore) -> None:
         super().__init__()

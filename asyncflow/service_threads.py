@@ -4,8 +4,8 @@
     threads.start(self._run, name="upkeep")     by the parts of the service
     threads.wait(stop)                          in the process's main thread: raises, and the process ends
 
-Whoever started the process (the launcher, `tq.LocalQueue`) starts it again. A thread whose death somebody else notices
-(the error is raised to whoever waits for its result) needs none of this.
+The parent (the launcher, `tq.LocalQueue`) starts the process again. A thread whose error is raised to the waiter for
+its result needs none of this.
 """
 
 import logging

@@ -1,11 +1,13 @@
 """The collective path: trainer ranks broadcast their buckets to all receivers over the devices' own backend.
 
+There is one group per trainer rank, {that rank} + all receivers, built once per epoch.
+
     trainer rank r   pack, seal b0 | pack, seal b1 |  ...        (while the bucket before travels)
     group {r, receivers}          b0 ............ b1 ...
     receiver                            check, write b0 | check, write b1 ...
 
-Who takes part is decided per transfer by the lead agent (`weightsync.agent.rounds`). Whoever is left out, or whose
-transfer breaks, takes the same version from its node's agent.
+Who takes part is decided per transfer by the lead agent (`weightsync.agent.turns`). A receiver that is left out, or
+whose transfer breaks, takes the same version from its node's agent.
 """
 
 import logging
@@ -20,18 +22,16 @@ from datetime import timedelta
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.device import CopiesDone, abort_group
-from asyncflow.errors import TransportError, WeightSyncError
+from asyncflow.device import CopiesDone, abort_group, connect_group
+from asyncflow.errors import TransportError, WeightsLate, WeightSyncError
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials, key_appears
-from weightsync.bucket import BucketParts
-from weightsync.groups import Membership, connect_receiver, connect_sender
 from weightsync.messages import BeginBroadcast, OpenPlan, Reply, Transfer
 from weightsync.plan import TransferPlan
-from weightsync.region import Region
+from weightsync.region import BucketParts, Region
 from weightsync.version import Version
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Broadcaster:
     ) -> dict[int, int]:
         """Broadcast this rank's buckets of a version to all receivers that are there; collective over the ranks.
 
-        A receiver that does not come, or dies, costs its deadline; then nobody waits for it, and the others, too, take
+        A receiver that does not come, or dies, costs its deadline; then it is left out, and the others, too, take
         the version from their agents. That is logged and no error.
 
         Args:
@@ -148,7 +148,7 @@ class Broadcaster:
             self._connection.close()
 
     def _begin(self, version: Version) -> Transfer:
-        """Ask who takes part; nobody does if the lead agent is gone."""
+        """Ask which receivers take part: none if the lead agent is gone."""
         try:
             if self._connection is None or self._connection.closed:
                 self._connection = Connection(
@@ -205,8 +205,7 @@ class Broadcaster:
         if self._group_epoch != transfer.epoch:
             self._leave()
             self._group_epoch = transfer.epoch
-            members = Membership(transfer.epoch, self._senders, tuple(transfer.members))
-            self._group = connect_sender(self._store, members, self._rank, self._device)
+            self._group = _meet(self._store, transfer, sender=self._rank, rank=0, device=self._device)
         if self._group is None:  # what its members wrote to the store is of no use to a second group
             raise WeightSyncError(f"the group of epoch {transfer.epoch} broke before")
         return self._group
@@ -270,7 +269,7 @@ class BroadcastMember:
             raise
 
     def abort(self) -> None:
-        """Leave the groups, so that nobody waits in them; nothing is received any more. Idempotent."""
+        """Leave the groups, so that no member waits in them; nothing is received any more. Idempotent."""
         self._aborted = True
         self._leave()
 
@@ -283,8 +282,11 @@ class BroadcastMember:
         if self.epoch != transfer.epoch:
             self._leave()
             self.epoch = transfer.epoch
-            members = Membership(transfer.epoch, senders_of(plan), tuple(transfer.members))
-            self._groups = connect_receiver(self._store, members, self._name, self._device)
+            rank = 1 + transfer.members.index(self._name)
+            self._groups = {
+                sender: _meet(self._store, transfer, sender=sender, rank=rank, device=self._device)
+                for sender in senders_of(plan)
+            }
             if self._aborted:
                 raise WeightSyncError(f"weights of {transfer.version}: this receiver is closing")
         if not self._groups:  # what its members wrote to the store is of no use to a second group
@@ -295,6 +297,21 @@ class BroadcastMember:
 def senders_of(plan: TransferPlan) -> tuple[int, ...]:
     """Return the trainer ranks that send anything, in order."""
     return tuple(sorted({bucket.sender for bucket in plan.buckets}))
+
+
+def _meet(store: Store, transfer: Transfer, *, sender: int, rank: int, device: torch.device) -> ProcessGroup:
+    """Return the group {sender, all receivers} of a transfer's epoch; the sender has rank 0.
+
+    Raises:
+        WeightsLate: not all came within the store's timeout.
+    """
+    prefix = PrefixStore(f"weights/group/{transfer.epoch}/{sender}", store)
+    try:
+        return connect_group(prefix, rank, 1 + len(transfer.members), device)
+    except RuntimeError as error:
+        who = " ".join(transfer.members)
+        within = f"{store.timeout.total_seconds():g} s"  # type: ignore[attr-defined]  # the stub lacks it
+        raise WeightsLate(f"weight group of sender {sender}: not all of {who} came within {within}") from error
 
 
 class _Coming:

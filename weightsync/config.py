@@ -58,7 +58,7 @@ class ExportConfig(Settings):
     keep_last: int = Field(2, ge=1)
     """So many exports stay; older ones are removed. With 1, an engine may lose what it is reading."""
     notify: tuple[NotifyTarget, ...] = ()
-    """Who is told. Targets of one host and port in this order, different ones at the same time."""
+    """Engines to tell. Targets of one host and port in this order, different ones at the same time."""
 
 
 class WeightSyncConfig(Settings):

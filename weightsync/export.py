@@ -56,7 +56,7 @@ class WeightExporter:
 
         Args:
             feed: of this node's weight agent; closed with the exporter.
-            config: where, which, who is told.
+            config: where, which versions, which engines to tell.
             run_dir: of the run.
             copy_rest: creates the directory with everything but weights: config, tokenizer.
             write_weights: writes the weights into it; gets views that are valid during the call.
@@ -165,7 +165,7 @@ class WeightExporter:
                 shutil.rmtree(path.rename(self._beside), ignore_errors=True)
 
     def _exported(self, directory: Path) -> Version | None:
-        """Return which version this run exported to a directory; None: it is nobody's, or another run's."""
+        """Return which version this run exported to a directory; None: it is not this run's."""
         try:
             marker = json.loads((directory / MARKER).read_text())
             return Version(marker["lineage"], marker["step"]) if marker["run"] == self._run else None

@@ -58,7 +58,7 @@ class WeightFeed(WeightReceiver):
             over: whether the run has ended.
         """
         self._over = over
-        super().__init__(credentials, agent, name, None, device=torch.device("cpu"), guest=True)
+        super().__init__(credentials, agent, name, None, device=torch.device("cpu"), best_effort=True)
 
     def __enter__(self) -> Self:
         return self
@@ -75,10 +75,10 @@ class WeightFeed(WeightReceiver):
             WeightSyncError: there was none within `timeout_s`; says why.
         """
         what = "weights" if version is None else f"weights newer than {version}"
-        return self._wait(lambda: self._shelf.has_newer(version), what, timeout_s=timeout_s, stop=stop)
+        return self._wait(lambda: self._cache.has_newer(version), what, timeout_s=timeout_s, stop=stop)
 
     def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
-        return self._shelf.wait(
+        return self._cache.wait(
             wanted,
             f"{self._name}: {what}",
             timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-"""What trainer ranks, receivers and agents say to a weight agent, and its answers.
+"""Requests of trainer ranks, receivers and agents to a weight agent, and its replies.
 
 trainer rank   OpenPlan, then per version: TakeSlot (parks until one is free) ... SealBuckets; AwaitRepair parks
 receiver       Watch (parks until a newer version is complete), Release, Serving; AskSwap, EndSwap; ReportCorrupt
@@ -58,15 +58,15 @@ class NoRepair(msgspec.Struct, tag=True):
 
 
 class Watch(msgspec.Struct, tag=True):
-    """A receiver wants the newest version, if newer than this one; it holds what it is offered until `Release`.
+    """A receiver wants the newest version, if newer than this one; it holds the offered one until `Release`.
 
     Attributes:
         newer_than: what it has; None: nothing.
-        guest: nobody waits for it: when its slot is needed, that gets new memory, and it keeps the old one.
+        best_effort: when its slot is needed, that gets new memory at once, and the receiver keeps the old one.
     """
 
     newer_than: Version | None
-    guest: bool = False
+    best_effort: bool = False
 
 
 class Release(msgspec.Struct, tag=True):
@@ -156,7 +156,7 @@ class FetchBucket(msgspec.Struct, tag=True):
 
 
 class AskStatus(msgspec.Struct, tag=True):
-    """What is there, who reads it."""
+    """A request for `AgentStatus`."""
 
 
 Request = (
@@ -166,11 +166,11 @@ Request = (
 
 
 class Done(msgspec.Struct, tag=True):
-    """Yes."""
+    """The request succeeded and has no result."""
 
 
 class SlotGranted(msgspec.Struct, tag=True):
-    """Write here.
+    """A slot to write the version into.
 
     Attributes:
         live: see `Offered`.
@@ -182,7 +182,7 @@ class SlotGranted(msgspec.Struct, tag=True):
 
 
 class Unneeded(msgspec.Struct, tag=True):
-    """Nothing is to be written: the version or a newer one is complete, or the rank's part of it is there."""
+    """Nothing needs to be written: the version or a newer one is complete, or the rank's part of it is there."""
 
     version: Version
 
@@ -230,7 +230,7 @@ class Transfer(msgspec.Struct, tag=True):
     Attributes:
         epoch: names its groups; they are the same as long as this is.
         members: receivers, in rank order.
-        plan: digest; "": nobody takes part.
+        plan: digest; "": there is no broadcast.
     """
 
     epoch: str

@@ -64,7 +64,7 @@ def weight_sync_notify(
     """Tell all targets of an export; returns what went wrong, by address, and logs it.
 
     Targets of one host and port are told one after another, different ones at the same time. One that is busy, not
-    there yet, or answers with an error of its own (5xx) is tried again; nobody is waited for beyond `timeout_s`.
+    there yet, or answers with an error of its own (5xx) is tried again, until `timeout_s`.
 
     Args:
         targets: whom.
@@ -96,7 +96,7 @@ def weight_sync_notify(
 
 
 class Notifier:
-    """Tells engines of the newest export, each server in a thread of its own: one that hangs holds up nobody else."""
+    """Tells engines of the newest export, each server in a thread of its own: one that hangs holds up no other."""
 
     def __init__(self, targets: Sequence[NotifyTarget]) -> None:
         """Args:

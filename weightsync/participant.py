@@ -1,6 +1,6 @@
-"""A receiver's part in broadcasts: a thread that joins each one and puts what came on the shelf.
+"""A receiver's part in broadcasts: a thread that joins each one and puts versions into the cache.
 
-    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of this process, check -> shelf
+    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of this process, check -> cache
 
 A version that does not come whole is left to the agent: `missed` is called, and the next broadcast has new groups.
 """
@@ -16,9 +16,8 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
-from weightsync.engine_views import EngineViews
 from weightsync.messages import JoinBroadcast, Transfer
-from weightsync.shelf import AtHand, Shelf
+from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Participant:
         lead: str,
         name: str,
         member: BroadcastMember,
-        shelf: Shelf,
+        cache: VersionCache,
         views: EngineViews,
         *,
         missed: Callable[[], None],
@@ -48,7 +47,7 @@ class Participant:
             lead: the agent that says when a broadcast begins.
             name: of the receiver.
             member: its side of the groups.
-            shelf: gets what came.
+            cache: gets what came.
             views: of the engine.
             missed: is called when a version did not come whole.
             timeout_s: for each transfer.
@@ -58,7 +57,7 @@ class Participant:
         self._lead = lead
         self._name = name
         self._member = member
-        self._shelf = shelf
+        self._cache = cache
         self._views = views
         self._missed = missed
         self._timeout_s = timeout_s
@@ -71,7 +70,7 @@ class Participant:
     def close(self, timeout_s: float) -> None:
         """Leave, also in the middle of a broadcast; idempotent."""
         self._closing.set()
-        self._member.abort()  # nobody need wait for its end
+        self._member.abort()  # the caller need not wait for its end
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -84,7 +83,7 @@ class Participant:
                 except TransportError as error:
                     self._note(error)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: versions come from the agent from now on
-            self._shelf.fail(error)
+            self._cache.fail(error)
             logger.warning("%s takes part in no more broadcasts: %s", self._name, error)
         self._member.abort()
 
@@ -106,15 +105,15 @@ class Participant:
             PlanError: the engine does not fit the trainer.
         """
         layout = self._views.layout(transfer.plan, connection)
-        with self._shelf.coming(transfer.version):
+        with self._cache.coming(transfer.version):
             try:
-                region = self._shelf.memory(layout)
+                region = self._cache.memory(layout)
                 with self._timeline.span("receive weights", version=transfer.version.step):
                     self._member.receive(transfer, region, timeout_s=self._timeout_s)
             except WeightSyncError as error:  # bytes may still be under way to the region: it is not given back
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
                 self._missed()
                 return False
-            release = partial(self._shelf.give_back, region)
-            self._shelf.put(AtHand(transfer.version, self._views.of(region), own=True, release=release))
+            release = partial(self._cache.recycle, region)
+            self._cache.put(ReadyVersion(transfer.version, self._views.of(region), own=True, release=release))
         return True

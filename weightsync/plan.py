@@ -185,7 +185,7 @@ def plan_transfer(held: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dty
         dtype: element type on the wire of everything that is floating-point.
 
     Raises:
-        PlanError: the ranks disagree on a tensor, or an element is held by nobody or as parts of different shards.
+        PlanError: the ranks disagree on a tensor, or an element is held by no rank or as parts of different shards.
     """
     tensors: dict[str, TensorSpec] = {}
     numbers: dict[str, int] = {}

@@ -22,14 +22,13 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
-from weightsync.engine_views import EngineViews
 from weightsync.messages import AskSwap, EndSwap, Offered, Release, ReportCorrupt, Serving, SwapTurn, Watch
 from weightsync.participant import Participant
 from weightsync.plan import Bucket, Need
 from weightsync.region import Region, version_checksum
-from weightsync.shelf import AtHand, Shelf
 from weightsync.slot_memory import SlotMappings
 from weightsync.version import Version
+from weightsync.version_cache import EngineViews, ReadyVersion, VersionCache
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.2
 """After a version that cannot be used, before the next is asked for (s)."""
 _TURN_TIMEOUT_S = 2.0
-"""An agent that does not answer for so long counts nobody: the engine stands still meanwhile (s)."""
+"""After so long without an answer the engine, which stands still, swaps without a turn (s)."""
 
 
 class WeightReceiver:
@@ -54,7 +53,7 @@ class WeightReceiver:
         whole: bool = True,
         adopts: bool = False,
         arrived: Callable[[], None] = lambda: None,
-        guest: bool = False,
+        best_effort: bool = False,
         takes_turns: bool = False,
         wanted: Callable[[Version], bool] | None = None,
         member: BroadcastMember | None = None,
@@ -74,7 +73,7 @@ class WeightReceiver:
             adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
                 is memory of this process then, of up to three versions; else the node's shared memory.
             arrived: called, by a thread of the receiver, when a newer version is at hand.
-            guest: nobody waits for it: for a process outside of the run.
+            best_effort: the trainer does not wait for the memory that it reads: for a process outside of the run.
             takes_turns: it asks the agent before it swaps, since only so many may at the same time.
             wanted: passes other versions over; None: takes the newest.
             member: takes part in broadcasts; None: everything comes from the agent.
@@ -84,7 +83,7 @@ class WeightReceiver:
         """
         self._timeline = timeline or NoTimeline()
         self._adopts = adopts
-        self._guest = guest
+        self._best_effort = best_effort
         self._takes_turns = takes_turns
         self._wanted = wanted
         self._credentials = credentials
@@ -92,13 +91,13 @@ class WeightReceiver:
         self._name = name
         self._views = EngineViews(needs, whole=whole)
         self._slots = SlotMappings(write=False, device=device)
-        self._shelf = Shelf(agent, adopts=adopts, arrived=arrived)
+        self._cache = VersionCache(agent, adopts=adopts, arrived=arrived)
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._participant: Participant | None = None
         if member is not None:
             self._participant = Participant(
-                credentials, lead, name, member, self._shelf, self._views,
+                credentials, lead, name, member, self._cache, self._views,
                 missed=self._watch_again, timeout_s=timeout_s, timeline=self._timeline,
             )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
@@ -112,7 +111,7 @@ class WeightReceiver:
     @property
     def newest(self) -> Version | None:
         """The newest version that is checked and at hand, or was."""
-        return self._shelf.newest
+        return self._cache.newest
 
     def load(
         self,
@@ -132,10 +131,10 @@ class WeightReceiver:
         Returns:
             The version that was loaded, or None: there is no newer one, or others are swapping.
         """
-        if not self._shelf.has_newer(newer_than) or not self._ask_turn(patience_s):
+        if not self._cache.has_newer(newer_than) or not self._ask_turn(patience_s):
             return None
         try:
-            loaded = self._shelf.load(apply, newer_than=newer_than)  # perhaps a newer one by now
+            loaded = self._cache.load(apply, newer_than=newer_than)  # perhaps a newer one by now
         finally:
             if self._takes_turns:
                 self._tell(EndSwap())
@@ -145,7 +144,7 @@ class WeightReceiver:
 
     def drop(self) -> None:
         """Forget the version that was loaded, if it is still the newest, so that its memory can be used again."""
-        self._shelf.drop()
+        self._cache.drop()
 
     def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
         """Wait until a version of `step` or later is at hand, or of a later lineage; False when `stop` was set first.
@@ -164,21 +163,21 @@ class WeightReceiver:
     def close(self, timeout_s: float = 10.0) -> None:
         """Leave the agent; idempotent."""
         self._closing.set()
-        self._shelf.wake()
+        self._cache.wake()
         if self._participant is not None:
             self._participant.close(timeout_s)
         self._watch_again()
         self._thread.join(timeout_s)
 
     def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
-        return self._shelf.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
+        return self._cache.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
 
     def _run(self) -> None:
         for connection in connections(
             self._credentials, self._agent, self._name, stop=self._closing, failed=self._fail
         ):
             self._connection = connection
-            self._shelf.connected()
+            self._cache.connected()
             try:
                 self._watch(connection)
             except PlanError as error:  # it would be the same every time
@@ -190,23 +189,23 @@ class WeightReceiver:
                 self._connection = None
 
     def _fail(self, error: Exception) -> None:
-        if self._shelf.fail(error) and not self._closing.is_set():
+        if self._cache.fail(error) and not self._closing.is_set():
             logger.warning("%s: %s", self._name, error)
 
     def _watch(self, connection: Connection) -> None:
         self._slots.clear()
         seen = self.newest
-        if self._shelf.loaded is not None:
-            connection.call(Serving(self._shelf.loaded), timeout_s=_CALL_TIMEOUT_S)
+        if self._cache.loaded is not None:
+            connection.call(Serving(self._cache.loaded), timeout_s=_CALL_TIMEOUT_S)
         while True:
-            watch = connection.submit(Watch(seen, self._guest), timeout_s=_CALL_TIMEOUT_S)
+            watch = connection.submit(Watch(seen, self._best_effort), timeout_s=_CALL_TIMEOUT_S)
             offered = parked_reply(watch, stop=self._closing)
             if not isinstance(offered, Offered):
                 return
             self._slots.keep(offered.live)
             version = offered.version
             unwanted = self._wanted is not None and not self._wanted(version)
-            if unwanted or self._shelf.came(version, stop=self._closing):
+            if unwanted or self._cache.came(version, stop=self._closing):
                 self._tell(Release(version), connection)
                 seen = version
             elif self._take(connection, offered):
@@ -221,14 +220,14 @@ class WeightReceiver:
         region = slot = Region(self._slots.get(offered.slot), layout)
         release = partial(self._tell, Release(version), connection)
         if self._adopts:
-            region = self._shelf.memory(layout)
+            region = self._cache.memory(layout)
         with self._timeline.span("check weights", version=version.step):
             checked = self._check(connection, offered, slot, region)
         if self._adopts:
             release()
-            release = partial(self._shelf.give_back, region)
+            release = partial(self._cache.recycle, region)
         if checked:
-            self._shelf.put(AtHand(version, self._views.of(region), own=self._adopts, release=release))
+            self._cache.put(ReadyVersion(version, self._views.of(region), own=self._adopts, release=release))
         else:
             release()
         return checked
@@ -276,7 +275,7 @@ class WeightReceiver:
             connection.close()
 
     def _ask_turn(self, patience_s: float) -> bool:
-        """Ask for a turn to swap; without an agent there is nobody who could count, and nothing to wait for."""
+        """Ask for a turn to swap; without an agent nothing counts turns, and there is none to wait for."""
         connection = self._connection
         if connection is None or not self._takes_turns:
             return True

@@ -42,8 +42,7 @@ from weightsync.messages import (
 )
 from weightsync.plan import TransferPlan
 from weightsync.sender_state import SenderState, Staged, Where
-from weightsync.shard_copies import ShardCopies
-from weightsync.shard_writer import Shard, ShardWriter, Target
+from weightsync.shard_writer import Shard, ShardCopies, ShardWriter, Target
 from weightsync.slot_memory import SlotMappings, private_memory
 from weightsync.version import Version
 
@@ -161,7 +160,7 @@ class WeightSender:
         return time.monotonic() - began
 
     def before_update(self) -> float:
-        """The weights are about to change: wait until nobody reads them any more. Call it before every update.
+        """The weights are about to change: wait until the copies have read them. Call it before every update.
 
         Returns:
             The seconds that the trainer was held up.
@@ -287,7 +286,7 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[SenderState]:
-        """Hold the lock of the state; whoever waits for it looks again."""
+        """Hold the lock of the state; its waiters look again."""
         with self._changed:
             yield self._state
             self._changed.notify_all()

@@ -4,7 +4,7 @@
              -> OWN_MEMORY while the agent is gone           (moved into a slot once it is back) -^
              -> NEEDLESS: the agent has it already
 
-`weightsync.sender` holds its lock around every call, and knows who waits, and for how long.
+`weightsync.sender` holds its lock around every call, and keeps deadlines.
 """
 
 from collections.abc import Mapping
@@ -99,7 +99,7 @@ class SenderState:
         return Where.SOON
 
     def take_own_memory(self) -> Target | None:
-        """Return this process's memory that the last copy is in, if nobody reads it and nobody will; else None."""
+        """Return this process's memory that the last copy is in, if it is not read and will not be; else None."""
         staged = self.staged
         if staged is None or staged.slot is not None or self._linked is not False:
             return None

@@ -4,7 +4,7 @@
     others     map_slot(offer): opened through /proc/PID/fd; read-only for receivers
 
 Nothing has a name, so nothing needs unlinking after a kill. A mapping outlives the agent: what was offered stays
-readable, and nobody else will write to it.
+readable, and it is not written to again.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ def private_memory(num_bytes: int) -> Tensor:
 
 
 def populate(memory: Tensor, *, write: bool) -> None:
-    """Make the pages of a mapping present, so that nobody waits for page faults later. Needs no GIL while it runs."""
+    """Make the pages of a mapping present, so that its users meet no page faults. Needs no GIL while it runs."""
     start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = memory.data_ptr() + memory.numel() - start
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ

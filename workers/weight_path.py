@@ -75,7 +75,7 @@ def open_receiver(
     return WeightReceiver(
         context.credentials(), _agent(context), name, needs,
         device=context.device, adopts=adopts and config.dtype in (None, context.config.model.dtype), arrived=arrived,
-        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, guest=guest,
+        takes_turns=config.max_updating is not None and wanted is None, wanted=wanted, best_effort=guest,
         member=member, lead=_lead(context), timeout_s=config.timeout_s, timeline=context.timeline,
     )  # fmt: skip
 

@@ -2,12 +2,12 @@
 
     sender                                       receiver
       Arena: anonymous memfd, sparse               PeerArena: maps /proc/PID/fd/N of the sender (then it is closed)
-      allocate -> write -> handle in a frame ----> lend: a tensor over the region
+      allocate -> write -> handle in a frame ----> borrow: a tensor over the region
       region may be used again <------ release --- last view gone; rides on the next frame that goes back
 
 Nothing has a name, so nothing needs unlinking after a kill. A region is used again only after its release, and an arena
 dies as a whole with its channel while mappings live on, so a peer that is slow, stopped or dead sees no other bytes
-than those sent to it, and its death costs nobody else anything.
+than those sent to it, and its death costs other processes nothing.
 """
 
 import contextlib
@@ -16,18 +16,20 @@ import os
 import secrets
 import threading
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.extents import ALIGN_BYTES, Extents
-from asyncflow.transport.loan import lend
 
+ALIGN_BYTES = 64
 _NAME = "asyncflow"
 _TOKEN_BYTES = 16
 _DATA_START = 4096  # the token's page
@@ -104,7 +106,7 @@ class Arena:
 
 
 class PeerArena:
-    """The receiver's end. One thread lends; loans end in any thread."""
+    """The receiver's end. One thread borrows; the last view of a region may go in any thread."""
 
     def __init__(self, pid: int, offer: ArenaOffer) -> None:
         """Map the sender's memory.
@@ -120,9 +122,10 @@ class PeerArena:
             raise TransportError(f"arena: {offer.num_bytes} bytes cannot be mapped") from error
         finally:
             os.close(fd)
-        self._released: deque[int] = deque()
+        self.released: deque[int] = deque()
+        """Offsets of regions that the sender may use again and was not told of."""
 
-    def lend(self, offset: int, num_bytes: int, generation: int) -> Tensor:
+    def borrow(self, offset: int, num_bytes: int, generation: int) -> Tensor:
         """Return a region as uint8 [num_bytes]; the caller owns it until its last view is gone.
 
         Raises:
@@ -134,17 +137,92 @@ class PeerArena:
                 f"arena: handle {offset}+{num_bytes} of generation {generation:08x} does not belong to "
                 f"{self._offer.num_bytes} bytes of generation {self._offer.generation:08x}"
             )
-        return lend(self._memory, offset, num_bytes, self._released)
+        return tracked_view(self._memory, offset, num_bytes, self.released)
 
-    def take_released(self, most: int) -> list[int]:
-        """Return up to `most` offsets that the sender may use again and does not know of yet."""
-        if not self._released:
-            return []
-        taken: list[int] = []
-        with contextlib.suppress(IndexError):
-            while len(taken) < most:
-                taken.append(self._released.popleft())
-        return taken
+
+class Extents:
+    """Allocator of aligned parts of [0, num_bytes): first fit, neighbours merged. Not thread-safe.
+
+    The lowest address wins so that memory that was used before, and is therefore in RAM, is used again first.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Manage `num_bytes`, rounded down to `ALIGN_BYTES`."""
+        self.num_bytes = num_bytes // ALIGN_BYTES * ALIGN_BYTES
+        self._starts = [0] if self.num_bytes else []  # of the free extents, sorted
+        self._sizes = [self.num_bytes] if self.num_bytes else []
+        self._used: dict[int, int] = {}
+        self.highest = 0
+        """End of the highest part that was ever handed out."""
+
+    @property
+    def free_extents(self) -> list[tuple[int, int]]:
+        """The free parts as (start, bytes), in order."""
+        return list(zip(self._starts, self._sizes, strict=True))
+
+    @property
+    def in_use(self) -> int:
+        """How many parts are handed out."""
+        return len(self._used)
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the start of a part of at least `num_bytes`, or None when no free part is long enough."""
+        size = max(1, -(-num_bytes // ALIGN_BYTES)) * ALIGN_BYTES
+        for k, free in enumerate(self._sizes):
+            if free < size:
+                continue
+            start = self._starts[k]
+            if free == size:
+                del self._starts[k], self._sizes[k]
+            else:
+                self._starts[k] += size
+                self._sizes[k] -= size
+            self._used[start] = size
+            self.highest = max(self.highest, start + size)
+            return start
+        return None
+
+    def free(self, start: int) -> None:
+        """Take a part back.
+
+        Raises:
+            KeyError: no part that is in use starts there.
+        """
+        size = self._used.pop(start)
+        k = bisect_left(self._starts, start)
+        if k < len(self._starts) and start + size == self._starts[k]:
+            size += self._sizes[k]
+            del self._starts[k], self._sizes[k]
+        if k > 0 and self._starts[k - 1] + self._sizes[k - 1] == start:
+            self._sizes[k - 1] += size
+        else:
+            self._starts.insert(k, start)
+            self._sizes.insert(k, size)
+
+
+def tracked_view(memory: NDArray[np.uint8], start: int, num_bytes: int, released: deque[int]) -> Tensor:
+    """Return a view of `memory`; `start` is appended to `released` when the last tensor or array over it is gone.
+
+    That happens in the thread that drops the last one, perhaps in the middle of anything: an append needs no lock.
+    The memory as a whole lives as long as any such view.
+
+    Args:
+        memory: uint8, 1-D.
+        start, num_bytes: which part; not empty.
+        released: read by the memory's manager.
+    """
+    view = memory[start : start + num_bytes]
+    weakref.finalize(view, released.append, start).atexit = False
+    return torch.from_numpy(view)
+
+
+def take_released(released: deque[int], most: int) -> list[int]:
+    """Remove up to `most` offsets and return them."""
+    taken: list[int] = []
+    with contextlib.suppress(IndexError):
+        while len(taken) < most:
+            taken.append(released.popleft())
+    return taken
 
 
 def create_memfd(num_bytes: int) -> tuple[int, bytes]:

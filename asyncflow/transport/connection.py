@@ -14,12 +14,13 @@ from torch import Tensor
 from asyncflow.awake import awake_result
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import DeadlineExceeded, TransportError, one_line
-from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
+from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload
-from asyncflow.transport.reading_turns import ReadingTurns
-from asyncflow.transport.replies import Refused, refusal
+from asyncflow.transport.pipe_channel import PipeChannel
+from asyncflow.transport.reading_turns import ExpectedReply, ReadingTurns
+from asyncflow.transport.server import Refused, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _SPARE_FRAMES = 1  # a goodbye comes unasked
 class Connection:
     """A client's channel to one service. Thread-safe; a broken one stays broken, open another.
 
-    Replies are read by whoever waits for one (`ReadingTurns`), or, with `callbacks_only`, by a thread of its own.
+    Replies are read by the thread that waits for one (`ReadingTurns`), or, with `callbacks_only`, by its own thread.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Connection:
             client: this process's name, for the other side's messages.
             replies: msgspec type (tagged union) of what the service answers, without `Refused`.
             limits: largest reply accepted, and whether memory is shared.
-            callbacks_only: nobody waits for replies in a hurry, all have callbacks: taking turns would only cost time.
+            callbacks_only: all replies have callbacks, none has a waiter, so turns would only cost time.
             timeout_s: for the service to answer, if that is less than the handshake's deadline.
             stop: once set, an answer that did not come yet is not waited for.
 
@@ -72,15 +73,16 @@ class Connection:
             wait_s = min(credentials.timeout_s, timeout_s or credentials.timeout_s)
             key = ask_for_channel(store, credentials.secret, service, client, timeout_s=wait_s, stop=stop)
             pair = pair_store(store, service, key)
-            self._channel = Channel(
+            self._channel = open_channel(
                 pair, key, is_server=False, peer=service, limits=limits or Limits(), timeout_s=credentials.meeting_s
             )
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Reply]] = {}
         self._closed = threading.Event()
-        pipes = None if callbacks_only else self._channel.pipes
-        self._turns = None if pipes is None else ReadingTurns(pipes, self._read_one)
+        self._turns: ReadingTurns | None = None
+        if isinstance(self._channel, PipeChannel) and not callbacks_only:
+            self._turns = ReadingTurns(self._channel.pipes, self._read_one)
         self._thread = threading.Thread(target=self._receive, name=f"replies-{service}", daemon=True)
         try:
             self._thread.start()
@@ -102,8 +104,12 @@ class Connection:
             TransportError: the channel is broken.
         """
         request_id = next(self._ids)
-        future = self._turns.future() if self._turns is not None else Future()
-        future.set_running_or_notify_cancel()  # else somebody could cancel it and break the thread that answers
+        future: Future[Reply]
+        if self._turns is not None:
+            future = ExpectedReply(self._turns)
+        else:
+            future = Future()
+            future.set_running_or_notify_cancel()  # a cancelled one would break the thread that settles it
         meta = self._encoder.encode(message)
         with self._lock:
             if self._closed.is_set():
@@ -185,7 +191,7 @@ class Connection:
         except TransportError as error:
             self._fail(str(error))
             return False
-        except Exception as error:  # the boundary of a thread: whoever waits hears of it
+        except Exception as error:  # the boundary of a thread: the waiters hear of it
             logger.exception("channel to %s", self.service)
             self._fail(one_line(error))
             return False

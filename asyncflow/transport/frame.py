@@ -1,6 +1,6 @@
 """The fixed first part of every message: lengths, handles, checksums, and all the rest when that is short. Pure.
 
-    | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | cuts 4 | payload bytes 8 |
+    | checksum 8 | magic 4 | kind 1 | route 1 | releases 2 | request id 8 | body bytes 4 | segments 4 | payload 8 |
     | offset 8 | generation 4 | body outside 4 | body checksum 8 || released offsets 8 each | body | payload ... |
     '----------------------- HEADER_BYTES ----------------------''---------- up to FRAME_BYTES -------------'
 
@@ -25,6 +25,7 @@ MOST_RELEASES = 32
 _HEADER = struct.Struct("<Q4sBBHQIIQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _MAGIC = b"AFW2"
+_LEAST_SEGMENT_BYTES = 2**16  # senders make larger ones, whatever their version
 HEADER_BYTES = _HEADER.size
 ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
 """Body and payload up to this always fit."""
@@ -72,9 +73,9 @@ class Frame(msgspec.Struct):
         kind: what it is.
         request_id: pairs a reply with its request; unique per channel.
         route: where the payload is.
-        body: cuts and message; empty when it is outside the frame.
+        body: sizes of segments and message; empty when it is outside the frame.
         outside: the body goes the payload's route.
-        num_cuts: sizes at the front of the body.
+        num_segments: sizes at the front of the body.
         payload_bytes: length of the payload.
         offset, generation: handle of the region (`Route.SHARED`).
         releases: offsets of regions of the receiver's arena that its peer has no views of any more.
@@ -87,7 +88,7 @@ class Frame(msgspec.Struct):
     route: Route = Route.FRAME
     body: bytes = b""
     outside: bool = False
-    num_cuts: int = 0
+    num_segments: int = 0
     payload_bytes: int = 0
     offset: int = 0
     generation: int = 0
@@ -97,17 +98,17 @@ class Frame(msgspec.Struct):
     payload: bytes = b""
 
     def split_body(self) -> tuple[list[int], bytes]:
-        """Return (cuts, message).
+        """Return (sizes of the segments, message).
 
         Raises:
-            TransportError: the cuts do not make up the payload.
+            TransportError: the segments do not make up the payload.
         """
         if self.route is not Route.WIRE:
             return [], self.body
-        cuts = list(struct.unpack_from(f"<{self.num_cuts}Q", self.body))
-        if sum(map(aligned, cuts)) != self.payload_bytes or not all(cuts):
-            raise TransportError(f"frame: cuts {cuts[:8]} do not make up a payload of {self.payload_bytes} bytes")
-        return cuts, self.body[8 * self.num_cuts :]
+        sizes = list(struct.unpack_from(f"<{self.num_segments}Q", self.body))
+        if sum(map(aligned, sizes)) != self.payload_bytes or not all(sizes):
+            raise TransportError(f"frame: segments {sizes[:8]} do not make up a payload of {self.payload_bytes} bytes")
+        return sizes, self.body[8 * self.num_segments :]
 
     def accept_body(self, body: bytes) -> None:
         """Take a body that came from outside the frame.
@@ -139,7 +140,7 @@ def encode_frame(frame: Frame, out: memoryview) -> int:
         end += len(frame.body)
     _HEADER.pack_into(
         out, 0, 0, _MAGIC, frame.kind, frame.route, len(frame.releases), frame.request_id, len(frame.body),
-        frame.num_cuts, frame.payload_bytes, frame.offset, frame.generation, frame.outside, body_checksum,
+        frame.num_segments, frame.payload_bytes, frame.offset, frame.generation, frame.outside, body_checksum,
     )  # fmt: skip
     return aligned(end) if frame.payload_bytes else end
 
@@ -158,7 +159,7 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
     if len(data) != FRAME_BYTES:
         raise TransportError(f"frame: {len(data)} bytes, not {FRAME_BYTES}")
     (
-        checksum, magic, kind, route, num_releases, request_id, body_bytes, num_cuts, payload_bytes,
+        checksum, magic, kind, route, num_releases, request_id, body_bytes, num_segments, payload_bytes,
         offset, generation, outside, body_checksum,
     ) = _HEADER.unpack_from(data)  # fmt: skip
     if magic != _MAGIC:
@@ -167,13 +168,15 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
         raise TransportError(f"frame: unknown kind {kind} or route {route}")
     if payload_bytes > limits.payload_bytes:
         raise TransportError(f"frame: payload of {payload_bytes} bytes, limit {limits.payload_bytes}")
-    if body_bytes - 8 * num_cuts > limits.meta_bytes or num_cuts > _most_cuts(payload_bytes):
-        raise TransportError(f"frame: message of {body_bytes} bytes, limit {limits.meta_bytes}; {num_cuts} cuts")
+    if body_bytes - 8 * num_segments > limits.meta_bytes or num_segments > 2 + payload_bytes // _LEAST_SEGMENT_BYTES:
+        raise TransportError(
+            f"frame: message of {body_bytes} bytes, limit {limits.meta_bytes}; {num_segments} segments"
+        )
     body_at = HEADER_BYTES + 8 * num_releases
     body_end = body_at if outside else body_at + body_bytes
     payload_at = aligned(body_end) if payload_bytes else body_end
     end = payload_at if route != Route.FRAME else payload_at + payload_bytes
-    if end > FRAME_BYTES or num_releases > MOST_RELEASES or 8 * num_cuts > body_bytes * (route == Route.WIRE):
+    if end > FRAME_BYTES or num_releases > MOST_RELEASES or 8 * num_segments > body_bytes * (route == Route.WIRE):
         raise TransportError(f"frame: its parts end at {end}, beyond {FRAME_BYTES}")
     if xxhash.xxh3_64_intdigest(data[_CHECKSUM.size : end]) != checksum:
         raise TransportError("frame: checksum does not match; the channel is dropped")
@@ -183,7 +186,7 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
         route=_ROUTES[route],
         body=bytes(data[body_at:body_end]),
         outside=bool(outside),
-        num_cuts=num_cuts,
+        num_segments=num_segments,
         payload_bytes=payload_bytes,
         offset=offset,
         generation=generation,
@@ -192,10 +195,6 @@ def decode_frame(data: memoryview, limits: Limits) -> Frame:
         body_checksum=body_checksum,
         payload=bytes(data[payload_at:end]),
     )
-
-
-def _most_cuts(payload_bytes: int) -> int:
-    return 2 + payload_bytes // 2**16  # senders cut coarser than that, whatever their version
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

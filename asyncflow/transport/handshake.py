@@ -8,8 +8,9 @@
 
 All of it is sealed (`asyncflow.sealed_store`): a stranger can neither ask nor answer, and what he wrote down of one
 exchange is of no use in another, since both ends chose a nonce. From both the two derive the pair's key, which never
-leaves the processes: the first frames inside the pair are proved with it (`hello`), so whoever else got hold of its
-socket is found out. The secret is never written to the store, to argv or to a log. Keys are deleted after use.
+leaves the processes: the first frames inside the pair are proved with it (`meeting`), so another
+process that got hold of its socket is found out. The secret is never written to the store, to argv or to a log. Keys
+are deleted after use.
 """
 
 import hmac
@@ -65,7 +66,7 @@ class Credentials:
         return SealedStore(self.group_store(timeout_s), self.secret)
 
     def group_store(self, timeout_s: float | None = None) -> dist.TCPStore:
-        """Return a store client of its own for a process group of torch's, whose keys nobody seals.
+        """Return a store client of its own for a process group of torch's, whose keys are not sealed.
 
         Raises:
             TransportError: the job store cannot be reached.
@@ -85,7 +86,7 @@ class Credentials:
 
     @contextmanager
     def borrowed_store(self) -> Iterator[SealedStore]:
-        """Lend a store client that nobody else uses meanwhile; it is kept for the next borrower.
+        """Lend a store client to one borrower at a time; it is kept for the next one.
 
         A fresh one costs a reverse DNS lookup in PyTorch, which takes seconds where the resolver does not answer.
 
@@ -125,7 +126,7 @@ def ask_for_channel(
         store: of this thread alone.
         secret: the job's.
         service: whom to ask.
-        client: who asks.
+        client: this process's name.
         timeout_s: for the service to answer.
         stop: once set, no answer is waited for.
 
@@ -164,7 +165,7 @@ def accept_channel(store: SealedStore, secret: bytes, service: str, ask: Ask) ->
     """Run the server's side for one ask; returns the pair's key when the client has answered.
 
     Raises:
-        TransportError: the client vanished or does not know the secret; nobody else is affected.
+        TransportError: the client vanished or does not know the secret; other clients are not affected.
     """
     base = f"channel/{service}/{ask.channel_id}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -196,7 +197,7 @@ def pair_key(secret: bytes, service: str, ask: Ask, server_nonce: bytes) -> byte
 
 
 def key_appears(store: SealedStore, key: str, timeout_s: float, stop: threading.Event) -> bool:
-    """Wait for a key. Not with the store's own wait: nobody could wake that, and it prints a warning at its end."""
+    """Wait for a key. Not with the store's own wait: that cannot be woken, and it prints a warning at its end."""
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_LOOK_S
     while not store.check([key]):

@@ -1,6 +1,6 @@
 """The serving side: accepts channels under a service name and hands every request to one handler.
 
-Threads: one waits for asks; one per handshake, so that a slow or dead one blocks nobody; one per channel receives and
+Threads: one waits for asks; one per handshake, so that a slow or dead one blocks no other; one per channel receives and
 runs the handler. A reply may be sent later from any thread (a parked request).
 """
 
@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
@@ -17,14 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import AsyncFlowError, PeerRefused, SealBroken, TransportError, one_line
+from asyncflow.errors import (
+    AsyncFlowError,
+    PeerRefused,
+    PutPending,
+    QueueFull,
+    RowsExist,
+    SealBroken,
+    Superseded,
+    TransportError,
+    one_line,
+)
 from asyncflow.sealed_store import SealedStore
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.channel import Channel
 from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
+from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload
-from asyncflow.transport.replies import refused
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +52,9 @@ class Call:
     """One request. Reply exactly once, now or later, from any thread.
 
     Attributes:
-        session: who asked.
+        session: of the client.
         message: what.
-        payload: uint8; belongs to whoever keeps a view of it.
+        payload: uint8; belongs to the holder of a view of it.
     """
 
     def __init__(self, channel: Channel, request_id: int, session: "Session", message: Any, payload: Tensor) -> None:
@@ -243,7 +254,7 @@ class ChannelServer:
             key = accept_channel(store, self._credentials.secret, self._service, ask)
             pair = pair_store(store, self._service, key)
             try:
-                return Channel(
+                return open_channel(
                     pair,
                     key,
                     is_server=True,
@@ -289,3 +300,40 @@ class ChannelServer:
         except Exception as error:  # the boundary of the service: one bad request must not end it
             logger.exception("%s: %s failed", self._service, type(call.message).__name__)
             call.refuse(TransportError(f"internal error: {error!r}; see the log of {self._service}"))
+
+
+class RefusedKind(StrEnum):
+    """Why a request was refused."""
+
+    INVALID = "invalid"
+    SUPERSEDED = "superseded"
+    FULL = "full"
+    EXISTS = "exists"
+    PENDING = "pending"
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The one reply that every service may give: the request was not carried out; nothing changed."""
+
+    kind: RefusedKind
+    message: str
+
+
+_ERRORS: dict[RefusedKind, type[TransportError]] = {
+    RefusedKind.SUPERSEDED: Superseded,
+    RefusedKind.FULL: QueueFull,
+    RefusedKind.EXISTS: RowsExist,
+    RefusedKind.PENDING: PutPending,
+    RefusedKind.INVALID: PeerRefused,
+}
+
+
+def refused(error: AsyncFlowError) -> Refused:
+    """Return the reply for an error."""
+    kind = next((kind for kind, cls in _ERRORS.items() if isinstance(error, cls)), RefusedKind.INVALID)
+    return Refused(kind, str(error))
+
+
+def refusal(reply: Refused, service: str) -> TransportError:
+    """Return the error to raise for a reply: the same as at the service."""
+    return _ERRORS[reply.kind](f"{service}: {reply.message}")

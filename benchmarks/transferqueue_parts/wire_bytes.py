@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.transport.cuts import cut
 from asyncflow.transport.frame import FRAME_BYTES, ROOM_BYTES
+from asyncflow.transport.payload import segments
 from tq.batch import Column
 from tq.messages import Columns, PutRows
 from tq.wire import describe
@@ -47,6 +47,6 @@ def _message_bytes(batch: MicroBatch, kind: str, *, narrow: bool) -> int:
     headers, payload = describe(columns, narrow=narrow)
     rows = list(range(10**6, 10**6 + _MICRO_BATCH))
     message: Any = PutRows(1, rows, rows, headers) if kind == "put" else Columns(headers)
-    body = len(msgspec.msgpack.encode(message)) + 8 * len(cut(payload))
+    body = len(msgspec.msgpack.encode(message)) + 8 * len(segments(payload))
     outside: int = (body if body > ROOM_BYTES else 0) + payload.num_bytes
     return FRAME_BYTES + outside

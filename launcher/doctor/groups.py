@@ -75,7 +75,7 @@ def judge(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
 def _gloo_error(interface: str) -> str:
     import torch
 
-    from asyncflow.transport.channel import gloo_device
+    from asyncflow.transport.gloo import gloo_device
 
     with variables_set({GLOO_INTERFACE: interface}):
         gloo_device.cache_clear()

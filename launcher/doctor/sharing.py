@@ -57,7 +57,7 @@ def gather() -> SharingFacts:
     """Make a channel's memory and have another process map it, as channels do."""
     from asyncflow.transport.arena import Arena
     from asyncflow.transport.frame import Limits
-    from asyncflow.transport.hello import wants_sharing
+    from asyncflow.transport.meeting import wants_sharing
 
     own_error = peer_error = ""
     arena_bytes = Limits().arena_bytes

@@ -15,11 +15,11 @@ from torch.distributed import TCPStore
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.sealed_store import GlooStore
-from asyncflow.transport import channel
-from asyncflow.transport.channel import Channel
+from asyncflow.transport import gloo
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Ask, ask_key, pair_store
+from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import ChannelServer
 
@@ -98,7 +98,7 @@ def test_client_that_asks_and_vanishes_blocks_nobody(
 def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
     start: Start, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, came: bool
 ) -> None:
-    monkeypatch.setattr(channel, "_LEAST_MEETING", timedelta(seconds=0.2))
+    monkeypatch.setattr(gloo, "_LEAST_MEETING", timedelta(seconds=0.2))
     pair = pair_store(credentials.own_store(), "early", KEY)
     if came:
         early = start(early_server, KEY)
@@ -111,7 +111,7 @@ def test_end_that_died_before_the_pair_was_connected_is_not_waited_for_for_ever(
 
     def connect() -> None:
         with pytest.raises(TransportError) as caught:
-            Channel(pair, KEY, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
+            open_channel(pair, KEY, is_server=False, peer="early", limits=Limits(), timeout_s=1.0)
         ended.append(str(caught.value))
 
     connecting = threading.Thread(target=connect, daemon=True)
@@ -150,7 +150,7 @@ def test_end_that_does_not_have_the_pairs_key_is_refused_inside_it(credentials: 
     def meet(is_server: bool, key: bytes) -> None:
         pair = pair_store(credentials.own_store(), "here", KEY)
         with pytest.raises(TransportError) as caught:
-            Channel(pair, key, is_server=is_server, peer="other", limits=Limits(), timeout_s=20.0)
+            open_channel(pair, key, is_server=is_server, peer="other", limits=Limits(), timeout_s=20.0)
         ended[is_server] = str(caught.value)
 
     ends = [threading.Thread(target=meet, args=arguments) for arguments in ((True, KEY), (False, b"a guess"))]

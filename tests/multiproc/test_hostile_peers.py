@@ -15,6 +15,7 @@ from asyncflow.transport.channel import Channel
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.frame import FRAME_BYTES, Frame, FrameKind, Limits, Route
 from asyncflow.transport.payload import Payload
+from asyncflow.transport.pipe_channel import PipeChannel
 from asyncflow.transport.server import ChannelServer
 
 
@@ -39,7 +40,8 @@ def _bystander(here: Echo, credentials: Credentials) -> Iterator[Connection]:
 
 def _handle(offset: int, num_bytes: int = 64, generation: int | None = None) -> Callable[[Channel], None]:
     def send(channel: Channel) -> None:
-        own = channel._sharing._own
+        assert isinstance(channel, PipeChannel)
+        own = channel._arena
         assert own is not None
         mine = own.offer.generation if generation is None else generation
         frame = Frame(FrameKind.REQUEST, 9, Route.SHARED, b"", payload_bytes=num_bytes, offset=offset)
@@ -54,14 +56,13 @@ def _frame(**fields: Any) -> Callable[[Channel], None]:
 
 
 def _garbage(channel: Channel) -> None:
-    pipes = channel._sharing.pipes
-    assert pipes is not None
-    pipes.send(memoryview(b"A" * FRAME_BYTES), 5)
+    assert isinstance(channel, PipeChannel)
+    channel.pipes.send(memoryview(b"A" * FRAME_BYTES), 5)
 
 
 def _release(offset: int) -> Callable[[Channel], None]:
     def send(channel: Channel) -> None:
-        channel._sharing.take_released = lambda: [offset]  # type: ignore[method-assign]
+        channel._released.append(offset)
         channel._send(Frame(FrameKind.REQUEST, 9, body=msgspec.msgpack.encode(Ping("x"))), None, 5)
 
     return send
@@ -75,7 +76,9 @@ def _release(offset: int) -> Callable[[Channel], None]:
         pytest.param(_frame(kind=FrameKind.REPLY, body=b"\x80"), id="reply to a server"),
         pytest.param(_frame(kind=FrameKind.HELLO, body=b"\x80"), id="second hello"),
         pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=2**20 + 8), id="oversized"),
-        pytest.param(_frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=80), id="cuts that do not add up"),
+        pytest.param(
+            _frame(kind=FrameKind.REQUEST, route=Route.WIRE, payload_bytes=80), id="segments that do not add up"
+        ),
         pytest.param(_handle(0), id="handle to the token"),
         pytest.param(_handle(4097), id="crooked handle"),
         pytest.param(_handle(2**40), id="handle beyond the arena"),
@@ -140,8 +143,8 @@ def test_arena_that_cannot_be_mapped_leaves_the_wire(
     def refuse(pid: int, offer: ArenaOffer) -> PeerArena:
         raise TransportError("no addresses left")
 
-    monkeypatch.setattr("asyncflow.transport.sharing.PeerArena", refuse)
-    caplog.set_level("INFO", "asyncflow.transport.sharing")
+    monkeypatch.setattr("asyncflow.transport.meeting.PeerArena", refuse)
+    caplog.set_level("INFO", "asyncflow.transport.meeting")
     connection = Connection(credentials, "here", "client", Pong)
     assert not connection.shared
     payload = torch.arange(2**16, dtype=torch.int64)
@@ -159,7 +162,7 @@ def test_handle_of_a_peer_that_shares_no_memory_is_refused(bystander: Connection
         Frame(FrameKind.REQUEST, 9, releases=[4096]),
     ):
         culprit = Connection(credentials, "here", "culprit", Pong, limits=Limits(shared_memory=False))
-        culprit._channel._sharing.take_released = lambda frame=frame: list(frame.releases)  # type: ignore
+        culprit._channel._released.extend(frame.releases)
         culprit._channel._send(frame, None, 5)
         assert culprit.wait_closed(20)
         culprit.close()
@@ -205,6 +208,7 @@ def test_payload_that_cannot_be_written_costs_no_memory(bystander: Connection) -
         with pytest.raises(ValueError, match="no such values"):
             bystander.submit(Ping("x"), Unwritable(Payload.of(torch.ones(num, dtype=torch.uint8)).pieces))
     bystander.call(Ping("x"), timeout_s=20)
-    own = bystander._channel._sharing._own
+    assert isinstance(bystander._channel, PipeChannel)
+    own = bystander._channel._arena
     assert own is not None
     assert own.highest < 300_000

@@ -14,7 +14,7 @@ from echo_peers import Credentials, Echo, Ping, Pong, holding_client, parked_cli
 from torch import Tensor
 
 from asyncflow.transport.connection import Connection
-from asyncflow.transport.hello import SWITCH
+from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.payload import Payload, Piece
 from asyncflow.transport.server import ChannelServer
 
@@ -79,7 +79,7 @@ def test_arena_does_not_grow_in_a_thousand_rounds(server: Any, connect: Connect)
     payload = Payload.of(torch.ones(100_000, dtype=torch.uint8))
     for _ in range(1000):
         connection.call(Ping("x"), payload, timeout_s=30)
-    own = connection._channel._sharing._own
+    own = connection._channel._arena  # type: ignore[attr-defined]
     assert own is not None
     assert own.highest < 500_000
 
@@ -124,7 +124,7 @@ def test_what_finds_no_room_goes_over_the_wire(server: Any, connect: Connect, ke
         assert torch.equal(connection.call(Ping("kept"), timeout_s=30)[1], payload)
         connection.call(Ping("forget"), timeout_s=30)
         connection.call(Ping("releases come with this answer"), timeout_s=30)
-    own = connection._channel._sharing._own
+    own = connection._channel._arena  # type: ignore[attr-defined]
     assert own is not None
     assert own.idle
 
@@ -144,8 +144,8 @@ def test_other_hosts_use_the_wire(
     here: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = iter(["one", "another"])
-    monkeypatch.setattr("asyncflow.transport.sharing.this_host", lambda: next(hosts))
-    caplog.set_level("INFO", "asyncflow.transport.sharing")
+    monkeypatch.setattr("asyncflow.transport.meeting.this_host", lambda: next(hosts))
+    caplog.set_level("INFO", "asyncflow.transport.meeting")
     connection = connect(service="here")
     assert not connection.shared
     assert "channel to here: payloads go through the wire (another host)" in caplog.text

@@ -19,18 +19,18 @@ from torch import Tensor
 from weight_model import BUFFERS, DEADLINE_S, NEEDS, Setup, box_of, needs, same, shapes, weights
 
 import weightsync.broadcast as broadcast
-from asyncflow.transport.hello import SWITCH
+from asyncflow.transport.meeting import SWITCH
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call
 from weightsync.agent.service import WeightAgent
 from weightsync.agreement import agree_on_plan
 from weightsync.boxes import Box
 from weightsync.broadcast import Broadcaster, BroadcastMember
-from weightsync.bucket import BucketParts
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import BucketFetched, FetchBucket
 from weightsync.plan import Need
 from weightsync.receiver import WeightReceiver
+from weightsync.region import BucketParts
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import ShardWriter, Target, describe
 from weightsync.version import Version
@@ -89,7 +89,7 @@ class _LyingAgent(WeightAgent):
             region = self._borrow(call, wanted.version)
             assert region is not None
             packed = region.packed(region.layout.plan.buckets[wanted.bucket]).clone()
-            self._give_back(call, wanted.version)
+            self._release(call, wanted.version)
             packed[3] ^= 1
             call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
         else:

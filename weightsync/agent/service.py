@@ -1,4 +1,4 @@
-"""The weight agent's process: slots in shared memory, and the channels of everybody who writes, reads or copies them.
+"""The weight agent's process: slots in shared memory, and the channels of those that write, read or copy them.
 
     trainer ranks --TakeSlot, SealBuckets--> agent <--Watch, Release-- receivers of this node
                                               |  ^
@@ -33,8 +33,8 @@ from weightsync.agent.instructions import (
     Renew,
 )
 from weightsync.agent.peers import Fetch, PeerLink
-from weightsync.agent.rounds import Rounds
 from weightsync.agent.state import AgentState
+from weightsync.agent.turns import Rounds
 from weightsync.config import WeightSyncConfig
 from weightsync.delta import apply_delta, encode_delta
 from weightsync.messages import (
@@ -207,8 +207,8 @@ class WeightAgent:
                 return state.seal(call, session, rank=rank, version=version, checksums=checksums)
             case AwaitRepair(rank):
                 return state.await_repair(call, session, rank=rank)
-            case Watch(newer_than, guest):
-                return state.watch(call, session, newer_than, guest=guest)
+            case Watch(newer_than, best_effort):
+                return state.watch(call, session, newer_than, best_effort=best_effort)
             case WatchPeer(revision):
                 return state.watch_peer(call, session, revision)
             case AskSwap(patience_s):
@@ -266,7 +266,7 @@ class WeightAgent:
     def _granted(self, version: Version, slot: int, plan: TransferPlan) -> SlotGranted | PeerRefused:
         try:
             return SlotGranted(version, self._memory(slot, plan).offer, self._live())
-        except WeightSyncError as error:  # no descriptors are left: whoever asked is told, others are served
+        except WeightSyncError as error:  # no descriptors are left: this rank is told, others are served
             return PeerRefused(str(error))
 
     def _memory(self, slot: int, plan: TransferPlan) -> SlotMemory:
@@ -296,7 +296,7 @@ class WeightAgent:
             slot, plan = borrowed
             return Region(self._memory(slot, plan).memory, self._layout(plan))
 
-    def _give_back(self, session: object, version: Version) -> None:
+    def _release(self, session: object, version: Version) -> None:
         with self._lock:
             replies = self._carry_out(self._state.release(session, version))
         _send(replies)
@@ -309,14 +309,14 @@ class WeightAgent:
         try:
             return region.packed(region.layout.plan.buckets[bucket]).clone()  # it may be a view
         finally:
-            self._give_back(token, version)
+            self._release(token, version)
 
     def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
         token = object()
         region = self._borrow(token, wanted.version)
         if region is None or self._state.checksum(wanted.version, wanted.bucket) is None:
             if region is not None:
-                self._give_back(token, wanted.version)
+                self._release(token, wanted.version)
             raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
         try:
             bucket = region.layout.plan.buckets[wanted.bucket]
@@ -331,7 +331,7 @@ class WeightAgent:
             else:
                 call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
         finally:
-            self._give_back(token, wanted.version)
+            self._release(token, wanted.version)
 
     def _send_plan(self, call: Call, digest: str) -> None:
         with self._lock:
@@ -348,7 +348,7 @@ class WeightAgent:
             try:
                 found = region.checksum(region.layout.plan.buckets[bucket])
             finally:
-                self._give_back(token, version)
+                self._release(token, version)
             with self._lock:
                 expected = self._state.checksum(version, bucket)
             if found == expected:

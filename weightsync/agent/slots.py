@@ -1,15 +1,16 @@
-"""The agent's few slots: which version lies where, who writes it, who reads it. Pure.
+"""The agent's few slots: versions, their writers and their readers. Pure.
 
     empty -> being filled (writers, pulls) -> complete (readers) -> replaced, the oldest first
 
-One rule keeps everybody's bytes whole: *memory is written again only when all who ever got it said that they are done
-with it*. Else the slot gets new memory (`stained`), and the old one goes with the last mapping of it: when somebody
-vanished who may still touch it, when a version that was given up is still read, when a reader is too slow.
+One rule keeps everybody's bytes whole: *memory is written again only when every session that got it said that it is
+done*. Else the slot gets new memory (`stained`), and the old one goes with the last mapping of it: when a session that
+may still touch it vanished, when a version that was given up is still read, when a reader is too slow.
 """
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from weightsync.messages import Held
 from weightsync.plan import TransferPlan
 from weightsync.version import Version
 
@@ -20,17 +21,17 @@ class Slot:
 
     Attributes:
         number: which memory.
-        version: whose weights; None: nobody's.
+        version: whose weights; None: the slot is empty.
         plan, digest: under which it is written.
         checksums: by bucket index, of those that are there.
         writers: by trainer rank: the session that is writing its part, or damaged buckets of it again.
         readers: sessions that hold it.
-        guests: sessions that hold it, for which nobody waits.
+        best_effort: sessions that hold it, but for which no writer waits.
         left: readers have been too slow: they keep the memory when the slot is needed.
         pulling: by bucket index: the agent that it is being fetched from.
         delivered: a rank of this node has delivered buckets of it.
-        dropped: damaged or overtaken; it is offered to nobody.
-        stained: somebody who may still touch the memory is gone.
+        dropped: damaged or overtaken; it is not offered.
+        stained: a session that may still touch the memory is gone.
     """
 
     number: int
@@ -40,7 +41,7 @@ class Slot:
     checksums: dict[int, int] = field(default_factory=dict)
     writers: dict[int, object] = field(default_factory=dict)
     readers: set[object] = field(default_factory=set)
-    guests: set[object] = field(default_factory=set)
+    best_effort: set[object] = field(default_factory=set)
     left: bool = False
     pulling: dict[int, str] = field(default_factory=dict)
     delivered: bool = False
@@ -61,7 +62,7 @@ class Slot:
     def lose(self, session: object) -> None:
         """A client is gone. What it delivered stays, for it may come back with the rest."""
         ranks = [rank for rank, writer in self.writers.items() if writer == session]
-        if ranks or session in self.readers | self.guests:
+        if ranks or session in self.readers | self.best_effort:
             self.stained = True
         for rank in ranks:
             del self.writers[rank]
@@ -70,14 +71,14 @@ class Slot:
     def release(self, session: object) -> None:
         """A session does not read it any more."""
         self.readers.discard(session)
-        self.guests.discard(session)
+        self.best_effort.discard(session)
 
     def empty(self) -> None:
         """Forget the version."""
-        if self.writers or self.readers or self.guests or self.pulling:
+        if self.writers or self.readers or self.best_effort or self.pulling:
             self.stained = True
         self.version = self.plan = None
-        self.checksums, self.writers, self.readers, self.guests, self.pulling = {}, {}, set(), set(), {}
+        self.checksums, self.writers, self.readers, self.best_effort, self.pulling = {}, {}, set(), set(), {}
         self.delivered = self.dropped = self.left = False
 
 
@@ -100,6 +101,23 @@ class Slots:
         complete = [slot for slot in self._slots if slot.complete]
         return max(complete, key=lambda slot: slot.version or (), default=None)
 
+    def held(self) -> list[Held]:
+        """Return what other agents may know of."""
+        return [
+            Held(slot.version, slot.digest, dict(slot.checksums))
+            for slot in self._slots
+            if slot.version is not None and not slot.dropped
+        ]
+
+    def holders(self) -> dict[object, list[Version]]:
+        """Return, by session, the versions that it reads or may read."""
+        holders: dict[object, list[Version]] = {}
+        for slot in self._slots:
+            if slot.version is not None:
+                for session in slot.readers | slot.best_effort:
+                    holders.setdefault(session, []).append(slot.version)
+        return holders
+
     def parts(self) -> list[Slot]:
         """Return the slots of versions that are not complete yet, oldest first."""
         parts = [slot for slot in self._slots if slot.version is not None and not slot.complete and not slot.dropped]
@@ -108,9 +126,9 @@ class Slots:
     def take(self, version: Version, plan: TransferPlan, digest: str, *, dispensable: Container[int]) -> Slot | None:
         """Make room for a version; None: every slot is in use.
 
-        A slot that nobody uses goes first, then parts that give way, then the oldest complete one, except the newest,
-        that nobody repairs and only guests and who was left behind read. A dropped version that is still read goes
-        last: its readers keep the memory, perhaps until there is a newer version.
+        An unused slot goes first, then parts that give way, then the oldest complete one, except the newest,
+        that is not being repaired and that only best-effort readers and readers left behind hold. A dropped version
+        that is still read goes last: its readers keep the memory, perhaps until there is a newer version.
 
         Args:
             version, plan, digest: what will be written.
@@ -136,12 +154,12 @@ class Slots:
                 slot.dropped = True
 
     def leave_readers(self) -> None:
-        """Somebody waits for room, and has waited long enough for who reads older versions."""
+        """A writer has waited long enough for the readers of older versions."""
         for slot in self._slots:
             slot.left = slot.complete and slot is not self.newest
 
     def usage(self) -> str:
-        """Return who uses the slots, for a message."""
+        """Return the users of the slots, for a message."""
         used = []
         for slot in self._slots:
             readers = " ".join(sorted(str(getattr(reader, "client", reader)) for reader in slot.readers))
@@ -161,7 +179,7 @@ class Slots:
 
 def _reuse_order(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
     return (
-        bool(slot.readers or slot.guests),
+        bool(slot.readers or slot.best_effort),
         slot.version is not None and not slot.dropped,
         slot.complete,
         slot.version or (),

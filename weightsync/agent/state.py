@@ -1,17 +1,16 @@
-"""What a weight agent decides: who writes into which slot, who is offered which version, what is fetched from where.
+"""A weight agent's decisions: slots for writers, offers to readers, fetches from other agents.
 
-Pure: every event returns the instructions that follow from it, in order. `call` is whatever the shell answers with,
-`session` whatever tells one client from another.
+Pure: every event returns the instructions that follow from it, in order. `call` is what the shell replies to, `session`
+tells one client from another.
 """
 
 from collections.abc import Container, Mapping, Sequence
 
 from weightsync.agent.instructions import Answer, Grant, Instruction, LacksPlan, Offer, Pull, Refuse, Renew
-from weightsync.agent.peer_book import PeerBook
-from weightsync.agent.ranks import Ranks, Taker
-from weightsync.agent.repairs import Repairs
+from weightsync.agent.peer_catalog import PeerCatalog
 from weightsync.agent.slots import Slot, Slots
-from weightsync.agent.swap_turns import SwapTurns
+from weightsync.agent.trainer_ranks import Ranks, Repairs, Taker
+from weightsync.agent.turns import SwapTurns
 from weightsync.messages import Done, Held, NoRoom, PeerHas, Repair, SwapTurn, Unneeded
 from weightsync.plan import Bucket, TransferPlan
 from weightsync.version import Version
@@ -31,7 +30,7 @@ class AgentState:
         self._ranks = Ranks()
         self._watchers: dict[object, tuple[object, Version | None, bool]] = {}
         self._repairs = Repairs()
-        self._peers = PeerBook()
+        self._peers = PeerCatalog()
         self._peer_watchers: dict[object, object] = {}
         self._revision = 1
         self.serving: dict[object, Version] = {}
@@ -54,20 +53,11 @@ class AgentState:
 
     def held(self) -> list[Held]:
         """Return what lies in the slots."""
-        return [
-            Held(slot.version, slot.digest, dict(slot.checksums))
-            for slot in self._slots
-            if slot.version is not None and not slot.dropped
-        ]
+        return self._slots.held()
 
     def holders(self) -> dict[object, list[Version]]:
         """Return, by session, the versions that it reads or may read."""
-        holders: dict[object, list[Version]] = {}
-        for slot in self._slots:
-            if slot.version is not None:
-                for session in slot.readers | slot.guests:
-                    holders.setdefault(session, []).append(slot.version)
-        return holders
+        return self._slots.holders()
 
     def open_plan(self, plan: TransferPlan) -> None:
         """A trainer rank, or another agent, uses this plan."""
@@ -126,13 +116,13 @@ class AgentState:
         return self._give_up(slot) if slot is not None and self._repairs.wants(version) else []
 
     def watch(
-        self, call: object, session: object, newer_than: Version | None, *, guest: bool = False
+        self, call: object, session: object, newer_than: Version | None, *, best_effort: bool = False
     ) -> list[Instruction]:
         """A receiver wants the newest version; it waits for one that is newer than what it has.
 
-        Nobody waits for a guest: it keeps the memory that it reads when the slot is needed.
+        No writer waits for a best-effort reader: it keeps the memory that it reads when the slot is needed.
         """
-        self._watchers[session] = (call, newer_than, guest)
+        self._watchers[session] = (call, newer_than, best_effort)
         return self._serve_watchers()
 
     def borrow(self, session: object, version: Version) -> tuple[int, TransferPlan] | None:
@@ -271,7 +261,7 @@ class AgentState:
         return {slot.number for slot in self._slots.parts() if self._gives_way(slot, version)}
 
     def _gives_way(self, slot: Slot, version: Version) -> bool:
-        """Nobody writes it, and nobody will complete it, or it is newer and can be fetched again when it is due."""
+        """It is not being written, and will never be complete, or is newer and can be fetched again when it is due."""
         if slot.writers or slot.version is None or slot.plan is None:
             return False
         fetched_ahead = slot.version > version and not slot.delivered
@@ -307,10 +297,10 @@ class AgentState:
         if slot is None or slot.version is None or slot.plan is None:
             return []
         instructions: list[Instruction] = []
-        for session, (call, newer_than, guest) in list(self._watchers.items()):
+        for session, (call, newer_than, best_effort) in list(self._watchers.items()):
             if newer_than is None or slot.version > newer_than:
                 del self._watchers[session]
-                (slot.guests if guest else slot.readers).add(session)
+                (slot.best_effort if best_effort else slot.readers).add(session)
                 checksums = tuple(slot.checksums[bucket.index] for bucket in slot.plan.buckets)
                 instructions.append(Offer(call, slot.version, slot.number, slot.plan, checksums))
         return instructions
@@ -398,7 +388,7 @@ class AgentState:
         return instructions
 
     def _give_up(self, slot: Slot) -> list[Instruction]:
-        """Nobody has a good copy of a damaged bucket: the version is offered no more."""
+        """There is no good copy of a damaged bucket: the version is offered no more."""
         assert slot.version is not None
         slot.dropped = True
         reason = f"weights of {slot.version}: bucket %d does not match its checksum, and there is no other copy"

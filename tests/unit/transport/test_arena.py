@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncflow.errors import TransportError
-from asyncflow.transport.arena import Arena, ArenaOffer, PeerArena, create_memfd, open_memfd
+from asyncflow.transport.arena import Arena, ArenaOffer, PeerArena, create_memfd, open_memfd, take_released
 
 NUM_BYTES = 2**20
 
@@ -28,7 +28,7 @@ def _peer(arena: Arena) -> PeerArena:
 
 def test_receiver_reads_what_was_written_where_it_is(arena: Arena, peer: PeerArena) -> None:
     offset = _put(arena, 5, 1000)
-    view = peer.lend(offset, 1000, arena.offer.generation)
+    view = peer.borrow(offset, 1000, arena.offer.generation)
     assert torch.equal(view, torch.full((1000,), 5, dtype=torch.uint8))
     view[0] = 6
     assert arena.region(offset, 1)[0] == 6
@@ -36,25 +36,25 @@ def test_receiver_reads_what_was_written_where_it_is(arena: Arena, peer: PeerAre
 
 def test_region_is_used_again_only_after_its_last_view_is_gone(arena: Arena, peer: PeerArena) -> None:
     offset = _put(arena, 1, 64)
-    views = [peer.lend(offset, 64, arena.offer.generation)]
+    views = [peer.borrow(offset, 64, arena.offer.generation)]
     views += [views[0][8:16].view(torch.int32), views[0].numpy()[:3], views[0].view(8, 8).t()]
     while views:
-        assert peer.take_released(10) == []
+        assert take_released(peer.released, 10) == []
         views.pop(0)
-    assert peer.take_released(10) == [offset]
+    assert take_released(peer.released, 10) == [offset]
     arena.release([offset])
     assert arena.idle
     assert arena.allocate(64) == offset
 
 
 def test_last_view_may_go_in_any_thread(arena: Arena, peer: PeerArena) -> None:
-    held = [peer.lend(_put(arena, k, 64), 64, arena.offer.generation) for k in range(20)]
+    held = [peer.borrow(_put(arena, k, 64), 64, arena.offer.generation) for k in range(20)]
     threads = [threading.Thread(target=held.pop) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    first, rest = peer.take_released(15), peer.take_released(15)
+    first, rest = take_released(peer.released, 15), take_released(peer.released, 15)
     assert (len(first), len(rest)) == (15, 5)
     arena.release(first + rest)
     assert arena.idle
@@ -62,7 +62,7 @@ def test_last_view_may_go_in_any_thread(arena: Arena, peer: PeerArena) -> None:
 
 def test_views_outlive_both_ends(arena: Arena) -> None:
     offset = _put(arena, 9, 100)
-    view = PeerArena(os.getpid(), arena.offer).lend(offset, 100, arena.offer.generation)
+    view = PeerArena(os.getpid(), arena.offer).borrow(offset, 100, arena.offer.generation)
     arena.close()
     del arena
     assert int(view.sum()) == 900
@@ -81,7 +81,7 @@ def test_handles_that_do_not_belong_to_the_arena_are_refused(arena: Arena, peer:
         (offset, 64, generation ^ 1),
     ):
         with pytest.raises(TransportError, match="does not belong"):
-            peer.lend(*bad)
+            peer.borrow(*bad)
 
 
 def test_release_of_what_was_not_sent_is_refused(arena: Arena) -> None:
@@ -125,8 +125,8 @@ def test_descriptors_are_closed_once_the_peer_has_the_mapping() -> None:
     peer = PeerArena(os.getpid(), arena.offer)
     assert _descriptors() == before + 1
     offset = _put(arena, 1, 64)
-    peer.lend(offset, 64, arena.offer.generation)
-    arena.release(peer.take_released(1))
+    peer.borrow(offset, 64, arena.offer.generation)
+    arena.release(take_released(peer.released, 1))
     arena.close()
     arena.close()
     assert _descriptors() == before

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.transport.extents import ALIGN_BYTES, Extents
+from asyncflow.transport.arena import ALIGN_BYTES, Extents
 
 SPAN = 64 * ALIGN_BYTES
 

@@ -77,21 +77,21 @@ def test_handle_survives_the_round_trip(payload_bytes: int, offset: int, generat
 
 
 @given(st.lists(st.integers(1, 2**28), max_size=3))
-def test_cuts_must_make_up_the_payload(sizes: list[int]) -> None:
+def test_segments_must_make_up_the_payload(sizes: list[int]) -> None:
     body = struct.pack(f"<{len(sizes)}Q", *sizes) + b"meta"
     total = sum(map(aligned, sizes))
-    sent = Frame(FrameKind.REQUEST, 1, Route.WIRE, body, num_cuts=len(sizes), payload_bytes=total)
+    sent = Frame(FrameKind.REQUEST, 1, Route.WIRE, body, num_segments=len(sizes), payload_bytes=total)
     limits = Limits(payload_bytes=2**40)
     if len(sizes) <= 2:
         assert decode(encode(sent), limits).split_body() == (sizes, b"meta")
     sent.payload_bytes += 8
-    with pytest.raises(TransportError, match="cuts"):
+    with pytest.raises(TransportError, match="segments"):
         decode(encode(sent), limits).split_body()
 
 
 def test_empty_cut_is_refused() -> None:
-    sent = Frame(FrameKind.REQUEST, 1, Route.WIRE, struct.pack("<2Q", 0, 8), num_cuts=2, payload_bytes=8)
-    with pytest.raises(TransportError, match="cuts"):
+    sent = Frame(FrameKind.REQUEST, 1, Route.WIRE, struct.pack("<2Q", 0, 8), num_segments=2, payload_bytes=8)
+    with pytest.raises(TransportError, match="segments"):
         decode(encode(sent)).split_body()
 
 
@@ -165,13 +165,13 @@ def _decode_anything(data: bytearray) -> None:
     except TransportError:
         return
     assert frame.payload_bytes <= LIMITS.payload_bytes
-    assert frame.body_bytes - 8 * frame.num_cuts <= LIMITS.meta_bytes
+    assert frame.body_bytes - 8 * frame.num_segments <= LIMITS.meta_bytes
     assert len(frame.releases) <= MOST_RELEASES
     if frame.outside:
         return
     assert len(frame.body) == frame.body_bytes
     try:
-        cuts, _ = frame.split_body()
+        sizes, _ = frame.split_body()
     except TransportError:
         return
-    assert sum(map(aligned, cuts)) in (0, frame.payload_bytes)
+    assert sum(map(aligned, sizes)) in (0, frame.payload_bytes)

@@ -47,10 +47,10 @@ def test_a_slow_reader_is_left_behind_with_the_memory() -> None:
     assert state.release("receiver", V1) == []
 
 
-def test_nobody_waits_for_a_guest() -> None:
+def test_no_writer_waits_for_a_best_effort_reader() -> None:
     state = agent()
     write(state, V1)
-    state.watch("watch", "feed", None, guest=True)
+    state.watch("watch", "feed", None, best_effort=True)
     write(state, V2)
     assert state.holders() == {"feed": [V1]}
     assert take(state, 0, V3) == [Renew(0), grant(0, V3, 0)]

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import WeightSyncError
 from weightsync.boxes import Box
-from weightsync.bucket import BucketParts
 from weightsync.plan import ShardSpec, TransferPlan, plan_transfer
-from weightsync.region import Region, RegionLayout
+from weightsync.region import BucketParts, Region, RegionLayout
 from weightsync.version import Version
 
 VERSION = Version(1, 42)

@@ -9,7 +9,7 @@ _PULLS_PER_PEER = 2
 """Buckets on their way from one agent: one is written while the next one travels."""
 
 
-class PeerBook:
+class PeerCatalog:
     """The other agents, as they last said."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""What a receiver has for its engine: the newest version that was checked, and memory of this process for the next.
+"""A receiver's versions for its engine: the newest one that was checked, and memory of this process for the next.
 
-    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: nobody uses it)
+    receiver's threads     memory() ... write, check ... put(v2)                  (v1 is released: it is not used)
     engine's thread        load() v1 ....................... load() v2
 
-Thread-safe. It knows no agent and no broadcast: whoever puts a version says what to do once it is no longer used.
+Thread-safe. It knows no agent and no broadcast: with a version comes what to do once it is no longer used.
 """
 
 import threading
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncflow.errors import PlanError, TransportError, WeightsLate
+from asyncflow.transport.connection import Connection
+from weightsync.connections import fetch_plan
+from weightsync.plan import Need, Piece, match_needs
 from weightsync.region import Region, RegionLayout
 from weightsync.slot_memory import private_memory
 from weightsync.version import Version
@@ -24,13 +27,13 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class AtHand:
+class ReadyVersion:
     """A version that was checked.
 
     Attributes:
         version, views: what, by the engine's names.
-        own: it lies in memory of the shelf; else in the agent's.
-        release: called once when nobody uses it any more.
+        own: it lies in memory of the cache; else in the agent's.
+        release: called once when it is used no more.
     """
 
     version: Version
@@ -39,7 +42,7 @@ class AtHand:
     release: Callable[[], None]
 
 
-class Shelf:
+class VersionCache:
     """Between the threads that get versions and the one that loads them."""
 
     def __init__(self, source: str, *, adopts: bool, arrived: Callable[[], None] = lambda: None) -> None:
@@ -52,8 +55,8 @@ class Shelf:
         self._source = source
         self._adopts = adopts
         self._changed = threading.Condition()
-        self._at_hand: AtHand | None = None
-        self._used: list[AtHand] = []  # by the engine: during `load`, and after it if it adopts
+        self._ready: ReadyVersion | None = None
+        self._used: list[ReadyVersion] = []  # by the engine: during `load`, and after it if it adopts
         self._newest: Version | None = None
         self._loaded: Version | None = None
         self._coming: Version | None = None
@@ -70,42 +73,42 @@ class Shelf:
         """The version that the engine has."""
         return self._loaded
 
-    def put(self, at_hand: AtHand) -> bool:
+    def put(self, ready: ReadyVersion) -> bool:
         """Have the engine load this next; returns False, and releases it, if there was something newer already."""
         with self._changed:
-            unused = [at_hand]
-            if self._newest is None or at_hand.version > self._newest:
-                unused = [] if self._at_hand is None else [self._at_hand]
-                self._at_hand = at_hand
-                self._newest, self._error = at_hand.version, None
+            unused = [ready]
+            if self._newest is None or ready.version > self._newest:
+                unused = [] if self._ready is None else [self._ready]
+                self._ready = ready
+                self._newest, self._error = ready.version, None
                 self._changed.notify_all()
             unused = self._unused(unused)
         _release(unused)
-        taken = at_hand not in unused
+        taken = ready not in unused
         if taken:
             self._arrived()
         return taken
 
     def has_newer(self, version: Version | None) -> bool:
         """Return whether a version newer than this one is at hand."""
-        at_hand = self._at_hand
-        return at_hand is not None and (version is None or at_hand.version > version)
+        ready = self._ready
+        return ready is not None and (version is None or ready.version > version)
 
     def load(self, apply: Callable[[Mapping[str, Tensor]], None], *, newer_than: Version | None) -> Version | None:
         """Give the newest version to `apply`, if it is newer; returns it, or None."""
         with self._changed:
-            at_hand = self._at_hand
-            if at_hand is None or not self.has_newer(newer_than):
+            ready = self._ready
+            if ready is None or not self.has_newer(newer_than):
                 return None
             former = self._used
-            self._used = [*former, at_hand]
-        apply(at_hand.views)
+            self._used = [*former, ready]
+        apply(ready.views)
         with self._changed:
-            self._loaded = at_hand.version
-            self._used = [at_hand] if self._adopts else []
-            unused = self._unused([*former, at_hand])
+            self._loaded = ready.version
+            self._used = [ready] if self._adopts else []
+            unused = self._unused([*former, ready])
         _release(unused)
-        return at_hand.version
+        return ready.version
 
     def drop(self) -> None:
         """Forget the version at hand if it was loaded, so that its memory can be used again."""
@@ -114,9 +117,9 @@ class Shelf:
         _release(unused)
 
     def memory(self, layout: RegionLayout) -> Region:
-        """Return memory of this process that nobody uses, for a version that comes; then `put` it or `give_back`."""
+        """Return unused memory of this process, for a version that comes; then `put` it or `recycle`."""
         with self._changed:
-            given_up = self._at_hand is not None and self._at_hand.own and not self._adopts
+            given_up = self._ready is not None and self._ready.own and not self._adopts
             unused = self._forget_loaded() if given_up else []
         _release(unused)
         with self._changed:
@@ -124,7 +127,7 @@ class Shelf:
             self._free = fitting[1:]
         return fitting[0] if fitting else Region(private_memory(layout.plan.region_bytes), layout)
 
-    def give_back(self, region: Region) -> None:
+    def recycle(self, region: Region) -> None:
         """Let memory be used again; one version's is kept."""
         with self._changed:
             self._free = [region]
@@ -198,17 +201,52 @@ class Shelf:
         with self._changed:
             self._changed.notify_all()
 
-    def _forget_loaded(self) -> list[AtHand]:
-        at_hand = self._at_hand
-        if at_hand is None or at_hand.version != self._loaded:
+    def _forget_loaded(self) -> list[ReadyVersion]:
+        ready = self._ready
+        if ready is None or ready.version != self._loaded:
             return []
-        self._at_hand = None
-        return self._unused([at_hand])
+        self._ready = None
+        return self._unused([ready])
 
-    def _unused(self, each: Iterable[AtHand]) -> list[AtHand]:
-        return [one for one in dict.fromkeys(each) if one is not self._at_hand and one not in self._used]
+    def _unused(self, each: Iterable[ReadyVersion]) -> list[ReadyVersion]:
+        return [one for one in dict.fromkeys(each) if one is not self._ready and one not in self._used]
 
 
-def _release(unused: Iterable[AtHand]) -> None:
+class EngineViews:
+    """Which parts of a version an engine wants, under its own names; found once per plan."""
+
+    def __init__(self, needs: Mapping[str, Need] | None, *, whole: bool) -> None:
+        """Args:
+        needs: what the engine wants, by its own names; None: everything, by the trainer's.
+        whole: the engine takes the whole model; False: its ranks share it.
+        """
+        self._needs = needs
+        self._whole = whole
+        self._known: dict[str, tuple[RegionLayout, dict[str, Piece]]] = {}
+
+    def layout(self, digest: str, connection: Connection) -> RegionLayout:
+        """Return a plan's layout, the same object every time.
+
+        Args:
+            digest: of the plan.
+            connection: to an agent that knows it.
+
+        Raises:
+            PlanError: the engine does not fit the trainer.
+            TransportError: the plan was not known here, and the agent is gone.
+        """
+        if digest not in self._known:
+            plan, needs = fetch_plan(connection, digest), self._needs
+            if needs is None:
+                needs = {name: Need(tensor.shape) for name, tensor in plan.tensors.items()}
+            self._known.setdefault(digest, (RegionLayout(plan), match_needs(plan, needs, whole=self._whole)))
+        return self._known[digest][0]
+
+    def of(self, region: Region) -> dict[str, Tensor]:
+        """Return the engine's views of a region whose layout is from here."""
+        return region.views(self._known[region.layout.plan.digest()][1])
+
+
+def _release(unused: Iterable[ReadyVersion]) -> None:
     for each in unused:
         each.release()

@@ -5,22 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncflow.transport.cuts import DIRECT_BYTES, MESSAGE_BYTES, cut, cut_bytes, place
-from asyncflow.transport.payload import Payload, Piece
+from asyncflow.transport.payload import DIRECT_BYTES, MESSAGE_BYTES, Payload, Piece, place, segment_bytes, segments
 
 SIZES = st.sampled_from([0, 1, 7, 1000, DIRECT_BYTES - 1, DIRECT_BYTES, DIRECT_BYTES + 3])
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(SIZES, st.booleans()), max_size=6))
-def test_cut_payload_arrives_as_the_packed_one_would(pieces: list[tuple[int, bool]]) -> None:
+def test_segmented_payload_arrives_as_the_packed_one_would(pieces: list[tuple[int, bool]]) -> None:
     payload = Payload([_piece(size, cast=cast, value=k) for k, (size, cast) in enumerate(pieces, 1)])
     expected = torch.zeros(payload.num_bytes, dtype=torch.uint8)
     payload.write(expected)
-    parts = cut(payload)
+    parts = segments(payload)
     received = torch.zeros(payload.num_bytes, dtype=torch.uint8)
-    for target, part in zip(place(received, [cut_bytes(part) for part in parts]), parts, strict=True):
-        assert target.numel() == cut_bytes(part) > 0
+    for target, part in zip(place(received, [segment_bytes(part) for part in parts]), parts, strict=True):
+        assert target.numel() == segment_bytes(part) > 0
         if isinstance(part, Tensor):
             target.copy_(part)
         else:
@@ -31,21 +30,21 @@ def test_cut_payload_arrives_as_the_packed_one_would(pieces: list[tuple[int, boo
 def test_long_tensors_go_as_they_are_and_what_is_between_is_packed() -> None:
     long = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
     small = torch.zeros(100, dtype=torch.uint8)
-    parts = cut(Payload([Piece((x,), x.dtype) for x in (small, small, long, long, small)]))
-    assert [cut_bytes(part) for part in parts] == [208, DIRECT_BYTES, DIRECT_BYTES, 104]
+    parts = segments(Payload([Piece((x,), x.dtype) for x in (small, small, long, long, small)]))
+    assert [segment_bytes(part) for part in parts] == [208, DIRECT_BYTES, DIRECT_BYTES, 104]
     assert isinstance(parts[1], Tensor)
     assert parts[1].data_ptr() == long.data_ptr()
 
 
 def test_packed_messages_stay_short() -> None:
     small = torch.zeros(DIRECT_BYTES // 2, dtype=torch.uint8)
-    parts = cut(Payload([Piece((small,), small.dtype)] * 100))
-    assert {cut_bytes(part) for part in parts[:-1]} == {MESSAGE_BYTES}
+    parts = segments(Payload([Piece((small,), small.dtype)] * 100))
+    assert {segment_bytes(part) for part in parts[:-1]} == {MESSAGE_BYTES}
 
 
-def test_nothing_is_cut_into_nothing() -> None:
-    assert cut(Payload([])) == []
-    assert cut(Payload.of(torch.zeros(0))) == []
+def test_nothing_has_no_segments() -> None:
+    assert segments(Payload([])) == []
+    assert segments(Payload.of(torch.zeros(0))) == []
 
 
 def _piece(size: int, *, cast: bool, value: int) -> Piece:
