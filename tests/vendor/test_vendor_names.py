@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm_arguments import engine_arguments, plan_log_probs
 from workers.engines.vllm_config import OWN_ARGUMENTS, VllmConfig
+from workers.engines.vllm_process import engine_arguments, plan_log_probs
 
 from .signatures import dictionary_keys, parameters
 from .uses import Use, uses_of

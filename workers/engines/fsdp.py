@@ -20,20 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from workers.config import ActorConfig, ModelConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats
-from workers.engines.bfloat16_twin import Bfloat16Twin
 from workers.engines.dtensor_shards import local_shards
-from workers.engines.fsdp_copy import FsdpCopy
-from workers.engines.fsdp_sharding import reshard, shard
-from workers.engines.hf_model import empty_causal_lm, materialize, parameter_aliases, vocab_size
-from workers.engines.hf_weights import HfWeights, copy_without_weights, write_weights
+from workers.engines.fsdp_sharding import Bfloat16Twin, reshard, shard
+from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases, vocab_size
+from workers.engines.hf_weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import InputsOfBatch, answer_log_probs
-from workers.engines.saved_tensors import SavedTensors
 from workers.engines.updates import Updates
 
 
@@ -97,20 +94,16 @@ class FsdpEngine:
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights."""
         return self._updates.number
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
-        it only joins the collectives, and gets [0]."""
         inputs = self._inputs(batch)
         log_probs_A, _ = answer_log_probs(self.computing(), inputs, self._temperature)
         reshard(self._model)
         return log_probs_A[:0] if batch is None else log_probs_A
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
-        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
         inputs = self._inputs(batch)
         log_probs_A, entropy_A = answer_log_probs(
             self.computing(), inputs, self._temperature, entropy=batch is not None
@@ -137,11 +130,9 @@ class FsdpEngine:
         return stats
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients: the step in progress was abandoned."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterable[LocalShard]:
-        """Return this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
         reshard(self._model)
         return local_shards(self._model.named_parameters())
 
@@ -157,7 +148,6 @@ class FsdpEngine:
         return {"model": model, "optimizer": optimizer, **self._updates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         set_state_dict(
             self._model,
             self._optimizer,
@@ -179,8 +169,7 @@ class FsdpEngine:
 
         write_weights(target, self._shapes, read)
 
-    def open_copy(self, *, initial: bool = False) -> FsdpCopy:
-        """Return a copy without weights, or with those of the initial model; collective."""
+    def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
         copy = FsdpCopy(
             self._model_dir,
             self._model,
@@ -194,11 +183,11 @@ class FsdpEngine:
         return copy
 
     def computing(self) -> nn.Module:
-        """Return what passes go through; its gradients end up in the float32 parameters."""
+        """Return the model that passes go through; its gradients end up in the float32 parameters."""
         return self._model if self._twin is None else self._twin.refresh()
 
     def _changed(self) -> None:
-        """The float32 parameters have other values."""
+        """Note that the float32 parameters changed."""
         if self._twin is not None:
             self._twin.stale = True
 
@@ -220,6 +209,61 @@ class FsdpEngine:
         if self._mesh.size() > 1:
             dist.all_reduce(squares, group=self._mesh.get_group())
         return float(squares.sqrt())
+
+
+class FsdpCopy:
+    """Other weights of the policy: the reference, or the policy as an earlier step left it; implements `PolicyCopy`.
+
+    It is sharded as the policy is, computes in the same element type and kernels, and gets the same packed inputs, so
+    equal weights give equal log-probabilities to the last bit. It begins without weights. Its shards are kept in the
+    type of the computation: bfloat16 under `autocast: bfloat16`, to which the policy's are cast anyway.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        policy: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        actor: ActorConfig,
+        temperature: float,
+        inputs: InputsOfBatch,
+    ) -> None:
+        """Args:
+        model_dir: Hugging Face directory; only config.json is read.
+        policy: the sharded model whose weights `take` copies.
+        mesh: what it is sharded over.
+        actor: as for the policy.
+        temperature: divides the logits.
+        inputs: packs each micro-batch once, for the policy and its copies.
+        """
+        self._policy = policy
+        self._temperature = temperature
+        self._inputs = inputs
+        self._model = empty_causal_lm(model_dir, dtype=DTYPES[actor.autocast], attention=PACKED_ATTENTION)
+        self._aliases = parameter_aliases(self._model)
+        shard(self._model, mesh, actor.model_copy(update={"gradient_checkpointing": False}))
+        materialize(self._model, next(iter(policy.parameters())).device)
+        self._model.requires_grad_(False)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the policy's current weights; each rank copies its own shards."""
+        sources = local_shards(self._policy.named_parameters())
+        for target, source in zip(local_shards(self._model.named_parameters()), sources, strict=True):
+            target.values.copy_(source.values)
+
+    @torch.no_grad()
+    def read(self, weights: HfWeights) -> None:
+        """Take the weights in files; each rank reads its own rows."""
+        for part in local_shards(self._model.named_parameters()):
+            part.values.copy_(weights.read_shard(part, self._aliases[part.name]))
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        log_probs_A, _ = answer_log_probs(self._model, self._inputs(batch), self._temperature)
+        reshard(self._model)
+        return log_probs_A[:0] if batch is None else log_probs_A
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""The critic's engine: a language model's backbone with a head that gives one number, sharded as the actor is.
+"""The critic's engine: a language model's backbone with a head of one number, sharded as the actor is.
 
-The head takes the place of the output layer, and its name, so that packing, attention and sharding are those of
-`workers.engines.fsdp`.
+The head takes the place and the name of the output layer, so packing, attention and sharding are those of `FsdpEngine`.
 
     values(batch)                   V(s_t) of every answer token y_t, s_t being the prompt and the tokens before it
     forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
@@ -25,7 +24,7 @@ from workers.engines.packed_forward import answer_logits
 from workers.model_files import SCORE_HEAD
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"
-"""What transformers calls the head of a model that gives numbers: a reward model, or a critic."""
+"""Transformers' name for the head of a reward model or a critic."""
 
 
 class FsdpValueEngine:
@@ -51,7 +50,6 @@ class FsdpValueEngine:
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights."""
         return self._model.optimizer_updates
 
     def values(self, batch: Sequences | None) -> Tensor:
@@ -59,38 +57,32 @@ class FsdpValueEngine:
         return self._model.values(batch)
 
     def forward_backward(self, batch: Sequences | None, loss: ValueLossFunction) -> None:
-        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
         value_A = self._model.forward(batch)
         total = value_A.sum() * 0.0 if batch is None else loss(value_A)
         total.backward()  # type: ignore[no-untyped-call]
 
     def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
         return self._model.step(scale)
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients: the step in progress was abandoned."""
         self._model.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
         return self._model.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._model.load_state_dict(state)
 
 
 class _ValueModel(FsdpEngine):
-    """The sharded model with its optimizer; of the policy's methods only those are used that know no tokens."""
+    """The sharded model with its optimizer; only those of the policy's methods are used that know no tokens."""
 
     def forward(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A], with gradient where enabled; None: of the least batch that there is."""
+        """Return float32 [A], with gradient where enabled; None: of a smallest batch."""
         return answer_logits(self.computing(), self._inputs(batch))[:, 0]
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:
-        """See `FsdpValueEngine.values`."""
         value_A = self.forward(batch)
         reshard(self._model)
         return value_A[:0] if batch is None else value_A

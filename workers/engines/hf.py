@@ -2,10 +2,10 @@
 
     submit ... step: enter what is new, one token for every answer that runs -> answers that ended leave; submit ...
 
-A step is one forward pass over one packed sequence without padding (`hf_attention`): the distinct prompts that enter
-and the newest token of every running answer. Keys and values are in lanes (`hf_lanes`). A draw depends on the request's
-seed and on the answer's position only: random numbers are drawn beforehand and a token is the inverse of the cumulative
-distribution at its number. Called by the rollout role; knows nothing of queues.
+A step is one forward pass over one packed sequence without padding: the distinct prompts that enter and the newest
+token of every running answer. Keys and values are kept in lanes (`Lane`). A draw depends on the request's seed and the
+answer's position only: random numbers are drawn beforehand, and a token is the inverse of the cumulative distribution
+at its number. Called by the rollout role; knows nothing of queues.
 
 Legend of shapes: S slots (answers at a time), M most answer tokens, B answers that get a token in a step, T tokens of
 a step, V vocabulary, U rows of logits.
@@ -35,7 +35,6 @@ from workers.engines.hf_model import (
     vocab_size,
     weight_needs,
 )
-from workers.engines.sampling import draw_tokens
 from workers.model_files import eos_token_ids, longest_prompt
 
 
@@ -74,7 +73,7 @@ class HfEngine:
 
     @property
     def adopts_weights(self) -> bool:
-        """On the CPU: weights in host memory are where they are needed."""
+        """On the CPU, where weights in host memory can be used as they are."""
         return self._device.type == "cpu"
 
     @property
@@ -84,12 +83,10 @@ class HfEngine:
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._sampling.batch_size - len(self._free)
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return len(self._free)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -117,7 +114,6 @@ class HfEngine:
         return [self._finish(answer, truncated=cut) for answer, cut in self._draw(inputs, logits_UV)]
 
     def abort(self) -> None:
-        """Forget what runs."""
         self._batch.clear()
         self._free = list(reversed(range(self._sampling.batch_size)))
 
@@ -135,7 +131,6 @@ class HfEngine:
         self._loaded = True
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return weight_needs(self._model)
 
     def close(self) -> None:
@@ -176,7 +171,7 @@ class HfEngine:
         return ended
 
     def _finish(self, answer: Answer, *, truncated: bool) -> Generation:
-        """Copy an answer to the CPU, as normal tensors (not of inference mode), and give its slot free."""
+        """Copy an answer to the CPU, as normal tensors (not of inference mode), and free its slot."""
         self._free.append(answer.slot)
         tensors = self._responses_SM, self._log_probs_SM, self._versions_SM
         with torch.inference_mode(False):
@@ -194,6 +189,33 @@ class HfEngine:
         )
 
 
+def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Invert each row's cumulative distribution at its random number; at temperature 0, take its likeliest token.
+
+    A row's result depends on that row alone. Top-k is applied first, then top-p to what it left.
+
+    Args:
+        logits_BV: any floating type.
+        uniform_B: float32 in [0, 1).
+        config: temperature, top_k, top_p.
+    Returns:
+        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
+        at temperature 0 under the untempered one.
+    """
+    logits_BV = logits_BV.float()
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
+    log_probs_BV = logits_BV.log_softmax(-1)
+    probs_BV = log_probs_BV.exp()
+    if config.temperature == 0:
+        token_B = log_probs_BV.argmax(-1)
+    elif 0 < config.top_k < probs_BV.shape[-1] or config.top_p < 1:
+        token_B = _draw_filtered(probs_BV, uniform_B, config)
+    else:
+        token_B = _invert(probs_BV, uniform_B)
+    return token_B, log_probs_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+
+
 def _key_shape(model: Any, device: torch.device) -> KeyShape:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -207,5 +229,28 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
 
 
 def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Draw float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
+    """Return float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
     return np.random.Generator(np.random.Philox(key=seed)).random(size, dtype=np.float32)
+
+
+def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> Tensor:
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    if config.top_k > 0:
+        sorted_BV = sorted_BV[:, : config.top_k]
+    if config.top_p < 1:
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        sorted_BV = sorted_BV * (before_BV < config.top_p * sorted_BV.sum(-1, keepdim=True))
+    return order_BV.gather(-1, _invert(sorted_BV, uniform_B).unsqueeze(-1)).squeeze(-1)
+
+
+def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero.
+
+    A row that is not finite has no such index: it gets the last one, and its log-probabilities are not finite either.
+    """
+    cumulative_BV = weights_BV.cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B.unsqueeze(-1) * total_B1, right=True)
+    # uniform * total may round up to total, beyond the last index with a weight.
+    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
+    return torch.minimum(drawn_B1, last_B1).clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)

@@ -1,8 +1,8 @@
 """Which tokens the next step of the `hf` engine computes: answers that enter, answers that run, and where each goes.
 
-An answer enters with all its tokens, so one whose keys and values were dropped (new weights) comes back as a new one
-does; its next draw is the same either way. Answers of one prompt that enter together are one document; the keys of the
-newest prompts are kept a while for those of the group that find a free slot later.
+An answer enters with all its tokens, so one whose keys and values were dropped (new weights) enters like a new one; its
+next draw is the same either way. Answers of one prompt that enter together are one document; the keys of the newest
+prompts are kept for answers of the group that get a slot later.
 
 Legend of shapes: U rows of logits, V vocabulary, L layers, J key heads, P tokens of a prompt, D head dimension.
 """
@@ -25,7 +25,7 @@ _KEPT_PROMPTS = 2
 
 @dataclass
 class Answer:
-    """One that runs.
+    """An answer that enters or runs.
 
     Attributes:
         request: what was asked for.
@@ -39,20 +39,20 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Of the answer."""
+        """Without the prompt's."""
         return len(self.tokens) - self.request.prompt_P.numel()
 
 
 @dataclass
 class StepInputs:
-    """What the model computes in a step.
+    """The model's inputs of a step.
 
     Attributes:
         tokens: of the packed sequence.
         positions: of each token in its answer.
         predictors: where logits are needed.
         plan: of the attention.
-        answers: which get a token.
+        answers: those that get a token.
         logit_rows: of each answer, among the logits of this step and those of kept prompts behind them.
         prompts: tokens and slot of each document that is a prompt, and its row of logits.
         kept_logits: of kept prompts.
@@ -69,7 +69,7 @@ class StepInputs:
     _num_logits: int = 0
 
     def add_answers(self, answers: list[Answer]) -> None:
-        """Have answers draw from the next row of logits."""
+        """Let answers draw from the next row of logits."""
         self.answers += answers
         self.logit_rows += [self._num_logits] * len(answers)
         self._num_logits += 1
@@ -77,7 +77,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class _KeptPrompt:
-    """[L, 2, J, P, D] keys and values, [V] logits behind the last token."""
+    """Keys and values [L, 2, J, P, D], and the logits after the last token [V]."""
 
     keys: Tensor
     logits_V: Tensor
@@ -99,7 +99,7 @@ class RunningBatch:
         self._kept: OrderedDict[tuple[int, ...], _KeptPrompt] = OrderedDict()
 
     def enter(self, answer: Answer) -> None:
-        """Have the next step, or one soon after, compute all its tokens."""
+        """Queue an answer; the next step, or one soon after, computes all its tokens."""
         self._entering.append(answer)
 
     def next_inputs(self) -> StepInputs:
@@ -126,11 +126,11 @@ class RunningBatch:
         return inputs
 
     def note_logits(self, inputs: StepInputs, logits_UV: Tensor | None) -> Tensor:
-        """Keep the newest prompts; return logits with those of kept prompts, which `logit_rows` counts too.
+        """Keep the newest prompts; return the logits followed by those of kept prompts, as `logit_rows` counts them.
 
         Args:
             inputs: of the step.
-            logits_UV: at its predictors; None: there are none.
+            logits_UV: at its predictors; None: it has none.
         """
         if logits_UV is not None:
             for tokens, slot, row in inputs.prompts[-_KEPT_PROMPTS:]:
@@ -143,7 +143,7 @@ class RunningBatch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def leave(self, answers: list[Answer]) -> None:
-        """Take answers out that ended."""
+        """Take out answers that ended."""
         slots = {answer.slot for answer in answers}
         for lane in self._lanes if slots else ():
             lane.leave([slot for slot in lane.slots if slot in slots])
@@ -152,13 +152,13 @@ class RunningBatch:
             del self._running[slot]
 
     def enter_again(self) -> None:
-        """Have keys and values of what runs computed anew."""
+        """Compute the keys and values of running answers anew."""
         self._entering[:0] = self._running.values()
         self._running.clear()
         self._lanes.clear()
 
     def forget_prompts(self) -> None:
-        """Drop the keys of prompts: they are of other weights."""
+        """Drop the keys of prompts, which other weights computed."""
         self._kept.clear()
 
     def clear(self) -> None:
@@ -168,7 +168,7 @@ class RunningBatch:
         self._lanes.clear()
 
     def _take_entering(self) -> dict[tuple[int, ...], list[Answer]]:
-        """Return answers that enter now, by their tokens, in order."""
+        """Return the answers that enter now, by their tokens, in order."""
         taken: dict[tuple[int, ...], list[Answer]] = {}
         num_tokens, number = 0, 0
         for answer in self._entering:
@@ -212,7 +212,7 @@ class RunningBatch:
 
 
 def _buckets(documents: list[tuple[tuple[int, ...], list[Answer]]], entries: list[Entry]) -> tuple[Bucket, ...]:
-    """Put neighbours of one length together."""
+    """Group documents of one length."""
     by_length: dict[int, list[Entry]] = {}
     for (tokens, _), entry in zip(documents, entries, strict=True):
         by_length.setdefault(len(tokens), []).append(entry)

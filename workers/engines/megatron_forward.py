@@ -6,8 +6,8 @@ micro-batch's log-probabilities, so no piece can go back before the last one cam
     stage 0   0 1 2 3 . . . 3 2 1 0          memory: the activations of one micro-batch, as without pieces
     stage 1   . 0 1 2 3 L 3 2 1 0 .          L: loss
 
-The last stage then tells the others of its pipeline the log-probabilities, so every rank knows the same. Where ranks
-share the tokens of a piece (`megatron_context`), each does so for its own; without, t is T and a is A.
+The last stage then broadcasts the log-probabilities to its pipeline, so every rank knows the same. Where ranks share
+the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
 
 Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A answer tokens, a those that
 this rank's tokens predict, V this rank's vocabulary.
@@ -30,7 +30,7 @@ from workers.engines.packed_forward import PackedInputs
 
 @dataclass
 class _Passed:
-    """What a stage keeps of a piece until its backward pass.
+    """A piece between its forward and its backward pass.
 
     Attributes:
         received: [t, 1, W] of the stage before; None on the first.

@@ -1,11 +1,11 @@
 """Servers that speak OpenAI's completions API as the generating engine: the user's own inference cluster.
 
-    submit         one streamed request per answer, dealt to the servers in turn; prompts and answers as token ids
+    submit         one streamed request per answer, to the servers in turn; prompts and answers as token ids
     load_weights   safetensors into `weights_dir`, then every server is told; only while nothing runs
 
 An answer that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
-supervisor starts again. Weights are never swapped inside an answer: the API does not say which tokens they drew. A vLLM
-server that lost its weights in between is noticed (`openai_weights`).
+supervisor starts again. Weights are never swapped inside an answer, since the API does not say which tokens they drew.
+A vLLM server that lost its weights is noticed (`ServedWeights`).
 """
 
 import asyncio
@@ -32,15 +32,14 @@ from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, voc
 from workers.engines.hf_weights import copy_without_weights, write_weights
 from workers.engines.openai_config import OpenAIConfig
 from workers.engines.openai_server import Completion, OpenAIServer, pauses
-from workers.engines.openai_update import open_updates
-from workers.engines.openai_weights import ServedWeights
+from workers.engines.openai_weights import ServedWeights, open_updates
 from workers.model_files import eos_token_ids, longest_prompt
 
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = re.compile(r"load_(\d{6,})")
 _KEPT = 2
-"""Directories of weights that stay: a server may still read the last but one."""
+"""Directories of weights that are kept: a server may still read the last but one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class OpenAIEngine:
     interruptible = False
 
     def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
-        """Connect; the servers must be there.
+        """Connect to the servers, which must be running.
 
         Args:
             model_dir: Hugging Face directory; only its JSON files are read.
@@ -94,16 +93,13 @@ class OpenAIEngine:
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._tasks.num_running
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return self._sampling.batch_size - self._tasks.num_running
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers."""
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
@@ -144,7 +140,6 @@ class OpenAIEngine:
         self._updates.call(str(directory), on=f"the weights in {directory}")
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return self._needs
 
     def close(self) -> None:
@@ -183,13 +178,13 @@ class OpenAIEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            # Else they are those of the model's generation_config.json, which change what is drawn.
+            # Else those of the model's generation_config.json apply and change what is drawn.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request.signed_seed,
-            "ignore_eos": True,  # of the server's settings; what counts is here
+            "ignore_eos": True,  # the server's own setting; `stop_token_ids` counts
             "stop_token_ids": self._eos,
             "skip_special_tokens": False,
         }
@@ -204,7 +199,7 @@ class OpenAIEngine:
         return _Answer(request, completion, version)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
-        """Write a Hugging Face directory, numbered after those that are there; the ones before the last are removed."""
+        """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
         root = Path(self._config.weights_dir)
         root.mkdir(parents=True, exist_ok=True)
         old = sorted((path for path in root.iterdir() if _DIRECTORY.fullmatch(path.name)), key=_number)
@@ -220,14 +215,14 @@ class OpenAIEngine:
         await asyncio.gather(*(weights.take(directory) for weights in self._weights))
 
     def _run(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
-        """Run what may be attempted several times within `timeout_s`, pauses excepted."""
+        """Run what may be attempted several times; `timeout_s` does not count the pauses."""
         return self._tasks.run(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
 
 
 def check_completion(
     server: str, completion: Completion, *, eos: Sequence[int], vocab_size: int, max_tokens: int
 ) -> None:
-    """Refuse answers that nothing can be learned from: of another model, or of a server that stops by other rules.
+    """Refuse answers that cannot be trained on: of another model, or of a server with other stop rules.
 
     Raises:
         EngineFailed: says what is wrong.

@@ -8,11 +8,11 @@ from pydantic import Field, field_validator
 from asyncflow.settings import Settings
 
 UPDATE_ARGUMENTS = ("directory",)
-"""Of a function that has servers take new weights."""
+"""Of the user's function `update`."""
 
 
 class OpenAIConfig(Settings):
-    """Servers of the user's that speak OpenAI's completions API (`rollout.engine: openai`).
+    """The user's servers, which speak OpenAI's completions API (`rollout.engine: openai`).
 
     They must return token ids and take prompts as token ids, as vLLM's do (`return_token_ids`).
     """

@@ -1,7 +1,7 @@
-"""One server that speaks OpenAI's completions API: ask for an answer token by token, have it take new weights.
+"""One server that speaks OpenAI's completions API: streams answers token by token, and posts other requests.
 
-Every error names the server, what it said, and whether asking again may help. Used by the `openai` engine, inside an
-event loop; it knows nothing of runs.
+Every error names the server and what it said; its class says whether asking again may help. Used by the `openai`
+engine, inside an event loop; knows nothing of runs.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 _SHOWN = 300
 _ENDS = ("stop", "length")
-"""Why an answer may end; `abort`: somebody had the server drop it."""
+"""How an answer may finish; `abort`, for one, means that the server dropped it."""
 
 
 class ServerBusy(Exception):
@@ -34,11 +34,11 @@ class ServerBusy(Exception):
 
 
 class ServerAway(ServerBusy):
-    """There is no connection to a server: it ended, or starts."""
+    """There is no connection to a server: it ended, or is starting."""
 
 
 class RequestRefused(EngineFailed):
-    """A server does not have such a request, or not in this form; it would refuse it again."""
+    """A server does not know such a request, or not in this form; asking again would not help."""
 
 
 class _LogProbs(msgspec.Struct):
@@ -103,7 +103,7 @@ class OpenAIServer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S),
             limits=httpx2.Limits(max_connections=num_connections, max_keepalive_connections=num_connections),
-            trust_env=False,  # the environment's proxies are for the world outside
+            trust_env=False,  # the environment's proxies are for other hosts
         )
 
     @property
@@ -131,9 +131,9 @@ class OpenAIServer:
         """Return an answer.
 
         Args:
-            body: of the request, but for how the answer is to be returned.
-            progress: is called whenever tokens came.
-            guard: every attempt is inside one; leaving it raises ServerBusy if the answer counts for nothing.
+            body: of the request, without the fields that say how the answer is returned.
+            progress: called whenever tokens arrive.
+            guard: entered for every attempt; leaving it raises ServerBusy if the answer does not count.
 
         Raises:
             EngineFailed: the server refused, is gone, or does not return token ids.
@@ -147,7 +147,7 @@ class OpenAIServer:
         return await self._again(attempt, ServerBusy)
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return what an attempt does; one for which there was no connection is repeated.
+        """Return the result of an attempt; repeat one that found no connection.
 
         Raises:
             EngineFailed: the server stays away, or failed in another way.
@@ -167,7 +167,7 @@ class OpenAIServer:
         await self._send("POST", path, body, timeout_s=timeout_s)
 
     async def weights_mark(self) -> str:
-        """Return what the server's weights were marked with; vLLM's own word where they never were.
+        """Return the mark of the server's weights; vLLM's own where none was set.
 
         Raises:
             ServerBusy: it does not answer.
@@ -179,7 +179,7 @@ class OpenAIServer:
         await self._client.aclose()
 
     async def _again(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
-        """Return what an attempt does; one that failed in a passing way is repeated."""
+        """Return the result of an attempt; repeat one that raised `passing`."""
         for pause_s in [*pauses(self._retries, self._retry_pause_s), None]:
             try:
                 return await attempt()
@@ -249,7 +249,7 @@ class OpenAIServer:
         return response
 
     def _decoded(self, data: bytes, kind: type[T], path: str) -> T:
-        """Return JSON as what it should be."""
+        """Decode JSON as a `kind`."""
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
@@ -258,7 +258,7 @@ class OpenAIServer:
             raise ServerBusy(f"openai: {self._url}{path} sent what is no JSON: {error}") from error
 
     def _check(self, response: httpx2.Response) -> None:
-        """Raise what a status other than success means."""
+        """Raise unless the status is success."""
         if response.is_success:
             return
         said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
@@ -267,7 +267,7 @@ class OpenAIServer:
         raise RequestRefused(said)
 
     def _broken(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
-        """Return what a connection that failed means."""
+        """Return the error for a connection that failed."""
         if isinstance(error, httpx2.TimeoutException):
             return ServerBusy(f"openai: {self._url}{path} did not answer in time ({type(error).__name__})")
         return ServerAway(f"openai: {self._url}{path} cannot be reached ({type(error).__name__}: {error})")

@@ -18,7 +18,7 @@ _IDLE = Sequences(
     lengths_N=torch.tensor([2], dtype=torch.int32),
     prompt_lengths_N=torch.tensor([1], dtype=torch.int32),
 )
-"""The least that has a prompt and an answer."""
+"""The smallest batch with a prompt and an answer."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PackedInputs:
 
 
 class InputsOfBatch:
-    """Packs micro-batches for one or several models; a batch that comes twice in a row is packed once."""
+    """Packs micro-batches for one or several models; a batch that repeats is packed once."""
 
     def __init__(self, device: torch.device, *, vocab_size: int, shared_prompt: bool) -> None:
         """Args:
@@ -89,7 +89,7 @@ class InputsOfBatch:
         self._last: tuple[Sequences, PackedInputs] | None = None
 
     def __call__(self, batch: Sequences | None) -> PackedInputs:
-        """Return what a model gets; None: of the least batch that there is.
+        """Return the packed batch; None: a smallest one.
 
         Raises:
             BadRequest: see `check_sequences`.
@@ -102,7 +102,7 @@ class InputsOfBatch:
 
 
 def answer_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return what the model's output layer says of each answer token, at the token before it.
+    """Return the output layer's logits of each answer token, at the token before it.
 
     Args:
         model: causal language model of transformers, built with the packed attention; V is 1 for one with a head of

@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     Attributes:
         start: first token of the queries.
-        documents: so many, each of `length` tokens.
+        documents: how many, each of `length` tokens.
         length: of one.
         keys: first token of the keys.
         num_keys: of each document: `length` of its own, or those of the one prompt (then `documents` is 1).

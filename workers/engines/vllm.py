@@ -4,9 +4,9 @@
     submit: a task per answer -> AsyncLLM ...............  scheduler, model, sampler
     load_weights: copy to shared memory, pause, resume ..  read, load layer by layer
 
-Answers that run go on with new weights: the scheduler stands still between two tokens, nothing is lost, and vLLM says
-which tokens each version drew. Prompts are cached per version; what `on_swap: keep` keeps is of running answers alone.
-vLLM is imported here, inside functions, and in `vllm_worker`, which only its processes import.
+Running answers go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
+version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running answers alone.
+vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
 """
 
 import threading
@@ -25,14 +25,13 @@ from workers.config import ModelConfig, SamplingConfig
 from workers.engines.answer_tasks import AnswerTasks
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
-from workers.engines.vllm_arguments import engine_arguments, max_length, plan_log_probs
 from workers.engines.vllm_config import VllmConfig
-from workers.engines.vllm_process import VllmProcess
+from workers.engines.vllm_process import VllmProcess, engine_arguments, max_length, plan_log_probs
 from workers.engines.weight_mailbox import WeightMailbox
 from workers.model_files import eos_token_ids, max_positions
 
 _SHUTDOWN_S = 1.0
-"""For vLLM's process to end by itself (s)."""
+"""How long vLLM's process may take to end by itself (s)."""
 _STREAM_TOKENS = 8
 """Tokens of an answer between two signs of progress."""
 
@@ -104,7 +103,6 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Step of the weights that are loaded."""
         return self._versions[self._load_number]
 
     @version.setter
@@ -118,28 +116,25 @@ class VllmEngine:
 
     @property
     def interruptible(self) -> bool:
-        """Whether this vLLM says which weights drew which tokens, unless the user wants no swap within an answer."""
+        """Whether answers go on with new weights, as `rollout.on_swap` says; not with an older vLLM."""
         return self._tells_versions and self._sampling.on_swap != "finish"
 
     @cached_property
     def _tells_versions(self) -> bool:
-        """Whether vLLM is new enough; an older one begins and ends an update by itself."""
+        """Whether vLLM reports versions of weights; an older one also begins and ends an update by itself."""
         from vllm.outputs import CompletionOutput
 
         return "weight_versions" in {field.name for field in fields(CompletionOutput)}
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._tasks.num_running
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return self._sampling.batch_size - self._tasks.num_running
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers."""
         assert self._load_number, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         longest = self._max_len - self._sampling.max_response_tokens
@@ -156,7 +151,6 @@ class VllmEngine:
         return [self._generation(answer) for answer in self._tasks.step(wake)]
 
     def abort(self) -> None:
-        """Forget what runs."""
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
@@ -177,7 +171,6 @@ class VllmEngine:
         self.version = 0
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return self._needs
 
     def close(self) -> None:
@@ -228,7 +221,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_response_tokens,
-            ignore_eos=True,  # of the tokenizer; what counts is here
+            ignore_eos=True,  # the tokenizer's; `stop_token_ids` counts
             stop_token_ids=self._eos,
             logprobs=0,
             flat_logprobs=True,
