@@ -116,14 +116,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
         case "fsdp":
             from workers.engines.fsdp import FsdpEngine
 
-            return FsdpEngine(
-                model_dir,
-                config.model,
-                actor=actor,
-                temperature=temperature,
-                device=device,
-                seed=config.seed,
-            )
+            return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=device, seed=config.seed)
         case "megatron":
             from workers.engines.megatron import MegatronEngine
 
@@ -152,7 +145,7 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)
     training = config.critic.training(config.actor).for_run(config.steps)
-    return FsdpValueEngine(model_dir, config.model, training=training, device=device, seed=config.seed)
+    return FsdpValueEngine(model_dir, training, device=device, seed=config.seed)
 
 
 def _prepare(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.fsdp_sharding import mixed_precision
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def make_engine(path: Path, **actor: object) -> FsdpEngine:
     config = ActorConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, "grad_clip": 0.5} | actor)
-    return FsdpEngine(path, ModelConfig(path=str(path)), actor=config, temperature=0.9, device=CPU, seed=0)
+    return FsdpEngine(path, actor=config, temperature=0.9, device=CPU, seed=0)
 
 
 def square_loss(log_probs: Tensor, _entropy: Tensor) -> Tensor:
