@@ -1,7 +1,9 @@
 """Engines that sleep instead of computing: `rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`.
 
-Rows, versions, losses and weights are real; only the time is a model's (`workers.engines.sim`). Weights are a few
-tensors that every update changes, cut among the actor's ranks as FSDP2 cuts them.
+A small machine stands for a cluster: the roles sleep as long as real ones would compute, while queue, weight transfer
+and launcher are real, and so are rows, versions and losses. Weights are a few tensors that every update changes, cut
+among the actor's ranks as FSDP2 cuts them. An answer's length is a pure function of (seed, row), so schedules can be
+compared sample by sample.
 
 Legend of shapes: R answer tokens, A answer tokens of a packed micro-batch.
 """
