@@ -49,7 +49,7 @@ class Generation:
         index: the request's row index.
         response_R: int64 [R], with the end-of-sequence token when it was produced.
         log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
-        versions_R: int32 [R], version of the weights that drew each token.
+        versions_R: int32 [R], step of the weights that drew each token.
         truncated: cut at `max_response_tokens`.
         ticket: the request's.
     """
@@ -90,7 +90,7 @@ class GenerateEngine(Protocol):
     """
 
     version: int
-    """Version of the loaded weights, which stamps tokens drawn from now on; set by the caller of `load_weights`."""
+    """Step of the loaded weights, which stamps tokens drawn from now on; set by the caller of `load_weights`."""
 
     @property
     def interruptible(self) -> bool:
