@@ -24,7 +24,7 @@ from workers.engines.packed_layout import Block, PackedLayout
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SHORT = 256
-"""Keys; up to so many the backward kernel is faster in float32 than in bfloat16, casts included."""
+"""Up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included."""
 
 
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """The default generating engine: transformers' model with a decode loop of our own, and continuous batching.
 
-    submit ... step: enter what is new, one token for every answer that runs -> answers that ended leave; submit ...
+    submit ... step: new answers enter, every running one gets a token -> those that ended leave; submit ...
 
 A step is one forward pass over one packed sequence without padding: the distinct prompts that enter and the newest
 token of every running answer. Keys and values are kept in lanes (`Lane`). A draw depends on the request's seed and the

@@ -64,7 +64,7 @@ class Lane:
         return len(self.slots)
 
     def fits(self, length: int) -> bool:
-        """Return whether an answer of so many tokens may join."""
+        """Return whether an answer of `length` tokens may join."""
         longest = self.column - min(self._starts, default=self.column)
         return abs(longest - length) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(longest, length))
 

@@ -169,7 +169,7 @@ def write_weights(
 
 
 def _readable(directory: Path) -> int:
-    """Return a file mode that lets those read who may list the directory."""
+    """Return a file mode with the directory's read permissions."""
     mode = directory.stat().st_mode
     return 0o600 | (0o040 if mode & 0o050 == 0o050 else 0) | (0o004 if mode & 0o005 == 0o005 else 0)
 

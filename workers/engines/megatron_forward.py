@@ -196,7 +196,7 @@ class MegatronForward:
 
 
 def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
-    """Yield a micro-batch in at most so many pieces of about as many tokens, whole samples each, in order."""
+    """Yield a micro-batch in at most `num_pieces` pieces of about equal tokens, whole samples each, in order."""
     lengths = batch.lengths_N.tolist()
     total, first, rows = sum(lengths), 0, 0
     while rows < len(lengths):

@@ -152,7 +152,7 @@ class _Document:
     Attributes:
         source: first token in the micro-batch.
         length: tokens.
-        samples: whose tokens, or whose prompt, they are.
+        samples: the samples that the tokens, or the shared prompt, belong to.
         position: of the first token; 0 unless it continues a prompt.
         prompt: position among the documents of the prompt that it continues.
     """

@@ -35,7 +35,7 @@ class SimConfig(Settings):
     optimizer_s: float = Field(0.0, ge=0)
     """Each update (s)."""
     parameters: int = Field(1_000_000, ge=1)
-    """Of the model whose weights travel."""
+    """Number of the model's parameters: how much weight transfer moves."""
 
     @property
     def policy_forward_s_per_token(self) -> float:

@@ -72,7 +72,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._device = _CPU if self._module is None else next(self._module.parameters()).device
         self._reader = MailboxReader(self._device)
         if self._module is not None and self._device.type == "cpu":
-            keep_freed_memory()  # an update makes all packed weights anew
+            keep_freed_memory()  # an update allocates all packed weights again
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
         """Have the model scale its logits, as those of some families do by their configuration.

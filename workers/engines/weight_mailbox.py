@@ -68,7 +68,7 @@ class WeightMailbox:
         """Copy weights, of the shapes that were planned; other element types are cast.
 
         Raises:
-            WeightSyncError: there is no memory.
+            WeightSyncError: shared memory is exhausted.
         """
         if self._slot is None:
             self._slot = SlotMemory(self._num_bytes)
