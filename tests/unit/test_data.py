@@ -95,8 +95,8 @@ def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
 
 def test_checks_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, workers.data, workers.model_files, workers.prompt_check, workers.rewards.load;"
-        "import workers.gguf;"
+        "import sys, workers.data, workers.model_files, workers.prompt_check;"
+        "import workers.rewards.load, workers.gguf;"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

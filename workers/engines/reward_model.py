@@ -1,6 +1,6 @@
 """A model that scores answers: a language model's backbone with a head of one number, read at an answer's last token.
 
-It is not trained. The reward column decides what becomes of the scores.
+It is not trained. `workers.columns.rewards` decides what becomes of the scores.
 
 Legend of shapes: N samples, T tokens of the micro-batch, A answer tokens, D width.
 """
