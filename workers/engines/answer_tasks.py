@@ -1,6 +1,6 @@
-"""Answers as asyncio tasks: a thread with an event loop runs one coroutine per answer; the caller waits in `step`.
+"""Responses as asyncio tasks: a thread with an event loop runs one coroutine per response; the caller waits in `step`.
 
-    caller's thread   submit ............ step: waits ....... <- finished answers, or a token was drawn, or `wake`
+    caller's thread   submit ............ step: waits ....... <- finished responses, or a token was drawn, or `wake`
     loop's thread       | coroutine ... token ... token ... done |
 
 For engines whose library or server speaks asyncio. It knows nothing of models.
@@ -18,11 +18,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _LOOK_S = 0.02
-"""How often a wait for answers looks at `wake`, which another thread sets (s)."""
+"""How often a wait for responses looks at `wake`, which another thread sets (s)."""
 _CLOSE_S = 10.0
 
 
-class AnswerTasks(Generic[T]):
+class ResponseTasks(Generic[T]):
     """Runs coroutines that return a `T`; one thread of the caller uses it."""
 
     def __init__(self, name: str) -> None:
@@ -42,10 +42,10 @@ class AnswerTasks(Generic[T]):
         with self._lock:
             return len(self._running) + len(self._finished) + (self._failure is not None)
 
-    def start(self, answers: Sequence[Coroutine[Any, Any, T]]) -> None:
+    def start(self, responses: Sequence[Coroutine[Any, Any, T]]) -> None:
         """Begin coroutines."""
-        for answer in answers:
-            future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        for response in responses:
+            future = asyncio.run_coroutine_threadsafe(response, self._loop)
             with self._lock:
                 self._running.add(future)
             future.add_done_callback(self._done)
@@ -81,7 +81,7 @@ class AnswerTasks(Generic[T]):
             future.cancel()
         if running:
             longer_than_itself_s = 2 * _CLOSE_S
-            self.run(self._settle(), what="answers to be cancelled", timeout_s=longer_than_itself_s)
+            self.run(self._settle(), what="responses to be cancelled", timeout_s=longer_than_itself_s)
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return what a coroutine returns.

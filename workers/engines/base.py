@@ -1,7 +1,7 @@
 """The engine protocols and the types that they exchange. A role's loop knows these, and never which engine runs.
 
-Legend of shapes: N samples, P prompt tokens, R answer tokens, T tokens of a packed micro-batch (prompts and answers of
-all its samples, one after another, no padding), A answer tokens of a packed micro-batch.
+Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (prompts and responses
+of all its samples, one after another, no padding), A response tokens of a packed micro-batch.
 """
 
 import threading
@@ -21,12 +21,12 @@ from weightsync.plan import Need
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One answer to generate.
+    """One response to generate.
 
     Attributes:
         index: global row index.
         prompt_P: int64 [P].
-        seed: of this answer's random numbers; the same seed gives the same draws whatever else is in the batch.
+        seed: of this response's random numbers; the same seed gives the same draws whatever else is in the batch.
         ticket: tells requests of one caller apart: a row that was lost may be requested again.
     """
 
@@ -43,7 +43,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished answer.
+    """One finished response.
 
     Attributes:
         index: the request's row index.
@@ -70,7 +70,7 @@ class Generation:
         versions: Sequence[int],
         truncated: bool,
     ) -> "Generation":
-        """Return the answer to a request, from one number per token each."""
+        """Return the response to a request, from one number per token each."""
         return Generation(
             index=request.index,
             response_R=torch.tensor(tokens, dtype=torch.int64),
@@ -82,9 +82,9 @@ class Generation:
 
 
 class GenerateEngine(Protocol):
-    """Generates answers, many at a time, with the newest weights that were loaded. Used by one thread.
+    """Generates responses, many at a time, with the newest weights that were loaded. Used by one thread.
 
-    submit(requests) -> step() ... step() -> finished answers, each as soon as it ends
+    submit(requests) -> step() ... step() -> finished responses, each as soon as it ends
                 load_weights() between steps, while nothing runs or, where the engine is `interruptible`, at any time
     close()
     """
@@ -94,7 +94,7 @@ class GenerateEngine(Protocol):
 
     @property
     def interruptible(self) -> bool:
-        """Whether weights may be loaded while answers run, which go on with the new ones."""
+        """Whether weights may be loaded while responses run, which go on with the new ones."""
 
     @property
     def adopts_weights(self) -> bool:
@@ -102,14 +102,14 @@ class GenerateEngine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and have not finished."""
+        """Responses that were submitted and have not finished."""
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
+        """How many responses may be submitted now."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers, at most `free_slots`.
+        """Begin responses, at most `free_slots`.
 
         Raises:
             BadRequest: a prompt is empty, leaves no room for `max_response_tokens`, or has tokens unknown to the
@@ -117,13 +117,13 @@ class GenerateEngine(Protocol):
         """
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Go on until answers finish, a token was drawn, or `wake` is set; return those that finished."""
+        """Go on until responses finish, a token was drawn, or `wake` is set; return those that finished."""
 
     def abort(self) -> None:
         """Forget what runs."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names) and drop cached keys and values, but for those of running answers.
+        """Replace all weights (HF names) and drop cached keys and values, but for those of running responses.
 
         No token is drawn between this and the next `submit` or `step`, so `version` can be set.
 
@@ -164,7 +164,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int 
 
 
 def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
-    """Yield the answers to all requests, each as soon as it is finished, in any order."""
+    """Yield the responses to all requests, each as soon as it is finished, in any order."""
     waiting, never = deque(requests), threading.Event()
     while waiting or engine.num_running:
         number = min(engine.free_slots, len(waiting))
@@ -178,8 +178,8 @@ class Sequences:
     """A packed micro-batch of N samples.
 
     Attributes:
-        tokens_T: int64 [T], prompt then answer of each sample, one sample after another.
-        lengths_N: int32 [N], prompt plus answer.
+        tokens_T: int64 [T], prompt then response of each sample, one sample after another.
+        lengths_N: int32 [N], prompt plus response.
         prompt_lengths_N: int32 [N].
     """
 
@@ -188,12 +188,12 @@ class Sequences:
     prompt_lengths_N: Tensor
 
     @staticmethod
-    def of(prompts: Sequence[Tensor], answers: Sequence[Tensor]) -> "Sequences":
-        """Join the prompt and the answer of each of N >= 1 samples; int64 [P] and int64 [R] each."""
-        pairs = list(zip(prompts, answers, strict=True))
+    def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
+        """Join the prompt and the response of each of N >= 1 samples; int64 [P] and int64 [R] each."""
+        pairs = list(zip(prompts, responses, strict=True))
         return Sequences(
             tokens_T=torch.cat([part for pair in pairs for part in pair]),
-            lengths_N=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int32),
+            lengths_N=torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int32),
             prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
         )
 
@@ -261,7 +261,7 @@ class FrozenEngine(Protocol):
         """See `GenerateEngine`."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens under the tempered distribution."""
+        """Return float32 [A]: log-probabilities of the responses' tokens under the tempered distribution."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names); `adopt`: see `GenerateEngine`."""
@@ -312,8 +312,8 @@ class TrainEngine(TrainedEngine, Protocol):
     """Trains the policy by a `LossFunction`; `shards` and `export_hf` are not collective."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
-        it only joins the collectives, and gets [0].
+        """Return float32 [A]: log-probabilities of the responses' tokens, without gradient. None: this rank has no
+        rows; it only joins the collectives, and gets [0].
 
         Raises:
             BadRequest: see `check_sequences`; before any collective.
@@ -360,4 +360,4 @@ class ValueEngine(TrainedEngine, Protocol):
     """Trains a critic, by a `ValueLossFunction`."""
 
     def values(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: the return expected before each answer token, without gradient; None: no rows."""
+        """Return float32 [A]: the return expected before each response token, without gradient; None: no rows."""

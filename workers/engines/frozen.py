@@ -20,11 +20,11 @@ from workers.engines.hf_model import (
 )
 from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, answer_log_probs
+from workers.engines.packed_forward import InputsOfBatch, response_log_probs
 
 
 class FrozenModel:
-    """Computes log-probabilities of answers, without gradient."""
+    """Computes log-probabilities of responses, without gradient."""
 
     def __init__(
         self,
@@ -85,4 +85,4 @@ class FrozenModel:
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
-        return answer_log_probs(self._model, self._inputs(batch), self._temperature)[0]
+        return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]

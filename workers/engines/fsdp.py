@@ -9,7 +9,7 @@ rank alone trains the plain model, under `autocast: bfloat16` through a `Bfloat1
     step(scale)                     gradients * scale, clip, AdamW, gradients cleared
 
 Waits: every method except `shards` and `zero_grad` is collective; a rank that does not call it blocks the others.
-Legend of shapes: A answer tokens of the micro-batch.
+Legend of shapes: A response tokens of the micro-batch.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from workers.engines.fsdp_sharding import ShardedModel, reshard, shard
 from workers.engines.hf_model import DTYPES, empty_causal_lm, materialize, parameter_aliases
 from workers.engines.hf_weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, answer_log_probs
+from workers.engines.packed_forward import InputsOfBatch, response_log_probs
 
 
 class FsdpEngine(ShardedModel):
@@ -51,13 +51,13 @@ class FsdpEngine(ShardedModel):
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
         inputs = self._inputs(batch)
-        log_probs_A, _ = answer_log_probs(self._computing(), inputs, self._temperature)
+        log_probs_A, _ = response_log_probs(self._computing(), inputs, self._temperature)
         reshard(self._model)
         return log_probs_A[:0] if batch is None else log_probs_A
 
     def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
         inputs = self._inputs(batch)
-        log_probs_A, entropy_A = answer_log_probs(
+        log_probs_A, entropy_A = response_log_probs(
             self._computing(), inputs, self._temperature, entropy=batch is not None
         )
         total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
@@ -142,6 +142,6 @@ class FsdpCopy:
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        log_probs_A, _ = answer_log_probs(self._model, self._inputs(batch), self._temperature)
+        log_probs_A, _ = response_log_probs(self._model, self._inputs(batch), self._temperature)
         reshard(self._model)
         return log_probs_A[:0] if batch is None else log_probs_A

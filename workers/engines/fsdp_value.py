@@ -2,11 +2,11 @@
 
 The head takes the place and the name of the output layer, so packing, attention and sharding are the policy's.
 
-    values(batch)                   V(s_t) of every answer token y_t, s_t being the prompt and the tokens before it
+    values(batch)                   V(s_t) of every response token y_t, s_t being the prompt and the tokens before it
     forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
 
 Waits: every method except `zero_grad` is collective over the default process group.
-Legend of shapes: A answer tokens of the micro-batch.
+Legend of shapes: A response tokens of the micro-batch.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from workers.engines.base import LocalShard, Sequences, ValueLossFunction
 from workers.engines.fsdp_sharding import ShardedModel, reshard
 from workers.engines.hf_weights import HfWeights
-from workers.engines.packed_forward import answer_logits
+from workers.engines.packed_forward import response_logits
 from workers.model_files import SCORE_HEAD
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"
@@ -44,7 +44,7 @@ class FsdpValueEngine(ShardedModel):
 
     def _forward(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A], with gradient where enabled; None: of a smallest batch."""
-        return answer_logits(self._computing(), self._inputs(batch))[:, 0]
+        return response_logits(self._computing(), self._inputs(batch))[:, 0]
 
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super()._empty_model(dtype)

@@ -1,10 +1,10 @@
-"""Keys and values of running answers, in lanes: answers of about the same length, aligned at their ends.
+"""Keys and values of running responses, in lanes: responses of about the same length, aligned at their ends.
 
-Every step appends one token to every answer, so answers keep their distances: a lane that wastes little when an answer
-joins wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
+Every step appends one token to every response, so responses keep their distances: a lane that wastes little when a
+response joins wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
 
     columns   0 1 2 3 4 5 6 7 8        rows are dense: the last one takes the place of a row that leaves
-    row 0     . . a a a a a *          a: token of the prompt or the answer, *: this step's, .: not seen (masked)
+    row 0     . . a a a a a *          a: token of the prompt or the response, *: this step's, .: not seen (masked)
     row 1     a a a a a a a *
     row 2     . a a a a a a *          a mask is needed only if lengths differ
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 SPREAD_TOKENS, SPREAD_SHARE = 16, 0.25
-"""Answers share a lane when their lengths differ by at most this many tokens, or this share of the longest: reading
+"""Responses share a lane when their lengths differ by at most this many tokens, or this share of the longest: reading
 unused columns costs less than one more call of attention per layer."""
 _ROOM_TOKENS = 512
 """Most free columns of a new lane; a full lane is copied to a larger one."""
@@ -38,7 +38,7 @@ class KeyShape:
 
 
 class Lane:
-    """Answers that read and write their keys and values together."""
+    """Responses that read and write their keys and values together."""
 
     def __init__(self, shape: KeyShape, *, num_rows: int, length: int, max_new_tokens: int) -> None:
         """Make an empty lane.
@@ -46,25 +46,25 @@ class Lane:
         Args:
             shape: of the model's keys.
             num_rows: initial room; the lane grows when more join.
-            length: of its first answer (tokens).
-            max_new_tokens: most that an answer gets.
+            length: of its first response (tokens).
+            max_new_tokens: most that a response gets.
         """
         self._shape = shape
         self._room = min(max_new_tokens, _ROOM_TOKENS)
         self.column = length
         """Where the next tokens go, after all others."""
         self.slots: list[int] = []
-        """The engine's slot of each row's answer."""
+        """The engine's slot of each row's response."""
         self._starts: list[int] = []
         self._store = self._empty(num_rows, length + self._room)
 
     @property
     def num_rows(self) -> int:
-        """Answers in it."""
+        """Responses in it."""
         return len(self.slots)
 
     def fits(self, length: int) -> bool:
-        """Return whether an answer of `length` tokens may join."""
+        """Return whether a response of `length` tokens may join."""
         longest = self.column - min(self._starts, default=self.column)
         return abs(longest - length) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(longest, length))
 
@@ -75,7 +75,7 @@ class Lane:
         self.column += 1
 
     def join(self, slots: Sequence[int], length: int) -> int:
-        """Add rows for answers of `length` tokens, whose keys are written later; return the first row."""
+        """Add rows for responses of `length` tokens, whose keys are written later; return the first row."""
         rows = self.num_rows + len(slots)
         if rows > self._store.shape[2] or length > self.column:
             self._move(max(rows, min(2 * rows, 2 * self._store.shape[2])), max(length, self.column))
@@ -85,7 +85,7 @@ class Lane:
         return first
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Remove answers."""
+        """Remove responses."""
         gone = {self.slots.index(slot) for slot in slots}
         left = self.num_rows - len(gone)
         movers = [row for row in range(left, self.num_rows) if row not in gone]
@@ -134,7 +134,7 @@ class Lane:
         return mask_NK[:, None, None, :].to(self._shape.device)
 
     def copy_of(self, slot: int) -> Tensor:
-        """Return a copy of an answer's keys and values, [L, 2, J, P, D]."""
+        """Return a copy of a response's keys and values, [L, 2, J, P, D]."""
         row = self.slots.index(slot)
         return self._store[:, :, row, :, self._starts[row] : self.column].clone()
 

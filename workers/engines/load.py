@@ -78,7 +78,7 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
-    """Return the model that scores answers; raises ConfigError, see `RewardModel`."""
+    """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
     from workers.engines.hf_model import DTYPES
     from workers.engines.reward_model import RewardModel
 

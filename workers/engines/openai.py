@@ -1,10 +1,10 @@
 """Servers that speak OpenAI's completions API as the generating engine: the user's own inference cluster.
 
-    submit         one streamed request per answer, to the servers in turn; prompts and answers as token ids
+    submit         one streamed request per response, to the servers in turn; prompts and responses as token ids
     load_weights   safetensors into `weights_dir`, then every server is told; only while nothing runs
 
-An answer that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
-supervisor starts again. Weights are never swapped inside an answer, since the API does not say which tokens they drew.
+A response that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
+supervisor starts again. Weights are never swapped inside a response, since the API does not say which tokens they drew.
 A vLLM server that lost its weights is noticed (`ServedWeights`).
 """
 
@@ -26,7 +26,7 @@ from asyncflow.errors import ConfigError, EngineFailed
 from weightsync.plan import Need
 from workers.calls.pool import CallPool
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.answer_tasks import AnswerTasks
+from workers.engines.answer_tasks import ResponseTasks
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf_weights import copy_without_weights, write_weights
@@ -43,14 +43,14 @@ _KEPT = 2
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Response:
     request: GenerateRequest
     completion: Completion
     version: int
 
 
 class OpenAIEngine:
-    """Has servers generate answers; implements `GenerateEngine`."""
+    """Has servers generate responses; implements `GenerateEngine`."""
 
     adopts_weights = False
     interruptible = False
@@ -81,7 +81,7 @@ class OpenAIEngine:
         self._loaded = False
         self._updates: CallPool | None = None
         self.version = 0
-        self._tasks: AnswerTasks[_Answer] = AnswerTasks("openai")
+        self._tasks: ResponseTasks[_Response] = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
@@ -104,29 +104,29 @@ class OpenAIEngine:
         assert len(requests) <= self.free_slots
         for request in requests:
             check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
-        self._tasks.start([self._answer(request, *next(self._turn), self.version) for request in requests])
+        self._tasks.start([self._generate(request, *next(self._turn), self.version) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until answers finish, some tokens came, or `wake` is set; returns those that finished.
+        """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
 
         Raises:
             EngineFailed: a server refused a request, or stays away.
         """
-        return [_generation(answer) for answer in self._tasks.step(wake)]
+        return [_generation(response) for response in self._tasks.step(wake)]
 
     def abort(self) -> None:
         """Forget what runs; closed connections tell the servers."""
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Write all weights (HF names) and have every server take them. Not while answers run.
+        """Write all weights (HF names) and have every server take them. Not while responses run.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
             EngineFailed: a server did not take them.
             UserCodeFailed: the user's function raised, or did not return in time.
         """
-        assert not self.num_running, "load_weights() while answers run"
+        assert not self.num_running, "load_weights() while responses run"
         check_weights(self._needs, weights)
         directory = self._write(weights)
         self._loaded = True
@@ -167,9 +167,9 @@ class OpenAIEngine:
             for url in config.urls
         ]
 
-    async def _answer(
+    async def _generate(
         self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
-    ) -> _Answer:
+    ) -> _Response:
         sampling = self._sampling
         body = {
             "model": self._served,
@@ -196,7 +196,7 @@ class OpenAIEngine:
             vocab_size=self._vocab_size,
             max_tokens=sampling.max_response_tokens,
         )
-        return _Answer(request, completion, version)
+        return _Response(request, completion, version)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
         """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
@@ -222,7 +222,7 @@ class OpenAIEngine:
 def check_completion(
     server: str, completion: Completion, *, eos: Sequence[int], vocab_size: int, max_tokens: int
 ) -> None:
-    """Refuse answers that cannot be trained on: of another model, or of a server with other stop rules.
+    """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
 
     Raises:
         EngineFailed: says what is wrong.
@@ -237,8 +237,8 @@ def check_completion(
         wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
     elif not completion.truncated and tokens[-1] not in eos:
         wrong = (
-            f"ended an answer with token {tokens[-1]}, which is no end token of the model (those are "
-            f"{', '.join(map(str, eos))}); it must return the token that ends an answer, and have no stop rules of its "
+            f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
+            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of its "
             f"own"
         )
     if wrong:
@@ -286,12 +286,12 @@ def _number(directory: Path) -> int:
     return int(directory.name.removeprefix("load_"))
 
 
-def _generation(answer: _Answer) -> Generation:
-    completion = answer.completion
+def _generation(response: _Response) -> Generation:
+    completion = response.completion
     return Generation.of(
-        answer.request,
+        response.request,
         tokens=completion.tokens,
         log_probs=completion.log_probs,
-        versions=[answer.version] * len(completion.tokens),
+        versions=[response.version] * len(completion.tokens),
         truncated=completion.truncated,
     )

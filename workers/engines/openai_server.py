@@ -1,4 +1,4 @@
-"""One server that speaks OpenAI's completions API: streams answers token by token, and posts other requests.
+"""One server that speaks OpenAI's completions API: streams responses token by token, and posts other requests.
 
 Every error names the server and what it said; its class says whether asking again may help. Used by the `openai`
 engine, inside an event loop; knows nothing of runs.
@@ -18,7 +18,7 @@ import msgspec
 from asyncflow.errors import EngineFailed
 
 logger = logging.getLogger(__name__)
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per answer
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per response
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 _SHOWN = 300
 _ENDS = ("stop", "length")
-"""How an answer may finish; `abort`, for one, means that the server dropped it."""
+"""How a response may finish; `abort`, for one, means that the server dropped it."""
 
 
 class ServerBusy(Exception):
@@ -92,7 +92,7 @@ class OpenAIServer:
         url: without `/v1`.
         api_key: "": none is sent.
         timeout_s: longest silence.
-        retries: of an answer.
+        retries: of a response.
         retry_pause_s: before the first; each further one waits twice as long.
         num_connections: at most.
         """
@@ -128,12 +128,12 @@ class OpenAIServer:
         progress: Callable[[], None],
         guard: Callable[[], AbstractAsyncContextManager[None]],
     ) -> Completion:
-        """Return an answer.
+        """Return a response.
 
         Args:
-            body: of the request, without the fields that say how the answer is returned.
+            body: of the request, without the fields that say how the response is returned.
             progress: called whenever tokens arrive.
-            guard: entered for every attempt; leaving it raises ServerBusy if the answer does not count.
+            guard: entered for every attempt; leaving it raises ServerBusy if the response does not count.
 
         Raises:
             EngineFailed: the server refused, is gone, or does not return token ids.
@@ -201,7 +201,7 @@ class OpenAIServer:
                 reason = choice.finish_reason or reason
             progress()
         if reason not in _ENDS:
-            raise ServerBusy(f"openai: {self._url} ended an answer in the middle ({reason or 'no finish_reason'})")
+            raise ServerBusy(f"openai: {self._url} ended a response in the middle ({reason or 'no finish_reason'})")
         if len(log_probs) != len(tokens):
             raise EngineFailed(
                 f"openai: {self._url} returned {len(log_probs)} log-probabilities for {len(tokens)} tokens"
@@ -217,7 +217,7 @@ class OpenAIServer:
         return choice.token_ids
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[_Event]:
-        """Yield the events of a streamed answer."""
+        """Yield the events of a streamed response."""
         try:
             async with self._client.stream("POST", self._url + path, json=dict(body)) as response:
                 if not response.is_success:

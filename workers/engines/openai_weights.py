@@ -1,10 +1,10 @@
 """How servers take new weights: by vLLM's own requests, or by the user's function `openai.update`. Torch-free.
 
     take        pause, reload from a directory, set a mark, resume
-    unchanged   ask for the mark after an answer: a server that was started again has lost it, and takes weights again
+    unchanged   ask for the mark after a response: a server that was started again has lost it, and takes weights again
 
 A server that starts again answers with the weights that it was started with. The mark is vLLM's version of the weights,
-which is lost with them: a server that still has it after an answer had the right weights throughout.
+which is lost with them: a server that still has it after a response had the right weights throughout.
 """
 
 import asyncio
@@ -56,13 +56,13 @@ class ServedWeights:
 
     @asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
-        """Make sure that an answer asked for inside is drawn from the weights that were taken last.
+        """Make sure that a response asked for inside is drawn from the weights that were taken last.
 
         Raises:
             ServerBusy: on leaving, if it may not have been; the server has taken the weights again.
             EngineFailed: the server did not take them.
         """
-        async with self._taking:  # an answer asked for meanwhile would not count
+        async with self._taking:  # a response asked for meanwhile would not count
             mark = self._mark
         yield
         if mark is None or await self._server.weights_mark() == mark:

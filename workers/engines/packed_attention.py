@@ -1,6 +1,6 @@
 """Attention over packed documents, registered in transformers' attention interface; picks the kernel of the device.
 
-    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and answer merged
+    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and response merged
     CUDA (half precision)   `varlen_attention`: one variable-length flash call
     NPU (half precision)    `npu_attention`: one fused call, layout TND
     all else                `sdpa_attention`: document after document of one shape
@@ -8,12 +8,12 @@
 No kernel pads, and none makes a [T, T] mask. All compute the same (`tests/unit/engines/test_packed_attention.py`).
 
 On accelerators each document brings its queries and all keys that it sees, in one piece: a prompt's keys and values are
-copied to each of its answers (all else of a prompt is computed once), and the copy's backward sums their gradients. The
-masks of both kernels are causal from the *last* query and key backwards, so a token of an answer sees its prompt and
-what comes before it in the answer. Both want float16 or bfloat16. Sources: `torch.nn.attention.varlen.varlen_attn`
-(torch 2.13; its causal mask is aligned to the lower right, see `torch.nn.attention.bias`);
-`torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and its compressed mask of 2048 x
-2048, as in transformers' `integrations.npu_flash_attention`.
+copied to each of its responses (all else of a prompt is computed once), and the copy's backward sums their gradients.
+The masks of both kernels are causal from the *last* query and key backwards, so a token of a response sees its prompt
+and what comes before it in the response. Both want float16 or bfloat16. Sources:
+`torch.nn.attention.varlen.varlen_attn` (torch 2.13; its causal mask is aligned to the lower right, see
+`torch.nn.attention.bias`); `torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and its
+compressed mask of 2048 x 2048, as in transformers' `integrations.npu_flash_attention`.
 
 Legend of shapes: N documents, L tokens of a document, M tokens that its last token sees, K keys of all documents, T
 tokens in all, H heads, D head dimension.
@@ -103,7 +103,7 @@ def sdpa_attention(
 ) -> Tensor:
     """Attend with SDPA: neighbours that continue one prompt and are of one length in one call; on any device.
 
-    The keys of a prompt are copied to each of its answers. Arguments: see `Kernel`.
+    The keys of a prompt are copied to each of its responses. Arguments: see `Kernel`.
     """
     outputs = []
     shapes = zip(layout.prompts, layout.lengths, layout.starts, strict=True)

@@ -1,8 +1,8 @@
-"""A model that scores answers: a language model's backbone with a head of one number, read at an answer's last token.
+"""A model that scores responses: a language model's backbone with a head of one number, read at the last token.
 
 It is not trained. `workers.columns.rewards` decides what becomes of the scores.
 
-Legend of shapes: N samples, T tokens of the micro-batch, A answer tokens, D width.
+Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, D width.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from workers.model_files import SCORE_HEAD
 
 
 class RewardModel:
-    """Scores answers without gradient; they are packed, and a shared prompt is computed once."""
+    """Scores responses without gradient; they are packed, and a shared prompt is computed once."""
 
     def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         """Load the weights.
@@ -77,16 +77,16 @@ class RewardModel:
     def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
         """Return int64 [N]: each sample's place in `predictors_A` of its last token that is not padding.
 
-        Where the answer is all padding, that is the prompt's last token.
+        Where the response is all padding, that is the prompt's last token.
         """
-        answers_N = (read.lengths_N - read.prompt_lengths_N).long()
-        ends_N = answers_N.cumsum(0)
+        responses_N = (read.lengths_N - read.prompt_lengths_N).long()
+        ends_N = responses_N.cumsum(0)
         if self._padding is None:
             return (ends_N - 1).to(self._device)
         tokens_A = inputs.tokens_T[inputs.predictors_A].cpu()
-        sample_A = torch.arange(len(answers_N)).repeat_interleave(answers_N)
+        sample_A = torch.arange(len(responses_N)).repeat_interleave(responses_N)
         place_A = torch.arange(len(tokens_A)).masked_fill(tokens_A == self._padding, -1)
-        last_N = (ends_N - answers_N).scatter_reduce(0, sample_A, place_A, "amax")
+        last_N = (ends_N - responses_N).scatter_reduce(0, sample_A, place_A, "amax")
         return last_N.to(self._device)
 
 

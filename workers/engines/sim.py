@@ -2,10 +2,10 @@
 
 A small machine stands for a cluster: the roles sleep as long as real ones would compute, while queue, weight transfer
 and launcher are real, and so are rows, versions and losses. Weights are a few tensors that every update changes, cut
-among the actor's ranks as FSDP2 cuts them. An answer's length is a pure function of (seed, row), so schedules can be
+among the actor's ranks as FSDP2 cuts them. A response's length is a pure function of (seed, row), so schedules can be
 compared sample by sample.
 
-Legend of shapes: R answer tokens, A answer tokens of a packed micro-batch.
+Legend of shapes: R response tokens, A response tokens of a packed micro-batch.
 """
 
 import heapq
@@ -41,7 +41,7 @@ def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
 
 
 class SimLengths:
-    """How many tokens the answers of a run have."""
+    """How many tokens the responses of a run have."""
 
     def __init__(self, config: SimConfig, *, samples_per_step: int, seed: int) -> None:
         """Args:
@@ -55,7 +55,7 @@ class SimLengths:
         self._of_step = lru_cache(maxsize=8)(self._draw)
 
     def tokens(self, index: int) -> int:
-        """Return the length of the answer of row `index` (tokens, at least 1)."""
+        """Return the length of the response of row `index` (tokens, at least 1)."""
         step, place = divmod(index, self._samples)
         return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
 
@@ -81,7 +81,7 @@ class SimLengths:
 
 @dataclass(order=True)
 class _Running:
-    """An answer. `started` is when its first token began (s, monotonic)."""
+    """A response. `started` is when its first token began (s, monotonic)."""
 
     ends: float
     request: GenerateRequest = field(compare=False)
@@ -90,7 +90,7 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Answers with a token over and over; implements `GenerateEngine`."""
+    """Responses with a token over and over; implements `GenerateEngine`."""
 
     adopts_weights = True
     interruptible = True
@@ -106,9 +106,9 @@ class SimGenerateEngine:
     ) -> None:
         """Args:
         config: speeds.
-        lengths: of the answers.
-        num_slots: answers at a time.
-        max_response_tokens: longer answers are cut.
+        lengths: of the responses.
+        num_slots: responses at a time.
+        max_response_tokens: longer responses are cut.
         clock: says what time it is (s).
         """
         self._clock = clock
@@ -150,7 +150,7 @@ class SimGenerateEngine:
             heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Sleep until an answer ends or `wake` is set; returns those that ended."""
+        """Sleep until a response ends or `wake` is set; returns those that ended."""
         if self._running:
             wake.wait(max(0.0, self._running[0].ends - self._clock()))
         finished, now = [], self._clock()
@@ -162,7 +162,7 @@ class SimGenerateEngine:
         self._running = []
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Take them; answers that run go on."""
+        """Take them; responses that run go on."""
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
     def weight_needs(self) -> Mapping[str, Need]:
@@ -248,7 +248,7 @@ class SimTrainEngine:
         """Compute the loss, and sleep for the rest of the time."""
         if batch is None:
             return
-        began, num_tokens = time.monotonic(), _answer_tokens(batch)
+        began, num_tokens = time.monotonic(), _response_tokens(batch)
         log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
         loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
@@ -290,12 +290,12 @@ class SimTrainEngine:
             shard.values.fill_(float(self._step) + number / 16)
 
 
-def _answer_tokens(batch: Sequences) -> int:
+def _response_tokens(batch: Sequences) -> int:
     return int((batch.lengths_N - batch.prompt_lengths_N).sum())
 
 
 def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
-    num_tokens = _answer_tokens(batch)
+    num_tokens = _response_tokens(batch)
     time.sleep(s_per_token * num_tokens)
     return torch.full((num_tokens,), -1.0)
 

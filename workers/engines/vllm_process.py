@@ -157,7 +157,7 @@ def process_variables(config: VllmConfig, device: torch.device, *, sockets: str)
 
 
 def max_length(config: VllmConfig, sampling: SamplingConfig, max_prompt_tokens: int, positions: int | None) -> int:
-    """Return the longest prompt with its answer (tokens).
+    """Return the longest prompt with its response (tokens).
 
     Raises:
         ConfigError: `vllm.max_model_len` leaves no room for a prompt.
