@@ -238,8 +238,8 @@ def check_completion(
     elif not completion.truncated and tokens[-1] not in eos:
         wrong = (
             f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
-            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of its "
-            f"own"
+            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of "
+            f"its own"
         )
     if wrong:
         raise EngineFailed(f"openai: {server} {wrong}")
