@@ -87,7 +87,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
 def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_size: int) -> list[Tensor]:
     """Return the gradient of every parameter, summed over micro-batches of so many answers."""
     engine = FsdpEngine(
-        Path(config.model.path), config.model, actor=config.actor, temperature=config.rollout.temperature,
+        Path(config.model.path), actor=config.actor, temperature=config.rollout.temperature,
         device=_CPU, seed=0,
     )  # fmt: skip
     algorithm = load_algorithm(config.algorithm, config.rollout)

@@ -32,8 +32,8 @@ from tq.messages import (
 )
 from tq.task_spec import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
+from workers.engines.sim import SimLengths
 from workers.engines.sim_config import SimConfig
-from workers.engines.sim_model import SimLengths
 from workers.rollout import may_swap
 
 _INSTANCES, _SLOTS, _BATCH, _GROUP, _ROUND = 8, 8, 64, 4, 32

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.engines.fsdp import FsdpEngine
 
 VOCABULARY, LAYERS = 49152, 6
@@ -48,8 +48,7 @@ def process_group() -> Iterator[None]:
 def open_engine(model_dir: Path, *, shared_prompt: bool) -> FsdpEngine:
     """Return the training engine."""
     actor = ActorConfig(shared_prompt=shared_prompt)
-    config = ModelConfig(path=str(model_dir))
-    return FsdpEngine(model_dir, config, actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
+    return FsdpEngine(model_dir, actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
 
 
 def loss(log_probs_A: Tensor, _entropy: Tensor) -> Tensor:

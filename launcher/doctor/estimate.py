@@ -161,7 +161,7 @@ def memory_parts(checked: Preflight) -> dict[str, int]:
         weight slots   num_slots x P x w              shared memory of the weight agent
         training       16 x P, all ranks together     on the CPU: float32 weights, gradients, two moments of AdamW; a
                                                       critic counts as another policy. `autocast: bfloat16` on one
-                                                      rank: 18 x P, see `workers.engines.bfloat16_twin`
+                                                      rank: 18 x P, see `Bfloat16Twin`
         policy copies  4 x P (2 under bfloat16) for each that `actor.tri_model` keeps, all ranks together, on the CPU
         model copies   P x c per generating, reference, evaluating rank, on the CPU
         reward models  R x c per reward rank, on the CPU: R parameters, c of its own

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import ActorConfig, CriticConfig, ModelConfig
+from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp_value import FsdpValueEngine
 from workers.host_copy import HostCopy
@@ -53,7 +53,7 @@ def main() -> None:
     # With the usual tiny eps AdamW would hide a wrong factor on the gradients.
     training = CriticConfig(lr=1e-2, eps=0.05, grad_clip=4.0).training(ActorConfig()).for_run(10)
     path = root / "model"
-    engine = FsdpValueEngine(path, ModelConfig(path=str(path)), training=training, device=CPU, seed=0)
+    engine = FsdpValueEngine(path, training, device=CPU, seed=0)
     if mode == "resume":
         load_shards(engine, root / "critic", group=group)
     else:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp import FsdpEngine
 
@@ -87,8 +87,7 @@ def forward(root: Path, rank: int, num_ranks: int) -> None:
 
 
 def make_engine(root: Path, actor: ActorConfig) -> FsdpEngine:
-    config = ModelConfig(path=str(root / "model"))
-    return FsdpEngine(root / "model", config, actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
+    return FsdpEngine(root / "model", actor=actor, temperature=1.0, device=torch.device("cpu"), seed=0)
 
 
 def main() -> None:

@@ -17,9 +17,8 @@ from tq.batch import Column, PackedBatch
 from tq.config import ScheduleMode
 from tq.messages import Granted
 from weightsync.version import Version
-from workers.engines.sim import SimGenerateEngine
+from workers.engines.sim import SimGenerateEngine, SimLengths
 from workers.engines.sim_config import SimConfig
-from workers.engines.sim_model import SimLengths
 from workers.held_weights import HeldWeights
 from workers.outbox import RolloutLease
 from workers.rollout import Rollout

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm_arguments import engine_arguments, plan_log_probs
 from workers.engines.vllm_config import OWN_ARGUMENTS, VllmConfig
+from workers.engines.vllm_process import engine_arguments, plan_log_probs
 
 from .signatures import dictionary_keys, parameters
 from .uses import Use, uses_of
@@ -103,7 +103,7 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
 
 def test_what_vllm_calls_in_its_workers_is_there() -> None:
     base = "vllm.distributed.weight_transfer.base.WeightTransferEngine."
-    worker = (ROOT / "workers" / "engines" / "vllm_worker.py").read_text()
+    worker = (ROOT / "workers/engines/vllm_worker.py").read_text()
     ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm_worker.py"].values()
     called = {name: one for name, one in RECORDS["vllm"]["names"].items() if name.startswith(base)}
     for name in called.keys() - ours_to_call:

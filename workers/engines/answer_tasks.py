@@ -1,6 +1,6 @@
-"""Answers as asyncio tasks: a thread with an event loop runs one coroutine per answer, the engine's caller waits here.
+"""Responses as asyncio tasks: a thread with an event loop runs one coroutine per response; the caller waits in `step`.
 
-    caller's thread   submit ............ step: waits ....... <- finished answers, or a token was drawn, or `wake`
+    caller's thread   submit ............ step: waits ....... <- finished responses, or a token was drawn, or `wake`
     loop's thread       | coroutine ... token ... token ... done |
 
 For engines whose library or server speaks asyncio. It knows nothing of models.
@@ -18,11 +18,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _LOOK_S = 0.02
-"""How often a wait for answers looks at `wake`, which is another thread's (s)."""
+"""How often a wait for responses looks at `wake`, which another thread sets (s)."""
 _CLOSE_S = 10.0
 
 
-class AnswerTasks(Generic[T]):
+class ResponseTasks(Generic[T]):
     """Runs coroutines that return a `T`; one thread of the caller uses it."""
 
     def __init__(self, name: str) -> None:
@@ -38,24 +38,24 @@ class AnswerTasks(Generic[T]):
 
     @property
     def num_running(self) -> int:
-        """Coroutines that were started and of which `step` has told nothing yet; those that failed count as one."""
+        """Coroutines whose end `step` has not reported yet; those that failed count as one."""
         with self._lock:
             return len(self._running) + len(self._finished) + (self._failure is not None)
 
-    def start(self, answers: Sequence[Coroutine[Any, Any, T]]) -> None:
+    def start(self, responses: Sequence[Coroutine[Any, Any, T]]) -> None:
         """Begin coroutines."""
-        for answer in answers:
-            future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        for response in responses:
+            future = asyncio.run_coroutine_threadsafe(response, self._loop)
             with self._lock:
                 self._running.add(future)
             future.add_done_callback(self._done)
 
     def progress(self) -> None:
-        """A coroutine got on: `step` returns. Called by coroutines."""
+        """Have `step` return: a coroutine, which calls this, made progress."""
         self._news.set()
 
     def step(self, wake: threading.Event) -> list[T]:
-        """Wait until coroutines end, one got on, or `wake` is set; returns the results of those that ended.
+        """Wait until coroutines end, one makes progress, or `wake` is set; return the results of those that ended.
 
         Raises:
             BaseException: what a coroutine raised.
@@ -81,7 +81,7 @@ class AnswerTasks(Generic[T]):
             future.cancel()
         if running:
             longer_than_itself_s = 2 * _CLOSE_S
-            self.run(self._settle(), what="answers to be cancelled", timeout_s=longer_than_itself_s)
+            self.run(self._settle(), what="responses to be cancelled", timeout_s=longer_than_itself_s)
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return what a coroutine returns.
@@ -94,12 +94,12 @@ class AnswerTasks(Generic[T]):
             return future.result(timeout_s)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                return future.result()  # it came just now, or the error is the coroutine's own
+                return future.result()  # it came just now, or the coroutine itself raised TimeoutError
             future.cancel()
             raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from error
 
     def call(self, function: Callable[[], R], *, what: str, timeout_s: float) -> R:
-        """Return what a function returns that must be called in the loop's thread; errors as in `run`."""
+        """Call a function in the loop's thread and return its result; errors as in `run`."""
 
         async def call() -> R:
             return function()
@@ -132,7 +132,7 @@ class AnswerTasks(Generic[T]):
         self._news.set()
 
     async def _settle(self) -> None:
-        """Wait for the tasks that were cancelled: a library must hear of it before anything else starts."""
+        """Wait for cancelled tasks to end: a library must handle it before anything else starts."""
         others = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
         cancelled = [task for task in others if task.cancelling()]
         if cancelled:

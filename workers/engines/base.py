@@ -1,7 +1,7 @@
-"""The two engine protocols. A role's loop knows these and never which engine runs.
+"""The engine protocols and the types that they exchange. A role's loop knows these, and never which engine runs.
 
-Legend of shapes: N samples, P prompt tokens, R answer tokens, T tokens of a packed micro-batch (prompts and answers of
-all its samples, one after another, no padding), A answer tokens of a packed micro-batch.
+Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (prompts and responses
+of all its samples, one after another, no padding), A response tokens of a packed micro-batch.
 """
 
 import threading
@@ -21,13 +21,13 @@ from weightsync.plan import Need
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One answer to generate.
+    """One response to generate.
 
     Attributes:
         index: global row index.
         prompt_P: int64 [P].
-        seed: of this answer's random numbers; the same seed gives the same draws whatever else is in the batch.
-        ticket: names the request among those of the caller: a row that was lost may be asked for again.
+        seed: of this response's random numbers; the same seed gives the same draws whatever else is in the batch.
+        ticket: tells requests of one caller apart: a row that was lost may be requested again.
     """
 
     index: int
@@ -37,13 +37,13 @@ class GenerateRequest:
 
     @property
     def signed_seed(self) -> int:
-        """The seed for engines that keep it as a signed integer of 64 bits."""
+        """The seed as a signed 64-bit integer, which some engines need."""
         return self.seed % 2**63
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished answer.
+    """One finished response.
 
     Attributes:
         index: the request's row index.
@@ -70,7 +70,7 @@ class Generation:
         versions: Sequence[int],
         truncated: bool,
     ) -> "Generation":
-        """Return the answer to a request, of one number per token each."""
+        """Return the response to a request, from one number per token each."""
         return Generation(
             index=request.index,
             response_R=torch.tensor(tokens, dtype=torch.int64),
@@ -82,19 +82,19 @@ class Generation:
 
 
 class GenerateEngine(Protocol):
-    """Generates answers, many at a time, with the newest weights that were loaded. Used by one thread.
+    """Generates responses, many at a time, with the newest weights that were loaded. Used by one thread.
 
-    submit(requests) -> step() ... step() -> finished answers, each as soon as it ends
+    submit(requests) -> step() ... step() -> finished responses, each as soon as it ends
                 load_weights() between steps, while nothing runs or, where the engine is `interruptible`, at any time
     close()
     """
 
     version: int
-    """Step of the weights that are loaded: stamps the tokens that are drawn from now on. Set by who loads them."""
+    """Step of the loaded weights, which stamps tokens drawn from now on; set by the caller of `load_weights`."""
 
     @property
     def interruptible(self) -> bool:
-        """Whether weights may be loaded while answers run: they go on with the new ones."""
+        """Whether weights may be loaded while responses run, which go on with the new ones."""
 
     @property
     def adopts_weights(self) -> bool:
@@ -102,45 +102,45 @@ class GenerateEngine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
+        """Responses that were submitted and have not finished."""
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
+        """How many responses may be submitted now."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers, at most `free_slots`.
+        """Begin responses, at most `free_slots`.
 
         Raises:
-            BadRequest: a prompt is empty, leaves no room for `max_response_tokens`, or has tokens that the model has
-                not; nothing was begun. `check_request` finds such ones.
+            BadRequest: a prompt is empty, leaves no room for `max_response_tokens`, or has tokens unknown to the
+                model; nothing was begun. See `check_request`.
         """
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Go on until answers finish, a token was drawn, or `wake` is set; returns those that finished."""
+        """Go on until responses finish, a token was drawn, or `wake` is set; return those that finished."""
 
     def abort(self) -> None:
         """Forget what runs."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names) and drop cached keys and values of prompts and of what does not run.
+        """Replace all weights (HF names) and drop cached keys and values, but for those of running responses.
 
-        No token is drawn between this and the next `submit` or `step`, so that `version` can be set.
+        No token is drawn between this and the next `submit` or `step`, so `version` can be set.
 
         Args:
             weights: of the model's shapes; other element types are cast.
-            adopt: they stay as they are until the end of the next call: an engine that can computes with them.
+            adopt: the caller leaves the tensors unchanged until the next call ends, so an engine may use them directly.
         """
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
 
     def close(self) -> None:
-        """Give back processes and device memory; idempotent. Nothing else may be called afterwards."""
+        """Free processes and device memory; idempotent. No other method may be called afterwards."""
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int | None) -> None:
-    """Refuse what a model cannot answer.
+    """Refuse a request that the model cannot answer.
 
     Args:
         request: to check.
@@ -164,7 +164,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int 
 
 
 def generate(engine: GenerateEngine, requests: Sequence[GenerateRequest]) -> Iterator[Generation]:
-    """Yield the answers to all requests, each as soon as it is finished, in any order."""
+    """Yield the responses to all requests, each as soon as it is finished, in any order."""
     waiting, never = deque(requests), threading.Event()
     while waiting or engine.num_running:
         number = min(engine.free_slots, len(waiting))
@@ -178,8 +178,8 @@ class Sequences:
     """A packed micro-batch of N samples.
 
     Attributes:
-        tokens_T: int64 [T], prompt then answer of each sample, one sample after another.
-        lengths_N: int32 [N], prompt plus answer.
+        tokens_T: int64 [T], prompt then response of each sample, one sample after another.
+        lengths_N: int32 [N], prompt plus response.
         prompt_lengths_N: int32 [N].
     """
 
@@ -188,18 +188,18 @@ class Sequences:
     prompt_lengths_N: Tensor
 
     @staticmethod
-    def of(prompts: Sequence[Tensor], answers: Sequence[Tensor]) -> "Sequences":
-        """Join the prompt and the answer of each of N >= 1 samples; int64 [P] and int64 [R] each."""
-        pairs = list(zip(prompts, answers, strict=True))
+    def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
+        """Join the prompt and the response of each of N >= 1 samples; int64 [P] and int64 [R] each."""
+        pairs = list(zip(prompts, responses, strict=True))
         return Sequences(
             tokens_T=torch.cat([part for pair in pairs for part in pair]),
-            lengths_N=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int32),
+            lengths_N=torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int32),
             prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
         )
 
 
 def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
-    """Refuse what no model can compute; on accelerators such batches would end the process.
+    """Refuse a batch that no model can compute; on accelerators it would end the process.
 
     Args:
         batch: to check, in host memory.
@@ -225,7 +225,7 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer update reports.
+    """Figures of one optimizer update.
 
     Attributes:
         grad_norm: global L2 norm of the scaled gradient before clipping.
@@ -243,8 +243,8 @@ class LocalShard:
     Attributes:
         name: HF name.
         shape: of the whole tensor.
-        box: which part.
-        values: view of the part on this rank's device; any shape and strides whose row-major order is the box's.
+        box: of this part.
+        values: view of the part on this rank's device; any shape and strides with the box's row-major order.
     """
 
     name: str
@@ -261,27 +261,27 @@ class FrozenEngine(Protocol):
         """See `GenerateEngine`."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens under the tempered distribution."""
+        """Return float32 [A]: log-probabilities of the responses' tokens under the tempered distribution."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names); `adopt`: see `GenerateEngine`."""
 
     def read_weights(self, weights_dir: Path) -> None:
-        """Replace all weights by those of safetensors."""
+        """Replace all weights with those of safetensors files."""
 
     def weight_needs(self) -> Mapping[str, Need]:
         """Return what `load_weights` needs, by HF name; tied weights once."""
 
     def save_weights(self, target: Path) -> None:
-        """Write the weights as safetensors, in the element type that they have here, into an existing directory."""
+        """Write the weights as safetensors, in their element type, into an existing directory."""
 
 
 class TrainedEngine(Protocol):
-    """What every engine that trains has; methods but `zero_grad` are collective over the ranks that hold the model."""
+    """Common to all engines that train; methods but `zero_grad` are collective over the ranks that hold the model."""
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights: the count is part of `state_dict`."""
+        """How often `step` was called for these weights; part of `state_dict`."""
 
     def forward_backward(self, batch: Sequences | None, loss: Callable[..., Tensor]) -> None:
         """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives.
@@ -294,7 +294,7 @@ class TrainedEngine(Protocol):
         """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients: the step in progress was abandoned."""
+        """Drop accumulated gradients, when the step in progress is abandoned."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule state for torch.distributed.checkpoint (load in place, then
@@ -312,8 +312,8 @@ class TrainEngine(TrainedEngine, Protocol):
     """Trains the policy by a `LossFunction`; `shards` and `export_hf` are not collective."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens, without gradient. None: this rank has no rows;
-        it only joins the collectives, and gets [0].
+        """Return float32 [A]: log-probabilities of the responses' tokens, without gradient. None: this rank has no
+        rows; it only joins the collectives, and gets [0].
 
         Raises:
             BadRequest: see `check_sequences`; before any collective.
@@ -337,7 +337,7 @@ class PolicyCopy(Protocol):
     """Other weights of the policy, in the layout of the trainer; collective over the actor's ranks."""
 
     def take(self) -> None:
-        """Hold the weights that the policy has now."""
+        """Copy the policy's current weights."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
         """Return float32 [A], under the weights that are held; see `TrainEngine.log_probs`. With equal weights it is
@@ -360,4 +360,4 @@ class ValueEngine(TrainedEngine, Protocol):
     """Trains a critic, by a `ValueLossFunction`."""
 
     def values(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: the return expected before each answer token, without gradient; None: no rows."""
+        """Return float32 [A]: the return expected before each response token, without gradient; None: no rows."""

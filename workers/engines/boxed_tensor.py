@@ -1,4 +1,4 @@
-"""A tensor of which this rank holds any number of boxes, for torch.distributed.checkpoint. An engine's state has them.
+"""A tensor of which this rank holds any number of boxes, for torch.distributed.checkpoint.
 
 DTensor knows regular cuts only. Megatron's distributed optimizer gives a rank a run of a flattened parameter that is
 itself a part of one or three Hugging Face tensors: that is a few boxes of each, which this class names.
@@ -65,11 +65,11 @@ class BoxedTensor(Tensor):
         raise AssertionError(f"{function} of a BoxedTensor; compute with its parts")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        """Say what this rank saves; called by torch."""
+        """Return what this rank saves; called by torch."""
         return [self._write_item(name, part) for part in self.parts if not part.replica]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Say what this rank reads; called by torch."""
+        """Return what this rank reads; called by torch."""
         return [_chunk(part.box) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -24,11 +24,11 @@ from workers.engines.packed_layout import Block, PackedLayout
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SHORT = 256
-"""Keys; up to so many the backward kernel is faster in float32 than in bfloat16, casts included."""
+"""Up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included."""
 
 
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """Attend inside each document; see `packed_attention.Kernel`."""
+    """Attend inside each document; arguments: see `Kernel` of packed attention."""
     out_THD: Tensor = _CpuAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out_THD
 
@@ -38,7 +38,7 @@ class _CpuAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
         heads, tokens, size = query.shape
         out_HTD = query.new_empty(tokens, heads, size).transpose(0, 1)
-        # In the kernel's own order of memory; its type is that of the accumulation.
+        # In the kernel's own memory order, and its accumulation type.
         lse_HT = torch.empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32)).T
         for block in layout.own_blocks:
             out_NHLD, lse_NHL = _forward(*_inputs(query, key, value, block), 0.0, True, scale=scale)

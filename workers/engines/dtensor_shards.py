@@ -1,6 +1,6 @@
-"""Which boxes of whole tensors this rank holds, read off DTensor placements. An engine's `shards()` calls it.
+"""Which boxes of whole tensors this rank holds, read off DTensor placements. The `fsdp` engine's `shards()` calls it.
 
-Looks at shapes, meshes and placements and takes views of local tensors; never communicates.
+Looks at shapes, meshes and placements, and takes views of local tensors; never communicates.
 
     mesh (dp 2, tp 2), placements [Shard(1), Shard(0)] of [4, 6], rank (0, 1):    box [2:4, 0:3]
 

@@ -1,4 +1,4 @@
-"""A model that is not trained: computes log-probabilities. `workers.reference` decides with which weights."""
+"""A model that is not trained and computes log-probabilities, with whatever weights its role loads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ from workers.engines.hf_model import (
 )
 from workers.engines.hf_weights import HfWeights, write_weights
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, answer_log_probs
+from workers.engines.packed_forward import InputsOfBatch, response_log_probs
 
 
 class FrozenModel:
-    """Computes log-probabilities of answers, without gradient."""
+    """Computes log-probabilities of responses, without gradient."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FrozenModel:
             config: of the model.
             temperature: divides the logits, as in rollout and training.
             device: where it computes.
-            weights_dir: holds the safetensors, if `model_dir` does not.
+            weights_dir: directory of the safetensors; None: `model_dir`.
             shared_prompt: compute a prompt that several samples have in common once.
 
         Raises:
@@ -60,7 +60,7 @@ class FrozenModel:
 
     @property
     def adopts_weights(self) -> bool:
-        """On the CPU: weights in host memory are where they are needed."""
+        """On the CPU, where weights in host memory can be used as they are."""
         return self._device.type == "cpu"
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
@@ -76,16 +76,13 @@ class FrozenModel:
         read_weights(self._model, HfWeights(weights_dir))
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return weight_needs(self._model)
 
     def save_weights(self, target: Path) -> None:
-        """Write the weights as safetensors, in the element type that they have here, into an existing directory."""
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         write_weights(target, shapes, lambda name: parameters[name].detach().cpu().contiguous())
 
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the answers' tokens under the tempered distribution."""
-        return answer_log_probs(self._model, self._inputs(batch), self._temperature)[0]
+        return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]

@@ -1,99 +1,50 @@
-"""The critic's engine: a language model's backbone with a head that gives one number, sharded as the actor is.
+"""The critic's engine: a language model's backbone with a head of one number, sharded as the actor is.
 
-The head takes the place of the output layer, and its name, so that packing, attention and sharding are those of
-`workers.engines.fsdp`.
+The head takes the place and the name of the output layer, so packing, attention and sharding are the policy's.
 
-    values(batch)                   V(s_t) of every answer token y_t, s_t being the prompt and the tokens before it
+    values(batch)                   V(s_t) of every response token y_t, s_t being the prompt and the tokens before it
     forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
 
 Waits: every method except `zero_grad` is collective over the default process group.
-Legend of shapes: A answer tokens of the micro-batch.
+Legend of shapes: A response tokens of the micro-batch.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.config import ActorConfig, ModelConfig
-from workers.engines.base import LocalShard, Sequences, StepStats, ValueLossFunction
-from workers.engines.fsdp import FsdpEngine
-from workers.engines.fsdp_sharding import reshard
+from workers.engines.base import LocalShard, Sequences, ValueLossFunction
+from workers.engines.fsdp_sharding import ShardedModel, reshard
 from workers.engines.hf_weights import HfWeights
-from workers.engines.packed_forward import answer_logits
+from workers.engines.packed_forward import response_logits
 from workers.model_files import SCORE_HEAD
 
 _STORED_HEAD = f"{SCORE_HEAD}.weight"
-"""What transformers calls the head of a model that gives numbers: a reward model, or a critic."""
+"""Transformers' name for the head of a reward model or a critic."""
 
 
-class FsdpValueEngine:
-    """Trains a critic; implements `ValueEngine`."""
+class FsdpValueEngine(ShardedModel):
+    """Trains a critic; implements `ValueEngine`.
 
-    def __init__(
-        self, model_dir: Path, config: ModelConfig, *, training: ActorConfig, device: torch.device, seed: int
-    ) -> None:
-        """Build, shard and load the model. The default process group exists and spans the ranks that train it.
-
-        Args:
-            model_dir: Hugging Face directory of a causal language model, or of one with a head of one number; a model
-                without such a head begins with the value 0 everywhere.
-            config: of the model.
-            training: optimizer and computation.
-            device: this rank's.
-            seed: of this process's random numbers (none are drawn without dropout).
-
-        Raises:
-            ConfigError: the directory does not hold the model that its config.json describes.
-        """
-        self._model = _ValueModel(model_dir, config, actor=training, temperature=1.0, device=device, seed=seed)
-
-    @property
-    def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights."""
-        return self._model.optimizer_updates
-
-    def values(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: the value before each answer token. None: this rank has no rows; it gets [0]."""
-        return self._model.values(batch)
-
-    def forward_backward(self, batch: Sequences | None, loss: ValueLossFunction) -> None:
-        """Accumulate gradients of `loss`. None: this rank has no rows; it only joins the collectives."""
-        value_A = self._model.forward(batch)
-        total = value_A.sum() * 0.0 if batch is None else loss(value_A)
-        total.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, scale: float) -> StepStats:
-        """Multiply the gradients (summed over ranks) by `scale`, clip, update, clear them."""
-        return self._model.step(scale)
-
-    def zero_grad(self) -> None:
-        """Drop accumulated gradients: the step in progress was abandoned."""
-        self._model.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
-        return self._model.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._model.load_state_dict(state)
-
-
-class _ValueModel(FsdpEngine):
-    """The sharded model with its optimizer; of the policy's methods only those are used that know no tokens."""
-
-    def forward(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A], with gradient where enabled; None: of the least batch that there is."""
-        return answer_logits(self.computing(), self._inputs(batch))[:, 0]
+    Its directory holds a causal language model, or a model with a head of one number; without such a head the critic
+    begins with the value 0 everywhere.
+    """
 
     @torch.no_grad()
     def values(self, batch: Sequences | None) -> Tensor:
-        """See `FsdpValueEngine.values`."""
-        value_A = self.forward(batch)
+        value_A = self._forward(batch)
         reshard(self._model)
         return value_A[:0] if batch is None else value_A
+
+    def forward_backward(self, batch: Sequences | None, loss: ValueLossFunction) -> None:
+        value_A = self._forward(batch)
+        total = value_A.sum() * 0.0 if batch is None else loss(value_A)
+        total.backward()  # type: ignore[no-untyped-call]
+
+    def _forward(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A], with gradient where enabled; None: of a smallest batch."""
+        return response_logits(self._computing(), self._inputs(batch))[:, 0]
 
     def _empty_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super()._empty_model(dtype)

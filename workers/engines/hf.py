@@ -1,14 +1,14 @@
 """The default generating engine: transformers' model with a decode loop of our own, and continuous batching.
 
-    submit ... step: enter what is new, one token for every answer that runs -> answers that ended leave; submit ...
+    submit ... step: new responses enter, every running one gets a token -> those that ended leave; submit ...
 
-A step is one forward pass over one packed sequence without padding (`hf_attention`): the distinct prompts that enter
-and the newest token of every running answer. Keys and values are in lanes (`hf_lanes`). A draw depends on the request's
-seed and on the answer's position only: random numbers are drawn beforehand and a token is the inverse of the cumulative
+A step is one forward pass over one packed sequence without padding: the distinct prompts that enter and the newest
+token of every running response. Keys and values are kept in lanes (`Lane`). A draw depends on the request's seed and
+the response's position only: random numbers are drawn beforehand, and a token is the inverse of the cumulative
 distribution at its number. Called by the rollout role; knows nothing of queues.
 
-Legend of shapes: S slots (answers at a time), M most answer tokens, B answers that get a token in a step, T tokens of
-a step, V vocabulary, U rows of logits.
+Legend of shapes: S slots (responses at a time), M most response tokens, B responses that get a token in a step, T
+tokens of a step, V vocabulary, U rows of logits.
 """
 
 import threading
@@ -24,7 +24,7 @@ from weightsync.plan import Need
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_attention import STEP_ATTENTION
-from workers.engines.hf_batch import Answer, RunningBatch, StepInputs
+from workers.engines.hf_batch import Response, RunningBatch, StepInputs
 from workers.engines.hf_lanes import KeyShape
 from workers.engines.hf_model import (
     DTYPES,
@@ -35,12 +35,11 @@ from workers.engines.hf_model import (
     vocab_size,
     weight_needs,
 )
-from workers.engines.sampling import draw_tokens
 from workers.model_files import eos_token_ids, longest_prompt
 
 
 class HfEngine:
-    """Generates answers with transformers; implements `GenerateEngine`."""
+    """Generates responses with transformers; implements `GenerateEngine`."""
 
     def __init__(self, model_dir: Path, config: ModelConfig, *, sampling: SamplingConfig, device: torch.device) -> None:
         """Build the model without weights; `load_weights` must come before `submit`.
@@ -74,26 +73,24 @@ class HfEngine:
 
     @property
     def adopts_weights(self) -> bool:
-        """On the CPU: weights in host memory are where they are needed."""
+        """On the CPU, where weights in host memory can be used as they are."""
         return self._device.type == "cpu"
 
     @property
     def interruptible(self) -> bool:
-        """Whether answers go on with new weights, as `rollout.on_swap` says."""
+        """Whether responses go on with new weights, as `rollout.on_swap` says."""
         return self._sampling.on_swap != "finish"
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._sampling.batch_size - len(self._free)
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return len(self._free)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers: the next step computes their prompts.
+        """Begin responses: the next step computes their prompts.
 
         Raises:
             BadRequest: see `GenerateEngine.submit`.
@@ -103,26 +100,25 @@ class HfEngine:
         for request in requests:
             check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
         for request in requests:
-            answer = Answer(request, self._free.pop(), request.prompt_P.tolist())
-            self._uniforms_SM[answer.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
-            self._batch.enter(answer)
+            response = Response(request, self._free.pop(), request.prompt_P.tolist())
+            self._uniforms_SM[response.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
+            self._batch.enter(response)
 
     @torch.inference_mode()
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Draw the next token of every running answer; returns those that it finished."""
+        """Draw the next token of every running response; returns those that it finished."""
         if not self.num_running:
             return []
         inputs = self._batch.next_inputs()
         logits_UV = self._batch.note_logits(inputs, self._forward(inputs) if inputs.tokens else None)
-        return [self._finish(answer, truncated=cut) for answer, cut in self._draw(inputs, logits_UV)]
+        return [self._finish(response, truncated=cut) for response, cut in self._draw(inputs, logits_UV)]
 
     def abort(self) -> None:
-        """Forget what runs."""
         self._batch.clear()
         self._free = list(reversed(range(self._sampling.batch_size)))
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names). While answers run only where the engine is `interruptible`.
+        """Replace all weights (HF names). While responses run only where the engine is `interruptible`.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
@@ -135,7 +131,6 @@ class HfEngine:
         self._loaded = True
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return weight_needs(self._model)
 
     def close(self) -> None:
@@ -155,10 +150,10 @@ class HfEngine:
         logits_UV: Tensor = output.logits[0]
         return logits_UV
 
-    def _draw(self, inputs: StepInputs, logits_UV: Tensor) -> list[tuple[Answer, bool]]:
-        """Draw a token for every answer; return the answers that end with it, and whether they were cut."""
-        slots_B = torch.tensor([answer.slot for answer in inputs.answers], device=self._device)
-        columns_B = torch.tensor([answer.num_tokens for answer in inputs.answers], device=self._device)
+    def _draw(self, inputs: StepInputs, logits_UV: Tensor) -> list[tuple[Response, bool]]:
+        """Draw a token for every response; return the responses that end with it, and whether they were cut."""
+        slots_B = torch.tensor([response.slot for response in inputs.responses], device=self._device)
+        columns_B = torch.tensor([response.num_tokens for response in inputs.responses], device=self._device)
         if inputs.logit_rows != list(range(len(logits_UV))):
             logits_UV = logits_UV[torch.tensor(inputs.logit_rows, device=self._device)]
         token_B, log_prob_B = draw_tokens(logits_UV, self._uniforms_SM[slots_B, columns_B], self._sampling)
@@ -168,30 +163,57 @@ class HfEngine:
         tokens: list[int] = token_B.tolist()
         at_end: list[bool] = torch.isin(token_B, self._eos).tolist()
         ended = []
-        for answer, token, is_eos in zip(inputs.answers, tokens, at_end, strict=True):
-            answer.tokens.append(token)
-            if is_eos or answer.num_tokens == self._sampling.max_response_tokens:
-                ended.append((answer, not is_eos))
-        self._batch.leave([answer for answer, _ in ended])
+        for response, token, is_eos in zip(inputs.responses, tokens, at_end, strict=True):
+            response.tokens.append(token)
+            if is_eos or response.num_tokens == self._sampling.max_response_tokens:
+                ended.append((response, not is_eos))
+        self._batch.leave([response for response, _ in ended])
         return ended
 
-    def _finish(self, answer: Answer, *, truncated: bool) -> Generation:
-        """Copy an answer to the CPU, as normal tensors (not of inference mode), and give its slot free."""
-        self._free.append(answer.slot)
+    def _finish(self, response: Response, *, truncated: bool) -> Generation:
+        """Copy a response to the CPU, as normal tensors (not of inference mode), and free its slot."""
+        self._free.append(response.slot)
         tensors = self._responses_SM, self._log_probs_SM, self._versions_SM
         with torch.inference_mode(False):
             response_R, log_probs_R, versions_R = (
-                torch.empty(answer.num_tokens, dtype=tensor.dtype).copy_(tensor[answer.slot, : answer.num_tokens])
+                torch.empty(response.num_tokens, dtype=tensor.dtype).copy_(tensor[response.slot, : response.num_tokens])
                 for tensor in tensors
             )
         return Generation(
-            index=answer.request.index,
+            index=response.request.index,
             response_R=response_R,
             log_probs_R=log_probs_R,
             versions_R=versions_R,
             truncated=truncated,
-            ticket=answer.request.ticket,
+            ticket=response.request.ticket,
         )
+
+
+def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Invert each row's cumulative distribution at its random number; at temperature 0, take its likeliest token.
+
+    A row's result depends on that row alone. Top-k is applied first, then top-p to what it left.
+
+    Args:
+        logits_BV: any floating type.
+        uniform_B: float32 in [0, 1).
+        config: temperature, top_k, top_p.
+    Returns:
+        tokens, int64 [B], and their log-probabilities, float32 [B], under the tempered distribution before filtering;
+        at temperature 0 under the untempered one.
+    """
+    logits_BV = logits_BV.float()
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
+    log_probs_BV = logits_BV.log_softmax(-1)
+    probs_BV = log_probs_BV.exp()
+    if config.temperature == 0:
+        token_B = log_probs_BV.argmax(-1)
+    elif 0 < config.top_k < probs_BV.shape[-1] or config.top_p < 1:
+        token_B = _draw_filtered(probs_BV, uniform_B, config)
+    else:
+        token_B = _invert(probs_BV, uniform_B)
+    return token_B, log_probs_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
 
 
 def _key_shape(model: Any, device: torch.device) -> KeyShape:
@@ -207,5 +229,28 @@ def _key_shape(model: Any, device: torch.device) -> KeyShape:
 
 
 def _uniforms(seed: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Draw float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
+    """Return float32 in [0, 1); Philox is keyed directly, so a stream costs no seeding."""
     return np.random.Generator(np.random.Philox(key=seed)).random(size, dtype=np.float32)
+
+
+def _draw_filtered(probs_BV: Tensor, uniform_B: Tensor, config: SamplingConfig) -> Tensor:
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    if config.top_k > 0:
+        sorted_BV = sorted_BV[:, : config.top_k]
+    if config.top_p < 1:
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        sorted_BV = sorted_BV * (before_BV < config.top_p * sorted_BV.sum(-1, keepdim=True))
+    return order_BV.gather(-1, _invert(sorted_BV, uniform_B).unsqueeze(-1)).squeeze(-1)
+
+
+def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight zero.
+
+    A row that is not finite has no such index: it gets the last one, and its log-probabilities are not finite either.
+    """
+    cumulative_BV = weights_BV.cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B.unsqueeze(-1) * total_B1, right=True)
+    # uniform * total may round up to total, beyond the last index with a weight.
+    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
+    return torch.minimum(drawn_B1, last_B1).clamp_(max=weights_BV.shape[-1] - 1).squeeze(-1)

@@ -1,12 +1,12 @@
 """Attention of one generation step, registered in transformers' attention interface.
 
 A step is one packed sequence [1, T] without padding: documents that enter (each causal in itself, sorted by length so
-that those of one length are a view), then one token of every running answer, which sees its lane.
+that those of one length are a view), then one token of every running response, which sees its lane.
 
-    T   prompt A  prompt B  prompt C   answers of lane 0   answers of lane 1
+    T   prompt A  prompt B  prompt C   responses of lane 0   responses of lane 1
 
-So the matrix products of prompts and answers read the weights once, and a step with nothing new is answers only. Each
-key head's query heads are the rows of one small product: keys are not repeated for grouped-query attention.
+So the matrix products of prompts and responses read the weights once, and a step without new documents has responses
+only. Each key head's query heads are the rows of one small product: keys are not repeated for grouped-query attention.
 
 Legend of shapes: T tokens of the step, H query heads, J key heads, D head dimension, N rows, P tokens of a document.
 """
@@ -27,7 +27,7 @@ STEP_ATTENTION = "asyncflow_step"
 
 @dataclass(frozen=True)
 class Entry:
-    """A document whose keys and values go to rows of a lane."""
+    """Where the keys and values of a document go: rows of a lane."""
 
     lane: Lane
     rows: slice
@@ -48,11 +48,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step computes; passed to the model as the keyword argument `step_plan`.
+    """The documents and responses of a step; passed to the model as the keyword argument `step_plan`.
 
     Attributes:
         buckets: documents, in the order of the sequence.
-        running: lanes with how many of their first rows get a token, and what is added to their scores.
+        running: lanes, how many of their first rows get a token, and the mask that is added to their scores.
     """
 
     buckets: tuple[Bucket, ...]

@@ -1,12 +1,12 @@
-"""Keys and values of running answers, in lanes: answers of about the same length, aligned at their ends.
+"""Keys and values of running responses, in lanes: responses of about the same length, aligned at their ends.
 
-Every step appends one token to every answer, so answers keep their distances: a lane that wastes little when an answer
-joins it wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
+Every step appends one token to every response, so responses keep their distances: a lane that wastes little when a
+response joins wastes less and less. All its newest tokens are in one column, so a step writes one slice and reads one.
 
-    columns   0 1 2 3 4 5 6 7 8        rows are dense: the last one takes the place of one that leaves
-    row 0     . . a a a a a *          a: token of the prompt or the answer, *: this step's, .: not seen (masked)
+    columns   0 1 2 3 4 5 6 7 8        rows are dense: the last one takes the place of a row that leaves
+    row 0     . . a a a a a *          a: token of the prompt or the response, *: this step's, .: not seen (masked)
     row 1     a a a a a a a *
-    row 2     . a a a a a a *          only rows of several lengths need a mask
+    row 2     . a a a a a a *          a mask is needed only if lengths differ
 
 Used by the `hf` engine; knows nothing of models and requests but sizes.
 
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 SPREAD_TOKENS, SPREAD_SHARE = 16, 0.25
-"""Answers share a lane when their lengths differ by no more than so many tokens, or by this share of the longest: what
-is read in vain costs less than one more call of attention per layer."""
+"""Responses share a lane when their lengths differ by at most this many tokens, or this share of the longest: reading
+unused columns costs less than one more call of attention per layer."""
 _ROOM_TOKENS = 512
-"""Columns that a lane has at most beyond its longest answer; they are copied to a larger one when it is full."""
+"""Most free columns of a new lane; a full lane is copied to a larger one."""
 
 
 @dataclass(frozen=True)
 class KeyShape:
-    """Of a model's keys and values: layers, key heads, head dimension, and where and how they are kept."""
+    """Layers, key heads, head dimension, element type and device of a model's keys and values."""
 
     num_layers: int
     num_heads: int
@@ -38,33 +38,33 @@ class KeyShape:
 
 
 class Lane:
-    """Answers that read and write their keys and values together."""
+    """Responses that read and write their keys and values together."""
 
     def __init__(self, shape: KeyShape, *, num_rows: int, length: int, max_new_tokens: int) -> None:
         """Make an empty lane.
 
         Args:
             shape: of the model's keys.
-            num_rows: that there is room for; more make it larger.
-            length: of its first answer (tokens).
-            max_new_tokens: that an answer gets.
+            num_rows: initial room; the lane grows when more join.
+            length: of its first response (tokens).
+            max_new_tokens: most that a response gets.
         """
         self._shape = shape
         self._room = min(max_new_tokens, _ROOM_TOKENS)
         self.column = length
-        """Behind all tokens: the next ones go here."""
+        """Where the next tokens go, after all others."""
         self.slots: list[int] = []
-        """Whose each row is, as the engine numbers answers."""
+        """The engine's slot of each row's response."""
         self._starts: list[int] = []
         self._store = self._empty(num_rows, length + self._room)
 
     @property
     def num_rows(self) -> int:
-        """Answers in it."""
+        """Responses in it."""
         return len(self.slots)
 
     def fits(self, length: int) -> bool:
-        """Return whether an answer of so many tokens may join."""
+        """Return whether a response of `length` tokens may join."""
         longest = self.column - min(self._starts, default=self.column)
         return abs(longest - length) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(longest, length))
 
@@ -75,7 +75,7 @@ class Lane:
         self.column += 1
 
     def join(self, slots: Sequence[int], length: int) -> int:
-        """Give answers of `length` tokens rows whose keys are still to be written; returns the first row."""
+        """Add rows for responses of `length` tokens, whose keys are written later; return the first row."""
         rows = self.num_rows + len(slots)
         if rows > self._store.shape[2] or length > self.column:
             self._move(max(rows, min(2 * rows, 2 * self._store.shape[2])), max(length, self.column))
@@ -85,7 +85,7 @@ class Lane:
         return first
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Take answers out."""
+        """Remove responses."""
         gone = {self.slots.index(slot) for slot in slots}
         left = self.num_rows - len(gone)
         movers = [row for row in range(left, self.num_rows) if row not in gone]
@@ -102,7 +102,7 @@ class Lane:
         self._store[layer, 1, rows, :, begin : self.column] = value_JPD
 
     def append(self, layer: int, key_NJD: Tensor, value_NJD: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Write the newest token of the first N rows and return all that these see.
+        """Write the newest token of the first N rows and return all tokens that they see.
 
         Args:
             layer: whose keys.
@@ -134,16 +134,16 @@ class Lane:
         return mask_NK[:, None, None, :].to(self._shape.device)
 
     def copy_of(self, slot: int) -> Tensor:
-        """Return a copy of an answer's keys and values, [L, 2, J, P, D]."""
+        """Return a copy of a response's keys and values, [L, 2, J, P, D]."""
         row = self.slots.index(slot)
         return self._store[:, :, row, :, self._starts[row] : self.column].clone()
 
     def paste(self, rows: slice, copied: Tensor) -> None:
-        """Write what `copy_of` returned to rows that joined with as many tokens."""
+        """Write a result of `copy_of` to rows that joined with as many tokens."""
         self._store[:, :, rows, :, self.column - copied.shape[3] : self.column] = copied[:, :, None]
 
     def _move(self, num_rows: int, column: int) -> None:
-        """Take other memory, where all tokens end before `column`."""
+        """Move to new memory, where all tokens end before `column`."""
         begin = min(self._starts, default=self.column)
         column = max(column, self.column - begin)
         store = self._empty(num_rows, column + self._room)
@@ -153,7 +153,7 @@ class Lane:
         self.column, self._store = column, store
 
     def _empty(self, num_rows: int, columns: int) -> Tensor:
-        """Zeros: what is masked is multiplied by 0, which must not meet what is no number."""
+        """Return zeros: masked columns are multiplied by 0, so they must not hold NaN."""
         s = self._shape
         size = s.num_layers, 2, num_rows, s.num_heads, columns, s.head_dim
         return torch.zeros(size, dtype=s.dtype, device=s.device)

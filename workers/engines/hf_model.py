@@ -1,7 +1,7 @@
 """Builds models of transformers from a Hugging Face directory without reading or initialising weights.
 
-Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from the files, the generator from
-the trainer. Knows config.json and generation_config.json; never opens a weight file.
+Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from files, the generator from the
+trainer. Reads config.json; never opens a weight file.
 """
 
 import threading
@@ -38,10 +38,8 @@ def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> n
 
 
 def empty_reward_model(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
-    """Build a model that gives a sequence one number as `empty_causal_lm` builds a language model.
+    """Build a model that gives a sequence one number; arguments: see `empty_causal_lm`.
 
-    Args:
-        model_dir, dtype, attention: see there.
     Raises:
         ConfigError: config.json is missing, or no model of transformers for sequence classification fits it.
     """
@@ -85,7 +83,7 @@ def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def weight_needs(model: nn.Module) -> dict[str, Need]:
-    """Return what replaces all weights of a model, by HF name; tied weights once."""
+    """Return what a model's `load_weights` needs, by HF name; tied weights once."""
     aliases = parameter_aliases(model)
     return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
 
@@ -119,7 +117,7 @@ def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str
     Args:
         parameters: of the model, by name.
         weights: of the same shapes; other element types are cast.
-        adopt: let the parameters be these tensors, where the type is theirs, instead of copying.
+        adopt: use these tensors as the parameters, where the element type is the same, instead of copying.
     """
     for name, parameter in parameters.items():
         if adopt:
@@ -152,7 +150,7 @@ def _few(names: Set[str]) -> str:
 
 
 _BUILDING = threading.RLock()
-"""Threads build one after the other: what one puts in place of `register_parameter` another would put back too late."""
+"""Threads build one after the other, since each replaces `register_parameter` and restores it afterwards."""
 
 
 @contextmanager
@@ -160,7 +158,7 @@ def _parameters_on_meta() -> Iterator[None]:
     """Move each parameter that this thread's modules register to the meta device; buffers stay real.
 
     Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
-    offers no public way to compute them again. The method is the whole process's, so it asks which thread calls.
+    offers no public way to compute them again. The method is patched for the whole process, so it checks the thread.
     """
     patched: Any = nn.Module
     builder = threading.get_ident()

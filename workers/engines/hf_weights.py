@@ -1,4 +1,4 @@
-"""Reads and writes the safetensors of a Hugging Face directory, piece by piece.
+"""Weights in files: safetensors of a Hugging Face directory, read and written piece by piece, and saved states.
 
 A trainer rank reads only the rows that it holds; an export never keeps more than one file's tensors in memory.
 """
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncflow.errors import ConfigError
 from workers.engines.base import LocalShard
@@ -94,6 +97,39 @@ class HfWeights:
         return dtype
 
 
+class SavedTensors:
+    """Whole tensors of a saved state, read one by one in one process: for exports while the ranks train on."""
+
+    def __init__(self, saved: Path) -> None:
+        """Args:
+        saved: directory that torch.distributed.checkpoint wrote.
+        """
+        self._reader = dcp.FileSystemReader(saved)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors below a dotted path, by the rest of their path, sorted."""
+        entries = sorted(self._metadata.state_dict_metadata.items())
+        return {
+            name.removeprefix(prefix): tuple(entry.size)
+            for name, entry in entries
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its dotted path in the state."""
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        return tensor
+
+
 def write_weights(
     target: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -133,7 +169,7 @@ def write_weights(
 
 
 def _readable(directory: Path) -> int:
-    """Return the mode of files that whoever may list the directory may read."""
+    """Return a file mode with the directory's read permissions."""
     mode = directory.stat().st_mode
     return 0o600 | (0o040 if mode & 0o050 == 0o050 else 0) | (0o004 if mode & 0o005 == 0o005 else 0)
 

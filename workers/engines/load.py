@@ -1,7 +1,6 @@
 """Builds the engine that the configuration names; roles get it as its protocol and never know which one runs.
 
-Called by rollout, actor, reference, rewards and evaluation. Each engine is imported when it is chosen, so that one is
-not needed for another.
+Called by rollout, actor, reference, rewards and evaluation. An engine is imported only when it is chosen.
 """
 
 from pathlib import Path
@@ -51,8 +50,7 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
 
             return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
         case "sim":
-            from workers.engines.sim import SimGenerateEngine
-            from workers.engines.sim_model import SimLengths
+            from workers.engines.sim import SimGenerateEngine, SimLengths
 
             per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
             lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
@@ -80,11 +78,7 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
-    """Return the model that scores answers.
-
-    Raises:
-        ConfigError: see `RewardModel`.
-    """
+    """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
     from workers.engines.hf_model import DTYPES
     from workers.engines.reward_model import RewardModel
 
@@ -94,7 +88,7 @@ def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "Re
 def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngine:
     """Return a copy of the policy that only computes log-probabilities, with the initial weights.
 
-    It is of the kind of `actor.engine`: both hold the same parameters.
+    Its kind follows `actor.engine`, so both hold the same parameters.
 
     Raises:
         ConfigError: see the engine.
@@ -122,14 +116,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
         case "fsdp":
             from workers.engines.fsdp import FsdpEngine
 
-            return FsdpEngine(
-                model_dir,
-                config.model,
-                actor=actor,
-                temperature=temperature,
-                device=device,
-                seed=config.seed,
-            )
+            return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=device, seed=config.seed)
         case "megatron":
             from workers.engines.megatron import MegatronEngine
 
@@ -158,11 +145,11 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)
     training = config.critic.training(config.actor).for_run(config.steps)
-    return FsdpValueEngine(model_dir, config.model, training=training, device=device, seed=config.seed)
+    return FsdpValueEngine(model_dir, training, device=device, seed=config.seed)
 
 
 def _prepare(device: torch.device) -> None:
-    """Set this process up for passes that get and free memory all the time; allocators of accelerators keep it."""
+    """Have this process keep freed memory, which every pass allocates again; accelerators' allocators do so anyway."""
     if device.type == "cpu":
         keep_freed_memory()
 

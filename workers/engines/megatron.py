@@ -11,7 +11,7 @@ State and weights have Hugging Face's names and boxes, so a checkpoint is loaded
 
 Waits: `step` and `load_state_dict` are collective over all ranks, `log_probs` and `forward_backward` over those of a
 replica.
-Legend of shapes: A answer tokens of the micro-batch.
+Legend of shapes: A response tokens of the micro-batch.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,12 @@ from torch import Tensor
 
 from workers.config import ActorConfig
 from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
-from workers.engines.hf_weights import HfWeights, copy_without_weights, write_weights
+from workers.engines.hf_weights import HfWeights, SavedTensors, copy_without_weights, write_weights
 from workers.engines.megatron_config import DenseModel
 from workers.engines.megatron_forward import MegatronForward
 from workers.engines.megatron_model import build_megatron, join_groups, prepare_megatron
 from workers.engines.megatron_names import megatron_shards
 from workers.engines.megatron_state import MegatronState
-from workers.engines.saved_tensors import SavedTensors
 from workers.engines.updates import Updates
 from workers.model_files import read_model_config
 
@@ -77,7 +76,6 @@ class MegatronEngine:
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights."""
         return self._updates.number
 
     @torch.no_grad()
@@ -119,7 +117,6 @@ class MegatronEngine:
         return stats
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients: the step in progress was abandoned."""
         self._parts.wrapped.zero_grad_buffer()
         self._parts.optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""Settings of the `megatron` training engine, and what the model must be for it. Torch-free: preflight reads it."""
+"""Settings of the `megatron` engine, which rank has what, and which models it trains. Torch-free, for preflight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ from pydantic import Field
 
 from asyncflow.errors import ConfigError
 from asyncflow.settings import Settings
-from workers.engines.megatron_layout import MegatronLayout
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type` of config.json."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's `rope_scaling` takes for granted (`RotaryEmbedding._apply_scaling`)."""
+"""What megatron-core's `rope_scaling` assumes (`RotaryEmbedding._apply_scaling`)."""
 
 
 class MegatronConfig(Settings):
-    """How `actor.engine: megatron` divides the model; ranks that are left over make data-parallel replicas."""
+    """How `actor.engine: megatron` divides the model; the remaining factor is data-parallel replicas."""
 
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share every layer."""
@@ -28,11 +27,11 @@ class MegatronConfig(Settings):
     pipeline_pieces: int = Field(4, ge=1)
     """Pieces into which a micro-batch is cut, whole samples each, so that stages work at the same time."""
 
-    def layout(self, num_ranks: int) -> MegatronLayout:
+    def layout(self, num_ranks: int) -> "MegatronLayout":
         """Return which rank has what.
 
         Raises:
-            ConfigError: the ranks make no whole replicas.
+            ConfigError: the number of ranks is not a whole number of replicas.
         """
         size = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         if num_ranks % size:
@@ -46,6 +45,74 @@ class MegatronConfig(Settings):
             context=self.context_parallel,
             replicas=num_ranks // size,
             stages=self.pipeline_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class MegatronPlace:
+    """Where a rank is.
+
+    Attributes:
+        tensor: part of every layer.
+        replica: copy of the model: the data-parallel rank.
+        stage: of the pipeline.
+        context: part of a micro-batch's tokens.
+    """
+
+    tensor: int
+    replica: int
+    stage: int
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Which rank of the actor has which part of the model, and which ranks share rows.
+
+    Megatron's own order: tensor parallelism changes fastest, then context parallelism, data parallelism, pipeline
+    stages. Tensor 2, data 2, pipeline 2:
+
+        rank            0 1   2 3   4 5   6 7
+        stage           0     0     1     1
+        replica         0     1     0     1        replica 0 is ranks 0 1 4 5: they train on the same rows
+
+    Source: megatron-core 0.16.1, `core/parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`.
+
+    Attributes:
+        tensor, replicas, stages, context: how many of each; their product is the number of ranks.
+    """
+
+    tensor: int
+    replicas: int
+    stages: int
+    context: int = 1
+
+    def place(self, rank: int) -> MegatronPlace:
+        left, tensor = divmod(rank, self.tensor)
+        left, context = divmod(left, self.context)
+        stage, replica = divmod(left, self.replicas)
+        return MegatronPlace(tensor, replica, stage, context)
+
+    def rank(self, place: MegatronPlace) -> int:
+        column = place.replica + self.replicas * place.stage
+        return place.tensor + self.tensor * (place.context + self.context * column)
+
+    def replica_ranks(self, replica: int) -> tuple[int, ...]:
+        """Return the ranks of one copy of the model, stage after stage; the first is its lead."""
+        return tuple(
+            self.rank(MegatronPlace(tensor, replica, stage, context))
+            for stage in range(self.stages)
+            for context in range(self.context)
+            for tensor in range(self.tensor)
+        )
+
+    def context_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Return, for every part of every copy of the model, the ranks that share tokens."""
+        return tuple(
+            tuple(self.rank(MegatronPlace(tensor, replica, stage, context)) for context in range(self.context))
+            for stage in range(self.stages)
+            for replica in range(self.replicas)
+            for tensor in range(self.tensor)
         )
 
 

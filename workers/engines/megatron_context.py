@@ -10,7 +10,8 @@ To Megatron these ranks are data-parallel replicas: it sums their gradients, and
 
 Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
 Legend of shapes: T tokens of a micro-batch, C ranks, t = T / C tokens of this rank, H heads of a tensor-parallel rank,
-h = H / C, D head dimension, A answer tokens, a answer tokens that this rank's tokens predict.
+h = H / C, K key/value heads of a tensor-parallel rank, D head dimension, A response tokens, a response tokens that this
+rank's tokens predict.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from workers.engines.packed_attention import packed_attention
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE, PackedLayout
 
@@ -34,8 +36,8 @@ class TokenShare:
         tokens_t, positions_t: int64 [t].
         layout: of all T tokens; up to C - 1 that belong to nothing make T a multiple of C.
         predictors_a, targets_a: int64 [a], see `PackedInputs`; one that does not count where this rank has none.
-        answers_a: int64 [a], places among the A answer tokens, or empty.
-        num_answers: A.
+        responses_a: int64 [a], places among the A response tokens, or empty.
+        num_response_tokens: A.
     """
 
     tokens_t: Tensor
@@ -43,8 +45,8 @@ class TokenShare:
     layout: PackedLayout
     predictors_a: Tensor
     targets_a: Tensor
-    answers_a: Tensor
-    num_answers: int
+    responses_a: Tensor
+    num_response_tokens: int
 
     @staticmethod
     def of(inputs: PackedInputs, rank: int, size: int) -> "TokenShare":
@@ -57,35 +59,36 @@ class TokenShare:
         tokens = slice(rank * length, (rank + 1) * length)
         places_A = inputs.predictors_A - tokens.start
         if size == 1:
-            answers_a = torch.arange(places_A.numel(), device=places_A.device)
+            responses_a = torch.arange(places_A.numel(), device=places_A.device)
         else:
-            answers_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
-        nothing_a = answers_a.new_zeros(1)
+            responses_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
+        nothing_a = responses_a.new_zeros(1)
         return TokenShare(
             pad(inputs.tokens_T, (0, spare))[tokens],
             pad(inputs.positions_T, (0, spare))[tokens],
             layout,
-            places_A[answers_a] if answers_a.numel() else nothing_a,
-            inputs.targets_A[answers_a] if answers_a.numel() else nothing_a,
-            answers_a,
+            places_A[responses_a] if responses_a.numel() else nothing_a,
+            inputs.targets_A[responses_a] if responses_a.numel() else nothing_a,
+            responses_a,
             inputs.targets_A.numel(),
         )
 
     def own(self, values_A: Tensor) -> Tensor:
-        """Return [a] of values of all answer tokens; 0 for one that does not count."""
-        own = values_A[self.answers_a]
+        """Return [a] of values of all response tokens; 0 for one that does not count."""
+        own = values_A[self.responses_a]
         return own if own.numel() else values_A.new_zeros(1)
 
     def spread(self, values_a: Tensor) -> Tensor:
         """Return [A]: this rank's values in their places, and 0."""
-        return values_a.new_zeros(self.num_answers).index_copy(0, self.answers_a, values_a[: self.answers_a.numel()])
+        return values_a.new_zeros(self.num_response_tokens).index_copy(
+            0, self.responses_a, values_a[: self.responses_a.numel()]
+        )
 
 
 def heads_for_tokens(local_tHD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [T, H / C, D]: all tokens of this rank's heads, from all heads of its tokens.
 
-    Heads that are fewer than the ranks, or do not divide by them, are repeated as often as it takes; so their number is
-    then a multiple of C.
+    Where C does not divide H, heads are repeated until it does.
     """
     size = dist.get_world_size(group)
     times = size // gcd(size, local_tHD.shape[1])
@@ -96,14 +99,59 @@ def heads_for_tokens(local_tHD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_for_heads(whole_ThD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return [t, H, D], the other way round."""
+    """Return [t, H, D]: the inverse of `heads_for_tokens`."""
     size = dist.get_world_size(group)
     parts_CthD = _exchange(torch.unflatten(whole_ThD, 0, (size, -1)), group)
     return parts_CthD.transpose(0, 1).flatten(1, 2)
 
 
+class MegatronPackedAttention(nn.Module):
+    """Core attention of Megatron's layers over packed documents: the same function as the other engines'.
+
+    It takes the place of Megatron's `DotProductAttention` and follows its protocol `CoreAttention`. The layout, and the
+    group that has the other tokens, travel in `packed_seq_params`: layers that are recomputed get it again.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *_: object, softmax_scale: float | None = None, **__: object):
+        """Args:
+        config, layer_number: Megatron's; unused.
+        softmax_scale: factor on the scores; None: D ** -0.5.
+        """
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Any,
+        **__: object,
+    ) -> Tensor:
+        """Attend inside each document.
+
+        Args:
+            query: [t, H, D]; `key` and `value`: [t, K, D].
+            attention_mask: None.
+            packed_seq_params: with `packed_layout`, of all tokens, and `context`, see `MegatronParts`.
+
+        Returns:
+            [t, H * D].
+        """
+        layout, context = packed_seq_params.packed_layout, packed_seq_params.context
+        if context is not None:
+            query, key, value = (heads_for_tokens(tensor, context) for tensor in (query, key, value))
+        heads_first = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+        output: Tensor
+        output, _ = packed_attention(self, *heads_first, attention_mask, packed_layout=layout, scaling=self._scale)
+        own_tHD = output[0] if context is None else tokens_for_heads(output[0], context)
+        return own_tHD.flatten(1)
+
+
 class _Exchange(torch.autograd.Function):
-    """Rank i gives its part j to rank j, and puts what it gets from j there: its own inverse and its own transpose."""
+    """Rank i sends its part j to rank j and receives part i of rank j in its place: its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

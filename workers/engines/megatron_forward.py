@@ -6,11 +6,11 @@ micro-batch's log-probabilities, so no piece can go back before the last one cam
     stage 0   0 1 2 3 . . . 3 2 1 0          memory: the activations of one micro-batch, as without pieces
     stage 1   . 0 1 2 3 L 3 2 1 0 .          L: loss
 
-The last stage then tells the others of its pipeline the log-probabilities, so every rank knows the same. Where ranks
-share the tokens of a piece (`megatron_context`), each does so for its own; without, t is T and a is A.
+The last stage then broadcasts the log-probabilities to its pipeline, so every rank knows the same. Where ranks share
+the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
 
-Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A answer tokens, a those that
-this rank's tokens predict, V this rank's vocabulary.
+Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A response tokens, a those
+that this rank's tokens predict, V this rank's vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from workers.engines.packed_forward import PackedInputs
 
 @dataclass
 class _Passed:
-    """What a stage keeps of a piece until its backward pass.
+    """A piece between its forward and its backward pass.
 
     Attributes:
         received: [t, 1, W] of the stage before; None on the first.
@@ -76,7 +76,7 @@ class MegatronForward:
             self._network.output_layer.register_forward_pre_hook(self._keep_predictors)
 
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Return float32 [A] log-probabilities and entropies of the answers' tokens, on every rank of the replica.
+        """Return float32 [A] log-probabilities and entropies of the responses' tokens, on every rank of the replica.
 
         Keeps what `backward` needs where gradients are enabled. Without `entropy` the second result is empty.
         """
@@ -97,7 +97,7 @@ class MegatronForward:
             gradient_A: of its log-probabilities; only the last stage's counts.
         """
         passed, self._passed = self._passed, []
-        gradients = torch.split(gradient_A, [one.share.num_answers for one in passed])
+        gradients = torch.split(gradient_A, [one.share.num_response_tokens for one in passed])
         sending = []
         for number in reversed(range(len(passed))):
             one = passed[number]
@@ -141,11 +141,11 @@ class MegatronForward:
         return _Passed(received, log_probs_a, entropy_a, share)
 
     def _keep_predictors(self, _: object, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Have the output layer compute logits of the answers' positions only: [t, 1, W] -> [a, 1, W]."""
+        """Have the output layer compute logits of the responses' positions only: [t, 1, W] -> [a, 1, W]."""
         return (arguments[0][self._predictors_a], *arguments[1:])
 
     def _at_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
-        """Return the angles of every token, [positions, 1, 1, D] -> [t, 1, 1, D]: an answer goes on where its prompt
+        """Return the angles of every token, [positions, 1, 1, D] -> [t, 1, 1, D]: a response goes on where its prompt
         ends. Megatron takes as many angles as tokens for just this (`_apply_rotary_pos_emb_thd`, exact mapping)."""
         return angles[self._positions_t]
 
@@ -181,7 +181,7 @@ class MegatronForward:
             if self._context is not None:
                 dist.all_reduce(known, group=self._context)
         else:
-            known = torch.empty(1 + entropy, sum(one.share.num_answers for one in passed), device=self._device)
+            known = torch.empty(1 + entropy, sum(one.share.num_response_tokens for one in passed), device=self._device)
         if len(self._stages) > 1:
             dist.broadcast(known, src=self._stages[-1], group=self._pipeline_group)
         return known[0], known[1] if entropy else known[0, :0]
@@ -196,7 +196,7 @@ class MegatronForward:
 
 
 def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
-    """Yield a micro-batch in at most so many pieces of about as many tokens, whole samples each, in order."""
+    """Yield a micro-batch in at most `num_pieces` pieces of about equal tokens, whole samples each, in order."""
     lengths = batch.lengths_N.tolist()
     total, first, rows = sum(lengths), 0, 0
     while rows < len(lengths):

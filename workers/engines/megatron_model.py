@@ -17,14 +17,14 @@ from torch.nn.functional import silu
 
 from asyncflow.errors import ConfigError
 from workers.config import ActorConfig
-from workers.engines.megatron_config import DenseModel
-from workers.engines.megatron_layout import MegatronLayout
+from workers.engines.megatron_config import DenseModel, MegatronLayout
+from workers.engines.megatron_context import MegatronPackedAttention
 from workers.engines.megatron_names import MegatronGeometry
 
 
 @dataclass(frozen=True)
 class MegatronParts:
-    """What one rank has.
+    """One rank's model and optimizer.
 
     Attributes:
         network: the bare GPTModel of this rank's stage.
@@ -32,7 +32,7 @@ class MegatronParts:
         optimizer: the one DistributedOptimizer.
         geometry: of the model and the rank.
         layout: of all ranks.
-        context: those that share tokens with this one; None: it has all.
+        context: the ranks that share tokens with this one; None: it has all.
     """
 
     network: Any
@@ -44,7 +44,7 @@ class MegatronParts:
 
 
 def prepare_megatron(device: torch.device) -> None:
-    """Import what must come before Megatron: on NPU MindSpeed, which replaces parts of it.
+    """Import what must be imported before Megatron: on NPU MindSpeed, which replaces parts of it.
 
     Raises:
         ConfigError: this process has no device that Megatron computes on.
@@ -52,7 +52,7 @@ def prepare_megatron(device: torch.device) -> None:
     if device.type == "npu":
         import mindspeed.megatron_adaptor  # noqa: F401 - patches Megatron when it is imported
     try:
-        torch.cuda.current_device()  # what Megatron asks; torch_npu answers, too
+        torch.cuda.current_device()  # Megatron calls it; torch_npu implements it, too
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"actor.engine: megatron computes on CUDA and NPU, not on {device}; set actor.engine to fsdp"
@@ -187,8 +187,6 @@ def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronL
 def _network(model: DenseModel, config: Any, stage: int, stages: int, padded_vocab_size: int) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from workers.engines.megatron_attention import MegatronPackedAttention
 
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = MegatronPackedAttention

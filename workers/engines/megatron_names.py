@@ -1,6 +1,6 @@
 """From the parameters of a Megatron-core GPT model to Hugging Face names and boxes: Llama, Qwen2 and Qwen3, dense.
 
-Pure: a local tensor goes in, views of it come out. Knows names and layouts, neither process groups nor Megatron.
+Pure: a local tensor goes in, views of it come out. Knows names and layouts, but neither process groups nor Megatron.
 
     linear_qkv     rows, per query group (one key/value head):  its query heads | key | value
     linear_fc1     rows, per tensor-parallel rank:               gate | up
@@ -9,6 +9,13 @@ Pure: a local tensor goes in, views of it come out. Knows names and layouts, nei
 
 The layer's own norm weights sit in the matrix that follows them (Transformer Engine) or apart (local modules). With
 fewer query groups than tensor-parallel ranks a group's rows are cut across ranks wherever the division falls.
+
+The distributed optimizer cuts parameters without regard to rows: a data-parallel rank has elements `start` to `stop` of
+the flattened parameter. Cut by query group, each shard is one run of the parameter, and `flat_boxes` splits it:
+
+    parameter (flat)    | q of group 0 | k | v | q of group 1 | k | v |
+    this rank                  |======================|
+    boxes of q_proj, k_proj, v_proj: rest of a row, whole rows, begin of a row
 
 Source: megatron-core 0.16.0, `core/transformer/attention.py` (`get_query_key_value_tensors`), `core/transformer/mlp.py`
 (`glu`), `core/models/gpt/gpt_layer_specs.py` (names of norms with and without Transformer Engine); Megatron-Bridge,
@@ -63,7 +70,7 @@ class MegatronGeometry:
 
 
 def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> list[LocalShard]:
-    """Return what a parameter is of Hugging Face's tensors.
+    """Return which parts of Hugging Face's tensors a parameter holds.
 
     Args:
         name: as the unwrapped GPTModel's `named_parameters()` gives it; layers count from this stage's first.
@@ -90,6 +97,44 @@ def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> lis
             "unwrapped GPTModel, or add the layout to workers/engines/megatron_names.py"
         )
     return list(layout(_Parameter(name, local.detach(), geometry), prefix + target))
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """A box of a Hugging Face tensor, and where it lies in this rank's run.
+
+    Attributes:
+        name, shape: of the whole tensor.
+        box: which part.
+        start: its first element in the run.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its view of the run's values."""
+        return flat[self.start : self.start + self.box.numel].view(self.box.size)
+
+
+def flat_boxes(name: str, parameter: Tensor, geometry: MegatronGeometry, *, start: int, stop: int) -> Iterator[FlatBox]:
+    """Yield the boxes of elements `start` to `stop` of a flattened parameter; padding of the vocabulary is left out.
+
+    Args:
+        name: see `megatron_shards`.
+        parameter: this rank's, contiguous.
+        geometry: see `megatron_shards`.
+        start, stop: the run.
+    """
+    first = int(parameter.storage_offset())
+    for shard in megatron_shards(name, parameter, geometry):
+        for box, values in _runs(shard):
+            begin = int(values.storage_offset()) - first
+            low, high = max(start, begin), min(stop, begin + box.numel)
+            for part, offset in _cut(box, low - begin, high - begin):
+                yield FlatBox(shard.name, shard.shape, part, begin + offset - start)
 
 
 @dataclass(frozen=True)
@@ -211,6 +256,33 @@ def _rows(target: str, num_rows: int, start: int, count: int, values: Tensor) ->
     tail = () if target.endswith(".bias") else tuple(values.shape[-1:])
     shape = (num_rows, *tail)
     return LocalShard(target, shape, Box.rows(shape, start, start + count), values)
+
+
+def _runs(shard: LocalShard) -> Iterator[tuple[Box, Tensor]]:
+    """Split a shard of several query groups into one run of the parameter each."""
+    if shard.values.is_contiguous():
+        yield shard.box, shard.values
+        return
+    row = shard.box.offset[0]
+    for values in shard.values:
+        assert values.is_contiguous(), f"{shard.name}: a query group's rows are apart"
+        rows = values.numel() * shard.box.size[0] // shard.box.numel
+        yield Box((row, *shard.box.offset[1:]), (rows, *shard.box.size[1:])), values
+        row += rows
+
+
+def _cut(box: Box, low: int, high: int) -> Iterator[tuple[Box, int]]:
+    """Yield (box, its first element) of elements `low` to `high` of a box with one or two dimensions."""
+    width = box.size[1] if len(box.size) == 2 else 1
+    while low < high:
+        row, column = divmod(low, width)
+        rows = max(1, (high - low) // width) if not column else 1
+        count = min(rows * width, high - low) if not column else min(width - column, high - low)
+        if len(box.size) == 2:
+            yield Box((box.offset[0] + row, box.offset[1] + column), (rows, count // rows)), low
+        else:
+            yield Box((box.offset[0] + row,), (rows,)), low
+        low += count
 
 
 _Layout = Callable[[_Parameter, str], Iterator[LocalShard]]

@@ -1,7 +1,7 @@
 """Master weights and optimizer state of one rank, under Hugging Face's names.
 
 With the distributed optimizer this rank has a run of every flattened parameter in float32, and AdamW's two moments of
-it. Each is shown as boxes of Hugging Face tensors (`megatron_boxes`), views of the very memory, so loading in place and
+it. Each is shown as boxes of Hugging Face tensors (`FlatBox`), views of the optimizer's memory, so loading in place and
 saving need no gathering. Tensor-parallel ranks that hold the same norm, and the last stage's copy of a tied embedding,
 read but do not save.
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from workers.engines.boxed_tensor import BoxedTensor, BoxPart
 from workers.engines.hf_weights import HfWeights
-from workers.engines.megatron_boxes import FlatBox, flat_boxes
 from workers.engines.megatron_model import MegatronParts
+from workers.engines.megatron_names import FlatBox, flat_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -44,7 +44,7 @@ class MegatronState:
     """Views into the optimizer of one rank."""
 
     def __init__(self, parts: MegatronParts) -> None:
-        """Begin with zeros in all places, so that padding of the vocabulary is something."""
+        """Begin with zeros everywhere, so that the vocabulary's padding is defined."""
         self._parts = parts
         self._optimizer = parts.optimizer
         self._runs = tuple(self._find_runs())
@@ -74,7 +74,7 @@ class MegatronState:
         return {"model": model, "optimizer": {**moments, "step": torch.tensor(self._adam_step())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The tensors were loaded in place: take the count, and compute with the weights; collective over replicas."""
+        """Take the count and publish the weights, which were loaded in place; collective over replicas."""
         self._set_adam_step(int(state["optimizer"]["step"]))
         self._publish()
 
@@ -108,12 +108,12 @@ class MegatronState:
         self._parts.wrapped.start_param_sync(force_sync=True)
 
     def _begin_moments(self) -> None:
-        """Make AdamW's state as its first update would: a state that is loaded needs somewhere to go."""
+        """Make AdamW's state as its first update would, so that a saved state can be loaded in place."""
         self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
         self._set_adam_step(0)
 
     def _adam_step(self) -> int:
-        """Torch's AdamW counts per parameter, those of Apex, Transformer Engine and MindSpeed per group."""
+        """Torch's AdamW counts per parameter; those of Apex, Transformer Engine and MindSpeed count per group."""
         inner = self._optimizer.optimizer
         if not isinstance(inner, torch.optim.AdamW):
             return int(inner.param_groups[0].get("step", 0))

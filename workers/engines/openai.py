@@ -1,11 +1,11 @@
 """Servers that speak OpenAI's completions API as the generating engine: the user's own inference cluster.
 
-    submit         one streamed request per answer, dealt to the servers in turn; prompts and answers as token ids
+    submit         one streamed request per response, to the servers in turn; prompts and responses as token ids
     load_weights   safetensors into `weights_dir`, then every server is told; only while nothing runs
 
-An answer that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
-supervisor starts again. Weights are never swapped inside an answer: the API does not say which tokens they drew. A vLLM
-server that lost its weights in between is noticed (`openai_weights`).
+A response that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
+supervisor starts again. Weights are never swapped inside a response, since the API does not say which tokens they drew.
+A vLLM server that lost its weights is noticed (`ServedWeights`).
 """
 
 import asyncio
@@ -26,38 +26,37 @@ from asyncflow.errors import ConfigError, EngineFailed
 from weightsync.plan import Need
 from workers.calls.pool import CallPool
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.answer_tasks import AnswerTasks
+from workers.engines.answer_tasks import ResponseTasks
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf_weights import copy_without_weights, write_weights
 from workers.engines.openai_config import OpenAIConfig
 from workers.engines.openai_server import Completion, OpenAIServer, pauses
-from workers.engines.openai_update import open_updates
-from workers.engines.openai_weights import ServedWeights
+from workers.engines.openai_weights import ServedWeights, open_updates
 from workers.model_files import eos_token_ids, longest_prompt
 
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = re.compile(r"load_(\d{6,})")
 _KEPT = 2
-"""Directories of weights that stay: a server may still read the last but one."""
+"""Directories of weights that are kept: a server may still read the last but one."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Response:
     request: GenerateRequest
     completion: Completion
     version: int
 
 
 class OpenAIEngine:
-    """Has servers generate answers; implements `GenerateEngine`."""
+    """Has servers generate responses; implements `GenerateEngine`."""
 
     adopts_weights = False
     interruptible = False
 
     def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
-        """Connect; the servers must be there.
+        """Connect to the servers, which must be running.
 
         Args:
             model_dir: Hugging Face directory; only its JSON files are read.
@@ -82,7 +81,7 @@ class OpenAIEngine:
         self._loaded = False
         self._updates: CallPool | None = None
         self.version = 0
-        self._tasks: AnswerTasks[_Answer] = AnswerTasks("openai")
+        self._tasks: ResponseTasks[_Response] = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
@@ -94,43 +93,40 @@ class OpenAIEngine:
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._tasks.num_running
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return self._sampling.batch_size - self._tasks.num_running
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers."""
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
             check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
-        self._tasks.start([self._answer(request, *next(self._turn), self.version) for request in requests])
+        self._tasks.start([self._generate(request, *next(self._turn), self.version) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until answers finish, some tokens came, or `wake` is set; returns those that finished.
+        """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
 
         Raises:
             EngineFailed: a server refused a request, or stays away.
         """
-        return [_generation(answer) for answer in self._tasks.step(wake)]
+        return [_generation(response) for response in self._tasks.step(wake)]
 
     def abort(self) -> None:
         """Forget what runs; closed connections tell the servers."""
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Write all weights (HF names) and have every server take them. Not while answers run.
+        """Write all weights (HF names) and have every server take them. Not while responses run.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
             EngineFailed: a server did not take them.
             UserCodeFailed: the user's function raised, or did not return in time.
         """
-        assert not self.num_running, "load_weights() while answers run"
+        assert not self.num_running, "load_weights() while responses run"
         check_weights(self._needs, weights)
         directory = self._write(weights)
         self._loaded = True
@@ -144,7 +140,6 @@ class OpenAIEngine:
         self._updates.call(str(directory), on=f"the weights in {directory}")
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return self._needs
 
     def close(self) -> None:
@@ -172,9 +167,9 @@ class OpenAIEngine:
             for url in config.urls
         ]
 
-    async def _answer(
+    async def _generate(
         self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
-    ) -> _Answer:
+    ) -> _Response:
         sampling = self._sampling
         body = {
             "model": self._served,
@@ -183,13 +178,13 @@ class OpenAIEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            # Else they are those of the model's generation_config.json, which change what is drawn.
+            # Else those of the model's generation_config.json apply and change what is drawn.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request.signed_seed,
-            "ignore_eos": True,  # of the server's settings; what counts is here
+            "ignore_eos": True,  # the server's own setting; `stop_token_ids` counts
             "stop_token_ids": self._eos,
             "skip_special_tokens": False,
         }
@@ -201,10 +196,10 @@ class OpenAIEngine:
             vocab_size=self._vocab_size,
             max_tokens=sampling.max_response_tokens,
         )
-        return _Answer(request, completion, version)
+        return _Response(request, completion, version)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
-        """Write a Hugging Face directory, numbered after those that are there; the ones before the last are removed."""
+        """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
         root = Path(self._config.weights_dir)
         root.mkdir(parents=True, exist_ok=True)
         old = sorted((path for path in root.iterdir() if _DIRECTORY.fullmatch(path.name)), key=_number)
@@ -220,14 +215,14 @@ class OpenAIEngine:
         await asyncio.gather(*(weights.take(directory) for weights in self._weights))
 
     def _run(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
-        """Run what may be attempted several times within `timeout_s`, pauses excepted."""
+        """Run what may be attempted several times; `timeout_s` does not count the pauses."""
         return self._tasks.run(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
 
 
 def check_completion(
     server: str, completion: Completion, *, eos: Sequence[int], vocab_size: int, max_tokens: int
 ) -> None:
-    """Refuse answers that nothing can be learned from: of another model, or of a server that stops by other rules.
+    """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
 
     Raises:
         EngineFailed: says what is wrong.
@@ -242,9 +237,9 @@ def check_completion(
         wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
     elif not completion.truncated and tokens[-1] not in eos:
         wrong = (
-            f"ended an answer with token {tokens[-1]}, which is no end token of the model (those are "
-            f"{', '.join(map(str, eos))}); it must return the token that ends an answer, and have no stop rules of its "
-            f"own"
+            f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
+            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of "
+            f"its own"
         )
     if wrong:
         raise EngineFailed(f"openai: {server} {wrong}")
@@ -291,12 +286,12 @@ def _number(directory: Path) -> int:
     return int(directory.name.removeprefix("load_"))
 
 
-def _generation(answer: _Answer) -> Generation:
-    completion = answer.completion
+def _generation(response: _Response) -> Generation:
+    completion = response.completion
     return Generation.of(
-        answer.request,
+        response.request,
         tokens=completion.tokens,
         log_probs=completion.log_probs,
-        versions=[answer.version] * len(completion.tokens),
+        versions=[response.version] * len(completion.tokens),
         truncated=completion.truncated,
     )

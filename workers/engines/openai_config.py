@@ -8,17 +8,17 @@ from pydantic import Field, field_validator
 from asyncflow.settings import Settings
 
 UPDATE_ARGUMENTS = ("directory",)
-"""Of a function that has servers take new weights."""
+"""Of the user's function `update`."""
 
 
 class OpenAIConfig(Settings):
-    """Servers of the user's that speak OpenAI's completions API (`rollout.engine: openai`).
+    """The user's servers, which speak OpenAI's completions API (`rollout.engine: openai`).
 
     They must return token ids and take prompts as token ids, as vLLM's do (`return_token_ids`).
     """
 
     urls: tuple[str, ...] = ()
-    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; answers are dealt to them in turn."""
+    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; responses are dealt to them in turn."""
     model: str = ""
     """Name under which they serve the model; empty: the first that they list."""
     api_key_variable: str = "OPENAI_API_KEY"
@@ -37,7 +37,7 @@ class OpenAIConfig(Settings):
     update_timeout_s: float = Field(600.0, gt=0)
     """Deadline of one server's request to take new weights (s)."""
     retries: int = Field(6, ge=0, le=1000)
-    """How often an answer is asked for again after a server that is busy, not there, or fails (429, 5xx)."""
+    """How often a response is asked for again after a server that is busy, not there, or fails (429, 5xx)."""
     retry_pause_s: float = Field(1.0, ge=0)
     """Before the first of these attempts; each further one waits twice as long, up to a minute (s). The defaults wait a
     minute in all; raise `retries` for servers that need longer to start again."""

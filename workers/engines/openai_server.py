@@ -1,7 +1,7 @@
-"""One server that speaks OpenAI's completions API: ask for an answer token by token, have it take new weights.
+"""One server that speaks OpenAI's completions API: streams responses token by token, and posts other requests.
 
-Every error names the server, what it said, and whether asking again may help. Used by the `openai` engine, inside an
-event loop; it knows nothing of runs.
+Every error names the server and what it said; its class says whether asking again may help. Used by the `openai`
+engine, inside an event loop; knows nothing of runs.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import msgspec
 from asyncflow.errors import EngineFailed
 
 logger = logging.getLogger(__name__)
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per answer
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # else two lines per response
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _CONNECT_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 _SHOWN = 300
 _ENDS = ("stop", "length")
-"""Why an answer may end; `abort`: somebody had the server drop it."""
+"""How a response may finish; `abort`, for one, means that the server dropped it."""
 
 
 class ServerBusy(Exception):
@@ -34,11 +34,11 @@ class ServerBusy(Exception):
 
 
 class ServerAway(ServerBusy):
-    """There is no connection to a server: it ended, or starts."""
+    """There is no connection to a server: it ended, or is starting."""
 
 
 class RequestRefused(EngineFailed):
-    """A server does not have such a request, or not in this form; it would refuse it again."""
+    """A server does not know such a request, or not in this form; asking again would not help."""
 
 
 class _LogProbs(msgspec.Struct):
@@ -92,7 +92,7 @@ class OpenAIServer:
         url: without `/v1`.
         api_key: "": none is sent.
         timeout_s: longest silence.
-        retries: of an answer.
+        retries: of a response.
         retry_pause_s: before the first; each further one waits twice as long.
         num_connections: at most.
         """
@@ -103,7 +103,7 @@ class OpenAIServer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S),
             limits=httpx2.Limits(max_connections=num_connections, max_keepalive_connections=num_connections),
-            trust_env=False,  # the environment's proxies are for the world outside
+            trust_env=False,  # the environment's proxies are for other hosts
         )
 
     @property
@@ -128,12 +128,12 @@ class OpenAIServer:
         progress: Callable[[], None],
         guard: Callable[[], AbstractAsyncContextManager[None]],
     ) -> Completion:
-        """Return an answer.
+        """Return a response.
 
         Args:
-            body: of the request, but for how the answer is to be returned.
-            progress: is called whenever tokens came.
-            guard: every attempt is inside one; leaving it raises ServerBusy if the answer counts for nothing.
+            body: of the request, without the fields that say how the response is returned.
+            progress: called whenever tokens arrive.
+            guard: entered for every attempt; leaving it raises ServerBusy if the response does not count.
 
         Raises:
             EngineFailed: the server refused, is gone, or does not return token ids.
@@ -147,7 +147,7 @@ class OpenAIServer:
         return await self._again(attempt, ServerBusy)
 
     async def when_there(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return what an attempt does; one for which there was no connection is repeated.
+        """Return the result of an attempt; repeat one that found no connection.
 
         Raises:
             EngineFailed: the server stays away, or failed in another way.
@@ -167,7 +167,7 @@ class OpenAIServer:
         await self._send("POST", path, body, timeout_s=timeout_s)
 
     async def weights_mark(self) -> str:
-        """Return what the server's weights were marked with; vLLM's own word where they never were.
+        """Return the mark of the server's weights; vLLM's own where none was set.
 
         Raises:
             ServerBusy: it does not answer.
@@ -179,7 +179,7 @@ class OpenAIServer:
         await self._client.aclose()
 
     async def _again(self, attempt: Callable[[], Awaitable[T]], passing: type[ServerBusy]) -> T:
-        """Return what an attempt does; one that failed in a passing way is repeated."""
+        """Return the result of an attempt; repeat one that raised `passing`."""
         for pause_s in [*pauses(self._retries, self._retry_pause_s), None]:
             try:
                 return await attempt()
@@ -201,7 +201,7 @@ class OpenAIServer:
                 reason = choice.finish_reason or reason
             progress()
         if reason not in _ENDS:
-            raise ServerBusy(f"openai: {self._url} ended an answer in the middle ({reason or 'no finish_reason'})")
+            raise ServerBusy(f"openai: {self._url} ended a response in the middle ({reason or 'no finish_reason'})")
         if len(log_probs) != len(tokens):
             raise EngineFailed(
                 f"openai: {self._url} returned {len(log_probs)} log-probabilities for {len(tokens)} tokens"
@@ -217,7 +217,7 @@ class OpenAIServer:
         return choice.token_ids
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[_Event]:
-        """Yield the events of a streamed answer."""
+        """Yield the events of a streamed response."""
         try:
             async with self._client.stream("POST", self._url + path, json=dict(body)) as response:
                 if not response.is_success:
@@ -249,7 +249,7 @@ class OpenAIServer:
         return response
 
     def _decoded(self, data: bytes, kind: type[T], path: str) -> T:
-        """Return JSON as what it should be."""
+        """Decode JSON as a `kind`."""
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
@@ -258,7 +258,7 @@ class OpenAIServer:
             raise ServerBusy(f"openai: {self._url}{path} sent what is no JSON: {error}") from error
 
     def _check(self, response: httpx2.Response) -> None:
-        """Raise what a status other than success means."""
+        """Raise unless the status is success."""
         if response.is_success:
             return
         said = f"openai: {response.url} answered {response.status_code} {_short(response.text)}".rstrip()
@@ -267,7 +267,7 @@ class OpenAIServer:
         raise RequestRefused(said)
 
     def _broken(self, path: str, error: httpx2.HTTPError) -> ServerBusy:
-        """Return what a connection that failed means."""
+        """Return the error for a connection that failed."""
         if isinstance(error, httpx2.TimeoutException):
             return ServerBusy(f"openai: {self._url}{path} did not answer in time ({type(error).__name__})")
         return ServerAway(f"openai: {self._url}{path} cannot be reached ({type(error).__name__}: {error})")

@@ -1,10 +1,10 @@
-"""The weights of one vLLM server: has it take them, and notices when it has others.
+"""How servers take new weights: by vLLM's own requests, or by the user's function `openai.update`. Torch-free.
 
-    take        pause, reload from a directory, note a mark, resume
-    unchanged   ask for the mark after an answer: a server that was started again has forgotten it, and takes them again
+    take        pause, reload from a directory, set a mark, resume
+    unchanged   ask for the mark after a response: a server that was started again has lost it, and takes weights again
 
 A server that starts again answers with the weights that it was started with. The mark is vLLM's version of the weights,
-which is lost with them, so whoever still has it after an answer had the right weights all the while.
+which is lost with them: a server that still has it after a response had the right weights throughout.
 """
 
 import asyncio
@@ -16,13 +16,17 @@ from functools import partial
 from pathlib import Path
 
 from asyncflow.errors import EngineFailed
+from workers.calls.callee import Callee
+from workers.calls.pool import CallPool, Entry
+from workers.engines.openai_config import UPDATE_ARGUMENTS, OpenAIConfig
 from workers.engines.openai_server import OpenAIServer, RequestRefused, ServerBusy
+from workers.user_function import load_function
 
 logger = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """What one server computes with; made and used inside one event loop."""
+    """The weights of one vLLM server; made and used inside one event loop."""
 
     def __init__(self, server: OpenAIServer, *, timeout_s: float) -> None:
         """Args:
@@ -36,7 +40,7 @@ class ServedWeights:
         self._taking = asyncio.Lock()
 
     async def take(self, directory: Path) -> None:
-        """Have the server read weights, and forget what it cached of prompts; one that is away is waited for.
+        """Have the server read weights and drop its cache of prompts; wait for one that is away.
 
         Raises:
             EngineFailed: it did not take them; says what to do.
@@ -52,13 +56,13 @@ class ServedWeights:
 
     @asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
-        """What is asked for inside is drawn from the weights that were taken last.
+        """Make sure that a response asked for inside is drawn from the weights that were taken last.
 
         Raises:
-            ServerBusy: on leaving: it may not have been; the server has taken them again.
-            EngineFailed: it did not take them.
+            ServerBusy: on leaving, if it may not have been; the server has taken the weights again.
+            EngineFailed: the server did not take them.
         """
-        async with self._taking:  # what would be asked for meanwhile would count for nothing
+        async with self._taking:  # a response asked for meanwhile would not count
             mark = self._mark
         yield
         if mark is None or await self._server.weights_mark() == mark:
@@ -73,7 +77,7 @@ class ServedWeights:
         )
 
     async def _take(self, directory: Path) -> str | None:
-        """Return the mark; None: an older vLLM, which notes none."""
+        """Return the mark; None: an older vLLM, which keeps none."""
         post = partial(self._server.post, timeout_s=self._timeout_s)
         await post("/pause?mode=abort&clear_cache=true", {})
         await post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -84,3 +88,30 @@ class ServedWeights:
             mark = None
         await post("/resume", {})
         return mark
+
+
+def open_updates(config: OpenAIConfig) -> CallPool:
+    """Return the pool that calls `openai.update`, one update after the other.
+
+    Raises:
+        ConfigError: the function cannot be imported.
+    """
+    pool = CallPool(
+        Entry("workers.engines.openai_weights:update", {"name": config.update}),
+        what=f"openai.update: {config.update}",
+        limit="openai.update_timeout_s",
+        timeout_s=config.update_timeout_s,
+        concurrency=1,
+    )
+    try:
+        pool.until_ready()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def update(name: str) -> Callee:
+    """Import the function, in the pool's child; it gets a `Path`, and its result is ignored."""
+    function = load_function(name, field="openai.update", arguments=UPDATE_ARGUMENTS)
+    return Callee(function, takes=lambda texts: [Path(texts[0])], gives=lambda value, texts: None)

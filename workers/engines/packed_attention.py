@@ -1,17 +1,27 @@
 """Attention over packed documents, registered in transformers' attention interface; picks the kernel of the device.
 
-    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and answer merged
-    CUDA (half precision)   `device_attention`: one variable-length flash call
-    NPU (half precision)    `device_attention`: one fused call, layout TND
-    all else                here: SDPA, document after document of one shape
+    CPU                     `cpu_attention`: torch's flash kernel per run of documents, prompt and response merged
+    CUDA (half precision)   `varlen_attention`: one variable-length flash call
+    NPU (half precision)    `npu_attention`: one fused call, layout TND
+    all else                `sdpa_attention`: document after document of one shape
 
 No kernel pads, and none makes a [T, T] mask. All compute the same (`tests/unit/engines/test_packed_attention.py`).
 
-Legend of shapes: L tokens of a document, M tokens that its last token sees, T tokens in all, H heads, D head dimension.
+On accelerators each document brings its queries and all keys that it sees, in one piece: a prompt's keys and values are
+copied to each of its responses (all else of a prompt is computed once), and the copy's backward sums their gradients.
+The masks of both kernels are causal from the *last* query and key backwards, so a token of a response sees its prompt
+and what comes before it in the response. Both want float16 or bfloat16. Sources:
+`torch.nn.attention.varlen.varlen_attn` (torch 2.13; its causal mask is aligned to the lower right, see
+`torch.nn.attention.bias`); `torch_npu.npu_fusion_attention`, layout TND with `sparse_mode=3` (rightDownCausal) and its
+compressed mask of 2048 x 2048, as in transformers' `integrations.npu_flash_attention`.
+
+Legend of shapes: N documents, L tokens of a document, M tokens that its last token sees, K keys of all documents, T
+tokens in all, H heads, D head dimension.
 """
 
 from collections.abc import Callable
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +30,13 @@ from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
 from workers.engines.cpu_attention import cpu_attention
-from workers.engines.device_attention import npu_attention, varlen_attention
 from workers.engines.packed_layout import ALONE, PackedLayout
 
 PACKED_ATTENTION = "asyncflow_packed"
 """Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
+
+_DOWN_RIGHT_CAUSAL = 3
+_MASK_SIDE = 2048
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
 """(query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D]."""
@@ -91,7 +103,7 @@ def sdpa_attention(
 ) -> Tensor:
     """Attend with SDPA: neighbours that continue one prompt and are of one length in one call; on any device.
 
-    The keys of a prompt are copied to each of its answers. Arguments: see `Kernel`.
+    The keys of a prompt are copied to each of its responses. Arguments: see `Kernel`.
     """
     outputs = []
     shapes = zip(layout.prompts, layout.lengths, layout.starts, strict=True)
@@ -119,6 +131,51 @@ def sdpa_attention(
     return torch.cat(outputs)
 
 
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+    """Attend inside each document on CUDA; arguments: see `Kernel`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
+    queries, keys = _boundaries(layout, query.device)
+    out_THD = varlen_attn(
+        q_THD,
+        k_KHD,
+        v_KHD,
+        queries,
+        keys,
+        max(layout.lengths),
+        layout.longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[0] != key.shape[0],
+    )
+    assert isinstance(out_THD, Tensor)  # a pair only with log-sum-exps
+    return out_THD
+
+
+def npu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+    """Attend inside each document on an Ascend NPU; arguments: see `Kernel`."""
+    from torch_npu import npu_fusion_attention
+
+    q_THD, k_KHD, v_KHD = _gathered(query, key, value, layout)
+    out_THD: Tensor = npu_fusion_attention(
+        q_THD,
+        k_KHD,
+        v_KHD,
+        query.shape[0],
+        input_layout="TND",
+        pse=None,
+        padding_mask=None,
+        atten_mask=_compressed_mask(query.device),
+        scale=scale,
+        keep_prob=1.0,
+        actual_seq_qlen=tuple(accumulate(layout.lengths)),
+        actual_seq_kvlen=tuple(accumulate(layout.key_lengths)),
+        sparse_mode=_DOWN_RIGHT_CAUSAL,
+    )[0]
+    return out_THD
+
+
 def _documents(tensor: Tensor, length: int) -> Tensor:
     """Return [H, N * L, D] as [N, H, L, D]."""
     return torch.unflatten(tensor, 1, (-1, length)).transpose(0, 1)
@@ -131,6 +188,37 @@ def _mask(length: int, num_keys: int, window: int | None, device: torch.device) 
     position = torch.arange(num_keys, device=device)
     distance = position[num_keys - length :, None] - position[None, :]
     return (distance >= 0) & (distance < (num_keys if window is None else window))
+
+
+def _gathered(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [T, H, D], and keys and values [K, H, D] of one document after another."""
+    q_THD, k_THD, v_THD = (each.transpose(0, 1) for each in (query, key, value))
+    index_K = _key_index(layout, query.device)
+    if index_K is None:
+        return q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous()
+    return q_THD.contiguous(), k_THD.index_select(0, index_K), v_THD.index_select(0, index_K)
+
+
+# All layers of a forward pass share a layout, so what is made of it on the device is cached.
+
+
+@lru_cache(maxsize=4)
+def _key_index(layout: PackedLayout, device: torch.device) -> Tensor | None:
+    index_K = layout.key_index()
+    return None if index_K is None else index_K.to(device)
+
+
+@lru_cache(maxsize=4)
+def _boundaries(layout: PackedLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return int32 [N + 1] twice: where each document's queries, and its keys, begin."""
+    sums = (tuple(accumulate(lengths, initial=0)) for lengths in (layout.lengths, layout.key_lengths))
+    queries, keys = (torch.tensor(each, dtype=torch.int32).to(device) for each in sums)
+    return queries, keys
+
+
+@lru_cache(maxsize=4)
+def _compressed_mask(device: torch.device) -> Tensor:
+    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,6 +1,6 @@
 """The forward pass over a packed micro-batch, shared by trainer, its copies, critic and frozen reference.
 
-Legend of shapes: N samples, T tokens of the micro-batch, A answer tokens, V vocabulary.
+Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ _IDLE = Sequences(
     lengths_N=torch.tensor([2], dtype=torch.int32),
     prompt_lengths_N=torch.tensor([1], dtype=torch.int32),
 )
-"""The least that has a prompt and an answer."""
+"""The smallest batch with a prompt and a response."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
     """A micro-batch in the order in which the model sees it.
 
-    The last token of an answer predicts nothing, so it is left out. Samples that share a prompt become one document
-    for the prompt and one for each answer; the others are one document each, sorted by length (stable).
+    The last token of a response predicts nothing, so it is left out. Samples that share a prompt become one document
+    for the prompt and one for each response; the others are one document each, sorted by length (stable).
 
     Attributes:
         tokens_T: int64 [T].
         positions_T: int64 [T], from 0 in each sample.
         layout: of the documents in `tokens_T`.
-        predictors_A: int64 [A], position in `tokens_T` whose logits predict each answer token; answers are in the
+        predictors_A: int64 [A], position in `tokens_T` whose logits predict each response token; responses are in the
             micro-batch's order, not in the sorted one.
-        targets_A: int64 [A], the answer tokens.
+        targets_A: int64 [A], the response tokens.
     """
 
     tokens_T: Tensor
@@ -75,7 +75,7 @@ class PackedInputs:
 
 
 class InputsOfBatch:
-    """Packs micro-batches for one or several models; a batch that comes twice in a row is packed once."""
+    """Packs micro-batches for one or several models; a batch that repeats is packed once."""
 
     def __init__(self, device: torch.device, *, vocab_size: int, shared_prompt: bool) -> None:
         """Args:
@@ -89,7 +89,7 @@ class InputsOfBatch:
         self._last: tuple[Sequences, PackedInputs] | None = None
 
     def __call__(self, batch: Sequences | None) -> PackedInputs:
-        """Return what a model gets; None: of the least batch that there is.
+        """Return the packed batch; None: a smallest one.
 
         Raises:
             BadRequest: see `check_sequences`.
@@ -101,8 +101,8 @@ class InputsOfBatch:
         return self._last[1]
 
 
-def answer_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return what the model's output layer says of each answer token, at the token before it.
+def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """Return the output layer's logits of each response token, at the token before it.
 
     Args:
         model: causal language model of transformers, built with the packed attention; V is 1 for one with a head of
@@ -122,19 +122,19 @@ def answer_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
     return logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
 
 
-def answer_log_probs(
+def response_log_probs(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the answer tokens under the tempered distribution.
+    """Return log-probabilities of the response tokens under the tempered distribution.
 
     Args:
-        model, inputs: see `answer_logits`.
+        model, inputs: see `response_logits`.
         temperature: divides the logits.
         entropy: also compute the entropy; else the second result is empty.
     Returns:
         float32 [A] with gradient where enabled, and float32 [A] (or [0]) without gradient.
     """
-    logits_AV = answer_logits(model, inputs)
+    logits_AV = response_logits(model, inputs)
     if temperature != 1.0:
         logits_AV = logits_AV / temperature
     log_probs_AV = logits_AV.log_softmax(-1)
@@ -152,7 +152,7 @@ class _Document:
     Attributes:
         source: first token in the micro-batch.
         length: tokens.
-        samples: whose tokens, or whose prompt, they are.
+        samples: the samples that the tokens, or the shared prompt, belong to.
         position: of the first token; 0 unless it continues a prompt.
         prompt: position among the documents of the prompt that it continues.
     """
@@ -167,7 +167,7 @@ class _Document:
 def _documents(
     tokens_T: Tensor, starts: list[int], lengths: list[int], prompts: list[int], *, shared_prompt: bool
 ) -> list[_Document]:
-    """Return the documents of a micro-batch: samples alone and shared prompts by length, then answers to prompts."""
+    """Return the documents of a micro-batch: samples alone and shared prompts by length, then responses to prompts."""
     groups: dict[object, list[int]] = {}
     for sample, start in enumerate(starts):
         key = tokens_T[start : start + prompts[sample]].numpy().tobytes() if shared_prompt else sample
@@ -178,14 +178,14 @@ def _documents(
         fed = prompts[one] if len(samples) > 1 else max(prompts[one], lengths[one] - 1)
         first.append(_Document(starts[one], fed, tuple(samples)))
     first.sort(key=lambda document: document.length)
-    answers = []
+    responses = []
     for place, document in enumerate(first):
         fed_last = [s for s in document.samples if lengths[s] - 1 > prompts[s]] if len(document.samples) > 1 else []
         for sample in sorted(fed_last, key=lambda sample: lengths[sample]):
             prompt = prompts[sample]
             source, length = starts[sample] + prompt, lengths[sample] - 1 - prompt
-            answers.append(_Document(source, length, (sample,), position=prompt, prompt=place))
-    return first + answers
+            responses.append(_Document(source, length, (sample,), position=prompt, prompt=place))
+    return first + responses
 
 
 def _ranges(parts: list[tuple[int, int]]) -> Tensor:

@@ -1,9 +1,9 @@
 """Where the documents of a packed sequence lie, and which tokens each may see. Pure.
 
 A document is a run of tokens that attend causally to themselves. It may continue another one, its prompt: then its
-tokens also see all of the prompt's, so that a prompt is computed once for all its answers, which never see each other:
+tokens also see all of the prompt's. So a prompt is computed once for all its responses, which never see each other:
 
-    sequence    p p p p | s s s s s | a a | b b b         p: a prompt, a and b: answers to it, s: a sample alone
+    sequence    p p p p | s s s s s | a a | b b b         p: a prompt, a and b: responses to it, s: a sample alone
     lengths     4         5           2     3             prompts  -1 -1 0 0
 
     a sees      p p p p   a a          (as if its tokens followed the prompt's)
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     Attributes:
         start: first token of the queries.
-        documents: so many, each of `length` tokens.
+        documents: how many, each of `length` tokens.
         length: of one.
         keys: first token of the keys.
         num_keys: of each document: `length` of its own, or those of the one prompt (then `documents` is 1).

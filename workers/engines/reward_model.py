@@ -1,8 +1,8 @@
-"""A model that scores answers: a language model's backbone with a head of one number, read at an answer's last token.
+"""A model that scores responses: a language model's backbone with a head of one number, read at the last token.
 
 It is not trained. `workers.columns.column_tasks` decides what becomes of the scores.
 
-Legend of shapes: N samples, T tokens of the micro-batch, A answer tokens, D width.
+Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, D width.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from workers.model_files import SCORE_HEAD
 
 
 class RewardModel:
-    """Scores answers, without gradient: packed, a prompt that several answers have in common once."""
+    """Scores responses without gradient; they are packed, and a shared prompt is computed once."""
 
     def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         """Load the weights.
@@ -52,10 +52,10 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, batch: Sequences) -> Tensor:
-        """Return float32 [N] (float64 of a float64 model): what transformers' model says to each sample alone.
+        """Return float32 [N] (float64 of a float64 model): what transformers' model gives for each sample alone.
 
-        It reads the last token that is not its padding token. A token beyond its vocabulary, which only padded
-        embeddings of the policy have, is no text: its own last token stands for it.
+        The score is read at the last token that is not the padding token. A token beyond its vocabulary, which only
+        padded embeddings of the policy have, is no text and is replaced by the vocabulary's last token.
 
         Raises:
             BadRequest: see `check_sequences`.
@@ -75,23 +75,23 @@ class RewardModel:
         return score_N1.squeeze(-1)
 
     def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
-        """Return int64 [N]: where in `predictors_A` each sample's last token is that is not padding.
+        """Return int64 [N]: each sample's place in `predictors_A` of its last token that is not padding.
 
-        Where there is none in the answer it is the prompt's last token.
+        Where the response is all padding, that is the prompt's last token.
         """
-        answers_N = (read.lengths_N - read.prompt_lengths_N).long()
-        ends_N = answers_N.cumsum(0)
+        responses_N = (read.lengths_N - read.prompt_lengths_N).long()
+        ends_N = responses_N.cumsum(0)
         if self._padding is None:
             return (ends_N - 1).to(self._device)
         tokens_A = inputs.tokens_T[inputs.predictors_A].cpu()
-        sample_A = torch.arange(len(answers_N)).repeat_interleave(answers_N)
+        sample_A = torch.arange(len(responses_N)).repeat_interleave(responses_N)
         place_A = torch.arange(len(tokens_A)).masked_fill(tokens_A == self._padding, -1)
-        last_N = (ends_N - answers_N).scatter_reduce(0, sample_A, place_A, "amax")
+        last_N = (ends_N - responses_N).scatter_reduce(0, sample_A, place_A, "amax")
         return last_N.to(self._device)
 
 
 def _with_one_more(batch: Sequences) -> Sequences:
-    """Return the samples with a token behind each: `PackedInputs` leaves the last one out, which predicts nothing."""
+    """Append a token to each sample: `PackedInputs` leaves out the last one, which predicts nothing."""
     sample_T = torch.arange(len(batch.lengths_N)).repeat_interleave(batch.lengths_N)
     longer_T = torch.zeros(len(batch.tokens_T) + len(batch.lengths_N), dtype=torch.int64)
     longer_T[torch.arange(len(batch.tokens_T)) + sample_T] = batch.tokens_T.cpu().long()

@@ -1,9 +1,11 @@
 """Engines that sleep instead of computing: `rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`.
 
-Rows, versions, losses and weights are real; only the time is a model's (`workers.engines.sim_model`). Weights are a few
-tensors that every update changes, cut among the actor's ranks as FSDP2 cuts them.
+A small machine stands for a cluster: the roles sleep as long as real ones would compute, while queue, weight transfer
+and launcher are real, and so are rows, versions and losses. Weights are a few tensors that every update changes, cut
+among the actor's ranks as FSDP2 cuts them. A response's length is a pure function of (seed, row), so schedules can be
+compared sample by sample.
 
-Legend of shapes: R answer tokens, A answer tokens of a packed micro-batch.
+Legend of shapes: R response tokens, A response tokens of a packed micro-batch.
 """
 
 import heapq
@@ -11,20 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weightsync.boxes import Box
 from weightsync.plan import Need
 from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
-from workers.engines.saved_tensors import SavedTensors
+from workers.engines.hf_weights import SavedTensors
 from workers.engines.sim_config import SimConfig
-from workers.engines.sim_model import SimLengths
 
 _TOKEN = 2
 _ROWS = 64
@@ -36,9 +40,48 @@ def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
     return {f"sim.layers.{k}.weight": (_ROWS, -(-config.parameters // (8 * _ROWS))) for k in range(8)}
 
 
+class SimLengths:
+    """How many tokens the responses of a run have."""
+
+    def __init__(self, config: SimConfig, *, samples_per_step: int, seed: int) -> None:
+        """Args:
+        config: distribution.
+        samples_per_step: rows of a step.
+        seed: of the run.
+        """
+        self._config = config
+        self._samples = samples_per_step
+        self._seed = seed
+        self._of_step = lru_cache(maxsize=8)(self._draw)
+
+    def tokens(self, index: int) -> int:
+        """Return the length of the response of row `index` (tokens, at least 1)."""
+        step, place = divmod(index, self._samples)
+        return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
+
+    def _draw(self, step: int) -> NDArray[np.float64]:
+        """Return the relative lengths, float64 [samples per step], mean 1, of a step, in data order."""
+        config, size = self._config, self._samples
+        chance = np.random.default_rng([self._seed, step])
+        drawn: NDArray[np.float64]
+        match config.lengths:
+            case "constant":
+                drawn = np.ones(size)
+            case "lognormal":
+                drawn = np.minimum(chance.lognormal(0.0, config.sigma, size), config.clip * np.exp(config.sigma**2 / 2))
+            case "pareto":
+                mean = 1 / (1 - config.sigma)  # of shape 1 / sigma
+                drawn = np.minimum(1.0 + chance.pareto(1 / config.sigma, size), config.clip * mean)
+            case "file":
+                numbers = _recorded(config.lengths_file)
+                drawn = numbers[(np.arange(size) + (step - 1) * size) % len(numbers)]
+        relative: NDArray[np.float64] = drawn / drawn.mean()
+        return relative
+
+
 @dataclass(order=True)
 class _Running:
-    """An answer. `started` is when its first token began (s, monotonic)."""
+    """A response. `started` is when its first token began (s, monotonic)."""
 
     ends: float
     request: GenerateRequest = field(compare=False)
@@ -47,7 +90,7 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Answers with a token over and over; implements `GenerateEngine`."""
+    """Responses with a token over and over; implements `GenerateEngine`."""
 
     adopts_weights = True
     interruptible = True
@@ -63,9 +106,9 @@ class SimGenerateEngine:
     ) -> None:
         """Args:
         config: speeds.
-        lengths: of the answers.
-        num_slots: answers at a time.
-        max_response_tokens: longer answers are cut.
+        lengths: of the responses.
+        num_slots: responses at a time.
+        max_response_tokens: longer responses are cut.
         clock: says what time it is (s).
         """
         self._clock = clock
@@ -80,7 +123,6 @@ class SimGenerateEngine:
 
     @property
     def version(self) -> int:
-        """Step of the weights that are loaded."""
         return self._version
 
     @version.setter
@@ -93,16 +135,13 @@ class SimGenerateEngine:
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return len(self._running)
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return self._num_slots - len(self._running)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers."""
         assert len(requests) <= self.free_slots
         for request in requests:
             started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
@@ -111,7 +150,7 @@ class SimGenerateEngine:
             heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Sleep until an answer ends or `wake` is set; returns those that ended."""
+        """Sleep until a response ends or `wake` is set; returns those that ended."""
         if self._running:
             wake.wait(max(0.0, self._running[0].ends - self._clock()))
         finished, now = [], self._clock()
@@ -120,15 +159,13 @@ class SimGenerateEngine:
         return finished
 
     def abort(self) -> None:
-        """Forget what runs."""
         self._running = []
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Take them; answers that run go on."""
+        """Take them; responses that run go on."""
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return all parameters."""
         return _needs(self._config)
 
     def close(self) -> None:
@@ -161,11 +198,9 @@ class SimFrozenModel:
         self._weights: Mapping[str, Tensor] = {}
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Take them."""
         self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return all parameters."""
         return _needs(self._config)
 
     def read_weights(self, weights_dir: Path) -> None:
@@ -203,7 +238,6 @@ class SimTrainEngine:
 
     @property
     def optimizer_updates(self) -> int:
-        """How often `step` was called for these weights."""
         return int(self._step)
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
@@ -214,7 +248,7 @@ class SimTrainEngine:
         """Compute the loss, and sleep for the rest of the time."""
         if batch is None:
             return
-        began, num_tokens = time.monotonic(), _answer_tokens(batch)
+        began, num_tokens = time.monotonic(), _response_tokens(batch)
         log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
         loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
@@ -239,7 +273,6 @@ class SimTrainEngine:
         return {"sim": {"step": self._step}, "optimizer_updates": self._step.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
         self._step = state["sim"]["step"]
         self._set_weights()
 
@@ -257,15 +290,20 @@ class SimTrainEngine:
             shard.values.fill_(float(self._step) + number / 16)
 
 
-def _answer_tokens(batch: Sequences) -> int:
+def _response_tokens(batch: Sequences) -> int:
     return int((batch.lengths_N - batch.prompt_lengths_N).sum())
 
 
 def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
-    num_tokens = _answer_tokens(batch)
+    num_tokens = _response_tokens(batch)
     time.sleep(s_per_token * num_tokens)
     return torch.full((num_tokens,), -1.0)
 
 
 def _needs(config: SimConfig) -> dict[str, Need]:
     return {name: Need(shape) for name, shape in sim_shapes(config).items()}
+
+
+@lru_cache(maxsize=1)
+def _recorded(path: str) -> NDArray[np.float64]:
+    return np.array([float(word) for word in Path(path).read_text().split()])

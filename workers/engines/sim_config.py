@@ -11,31 +11,31 @@ class SimConfig(Settings):
     """Engines that sleep (`rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`)."""
 
     lengths: Literal["constant", "lognormal", "pareto", "file"] = "lognormal"
-    """Distribution of the answers' lengths; each step's are scaled to the mean `mean_tokens`. `file`: one number a
+    """Distribution of the responses' lengths; each step's are scaled to the mean `mean_tokens`. `file`: one number a
     line, in the order of the samples, over and over."""
     mean_tokens: int = Field(200, ge=1)
-    """Mean length of the answers of each step (tokens)."""
+    """Mean length of the responses of each step (tokens)."""
     sigma: float = Field(0.5, gt=0)
     """`lognormal`: deviation of the logarithm. `pareto`: 1 / shape, below 1, where larger is heavier."""
     clip: float = Field(6.0, gt=1)
-    """Longest answer, in means of the distribution."""
+    """Longest response, in means of the distribution."""
     lengths_file: str = ""
     """For `lengths: file`. Relative: in the working directory."""
     prefill_s_per_token: float = Field(0.0, ge=0)
     """Of the prompt (s)."""
     decode_s_per_token: float = Field(0.005, ge=0)
-    """Of an answer (s); answers that run at the same time do not slow each other down."""
+    """Of a response (s); responses that run at the same time do not slow each other down."""
     ref_s_per_token: float = Field(0.0001, ge=0)
-    """Reference, of an answer, on one rank (s)."""
+    """Reference, of a response, on one rank (s)."""
     train_s_per_token: float = Field(0.0001, ge=0)
-    """Forward and backward, of an answer, on one rank (s)."""
+    """Forward and backward, of a response, on one rank (s)."""
     forward_s_per_token: float | None = Field(None, ge=0)
-    """Forward of the policy alone (`actor_log_probs`), of an answer, on one rank (s); null: a third of
+    """Forward of the policy alone (`actor_log_probs`), of a response, on one rank (s); null: a third of
     `train_s_per_token`."""
     optimizer_s: float = Field(0.0, ge=0)
     """Each update (s)."""
     parameters: int = Field(1_000_000, ge=1)
-    """Of the model whose weights travel."""
+    """Number of the model's parameters: how much weight transfer moves."""
 
     @property
     def policy_forward_s_per_token(self) -> float:

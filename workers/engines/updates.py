@@ -1,4 +1,4 @@
-"""The optimizer updates of a training engine: how many are in its weights, at which rate, and clipped by how much.
+"""The optimizer updates of a training engine: their number, learning rate and clipping.
 
     engine.step(scale)    norm of the gradients -> Updates.next -> factor for them, learning rate -> optimizer
 
@@ -22,7 +22,7 @@ _EPS = 1e-6
 
 
 class Updates:
-    """Counts updates, and the steps that they complete, over resumes."""
+    """Counts updates, and the steps that they complete, across resumes."""
 
     def __init__(self, config: ActorConfig) -> None:
         """Args:
@@ -30,13 +30,13 @@ class Updates:
         """
         self._config = config
         self._loaded = (0, 0)
-        """Steps, and updates, that are in the state which was loaded."""
+        """Steps and updates of the state that was loaded."""
         self.number = 0
-        """Updates that were made for these weights."""
+        """Updates in these weights."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that are complete: warm-up counts these, however many updates they make, or made before a resume."""
+        """Complete steps, which warm-up counts, however many updates each makes, or made before a resume."""
         steps, updates = self._loaded
         return steps + (self.number - updates) // self._config.num_updates
 
@@ -45,10 +45,10 @@ class Updates:
 
         Args:
             norm: L2 norm of the gradients that are accumulated, over all ranks.
-            scale: they are to be multiplied by it.
+            scale: factor that the caller asks for.
         Returns:
-            What to multiply them by in all, and what the update reports. None: they are not finite, and no weight may
-            change.
+            The whole factor on the gradients, and the update's figures. None instead of a factor: the gradients are not
+            finite, and no weight may change.
         """
         stats = StepStats(grad_norm=abs(scale) * norm, lr=learning_rate(self._config, self.num_steps + 1))
         self.number += 1

@@ -1,12 +1,12 @@
 """vLLM as the generating engine: `AsyncLLM` with continuous batching, its engine in a process of its own.
 
     rollout process                                        vLLM's engine process (ends with the rollout)
-    submit: a task per answer -> AsyncLLM ...............  scheduler, model, sampler
+    submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
     load_weights: copy to shared memory, pause, resume ..  read, load layer by layer
 
-Answers that run go on with new weights: the scheduler stands still between two tokens, nothing is lost, and vLLM says
-which tokens each version drew. Prompts are cached per version; what `on_swap: keep` keeps is of running answers alone.
-vLLM is imported here, inside functions, and in `vllm_worker`, which only its processes import.
+Running responses go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
+version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running responses alone.
+vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
 """
 
 import threading
@@ -22,23 +22,22 @@ from torch import Tensor
 from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.answer_tasks import AnswerTasks
+from workers.engines.answer_tasks import ResponseTasks
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf_model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
-from workers.engines.vllm_arguments import engine_arguments, max_length, plan_log_probs
 from workers.engines.vllm_config import VllmConfig
-from workers.engines.vllm_process import VllmProcess
+from workers.engines.vllm_process import VllmProcess, engine_arguments, max_length, plan_log_probs
 from workers.engines.weight_mailbox import WeightMailbox
 from workers.model_files import eos_token_ids, max_positions
 
 _SHUTDOWN_S = 1.0
-"""For vLLM's process to end by itself (s)."""
+"""How long vLLM's process may take to end by itself (s)."""
 _STREAM_TOKENS = 8
-"""Tokens of an answer between two signs of progress."""
+"""Tokens of a response between two signs of progress."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Response:
     """What vLLM returned for a request.
 
     Attributes:
@@ -55,7 +54,7 @@ class _Answer:
 
 
 class VllmEngine:
-    """Generates answers with vLLM; implements `GenerateEngine`."""
+    """Generates responses with vLLM; implements `GenerateEngine`."""
 
     def __init__(
         self,
@@ -98,13 +97,12 @@ class VllmEngine:
         )
         process = VllmProcess(arguments, config, device)
         self._llm = process.llm
-        self._tasks: AnswerTasks[_Answer] = AnswerTasks("vllm")
+        self._tasks: ResponseTasks[_Response] = ResponseTasks("vllm")
         self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
         process.connected()
 
     @property
     def version(self) -> int:
-        """Step of the weights that are loaded."""
         return self._versions[self._load_number]
 
     @version.setter
@@ -118,49 +116,45 @@ class VllmEngine:
 
     @property
     def interruptible(self) -> bool:
-        """Whether this vLLM says which weights drew which tokens, unless the user wants no swap within an answer."""
+        """Whether responses go on with new weights, as `rollout.on_swap` says; not with an older vLLM."""
         return self._tells_versions and self._sampling.on_swap != "finish"
 
     @cached_property
     def _tells_versions(self) -> bool:
-        """Whether vLLM is new enough; an older one begins and ends an update by itself."""
+        """Whether vLLM reports versions of weights; an older one also begins and ends an update by itself."""
         from vllm.outputs import CompletionOutput
 
         return "weight_versions" in {field.name for field in fields(CompletionOutput)}
 
     @property
     def num_running(self) -> int:
-        """Answers that were submitted and did not finish."""
         return self._tasks.num_running
 
     @property
     def free_slots(self) -> int:
-        """How many answers may be submitted now."""
         return self._sampling.batch_size - self._tasks.num_running
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin answers."""
         assert self._load_number, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         longest = self._max_len - self._sampling.max_response_tokens
         for request in requests:
             check_request(request, vocab_size=self._vocab_size, max_tokens=longest)
-        self._tasks.start([self._answer(request, self._load_number) for request in requests])
+        self._tasks.start([self._generate(request, self._load_number) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
-        """Wait until answers finish, some tokens were drawn, or `wake` is set; returns those that finished.
+        """Wait until responses finish, some tokens were drawn, or `wake` is set; returns those that finished.
 
         Raises:
             EngineFailed: vLLM's process ended, or refused a request.
         """
-        return [self._generation(answer) for answer in self._tasks.step(wake)]
+        return [self._generation(response) for response in self._tasks.step(wake)]
 
     def abort(self) -> None:
-        """Forget what runs."""
         self._tasks.abort()
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
-        """Replace all weights (HF names); answers that run wait meanwhile, and go on.
+        """Replace all weights (HF names); responses that run wait meanwhile, and go on.
 
         Raises:
             PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
@@ -177,7 +171,6 @@ class VllmEngine:
         self.version = 0
 
     def weight_needs(self) -> Mapping[str, Need]:
-        """Return what `load_weights` needs, by HF name; tied weights once."""
         return self._needs
 
     def close(self) -> None:
@@ -195,8 +188,8 @@ class VllmEngine:
         request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale})
         await self._llm.init_weight_transfer_engine(request)
 
-    async def _answer(self, request: GenerateRequest, load_number: int) -> _Answer:
-        """Generate one answer; when the task is cancelled, vLLM drops it."""
+    async def _generate(self, request: GenerateRequest, load_number: int) -> _Response:
+        """Generate one response; when the task is cancelled, vLLM drops it."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
@@ -209,7 +202,7 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
         tokens = list(completion.token_ids)
-        return _Answer(
+        return _Response(
             request=request,
             tokens=tokens,
             log_probs=list(completion.logprobs.logprobs),
@@ -228,7 +221,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_response_tokens,
-            ignore_eos=True,  # of the tokenizer; what counts is here
+            ignore_eos=True,  # the tokenizer's; `stop_token_ids` counts
             stop_token_ids=self._eos,
             logprobs=0,
             flat_logprobs=True,
@@ -253,19 +246,19 @@ class VllmEngine:
         except Exception as error:
             raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
 
-    def _generation(self, answer: _Answer) -> Generation:
-        versions = [self._versions[load] for load, size in answer.spans for _ in range(size)]
+    def _generation(self, response: _Response) -> Generation:
+        versions = [self._versions[load] for load, size in response.spans for _ in range(size)]
         return Generation.of(
-            answer.request,
-            tokens=answer.tokens,
-            log_probs=answer.log_probs,
+            response.request,
+            tokens=response.tokens,
+            log_probs=response.log_probs,
             versions=versions,
-            truncated=answer.truncated,
+            truncated=response.truncated,
         )
 
 
 def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
     """Return (number of the load, tokens) of vLLM's `WeightVersionSpan`s."""
-    if found is None:  # an older vLLM, in which nothing is swapped while answers run
+    if found is None:  # an older vLLM, in which nothing is swapped while responses run
         return [(load_number, num_tokens)]
     return [(int(span.version), span.end - span.start) for span in found]

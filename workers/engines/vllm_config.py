@@ -20,7 +20,7 @@ class VllmConfig(Settings):
     """vLLM's engine, inside the rollout (`rollout.engine: vllm`, `evaluate.engine: vllm`)."""
 
     max_model_len: int | None = Field(None, ge=2)
-    """Longest prompt with its answer (tokens); null: `data.max_prompt_tokens` plus the role's longest answer."""
+    """Longest prompt with its response (tokens); null: `data.max_prompt_tokens` plus the role's longest response."""
     gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
     """Share of the device's memory for weights and cache; without effect where `kv_cache_gb` is set."""
     kv_cache_gb: float | None = Field(None, gt=0)

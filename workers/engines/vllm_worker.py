@@ -1,9 +1,8 @@
-"""Our part of vLLM's worker processes: takes weights out of the rollout's shared memory. Imported there alone.
+"""Our part of vLLM's worker processes: reads weights from the rollout's shared memory. Only these processes import it.
 
 vLLM imports it as its worker extension (`worker_extension_cls`) before it builds the model; that registers the weight
-transfer engine `asyncflow`. The engine is called as all of vLLM's are:
-start_weight_update, update_weights with a `Letter`, finish_weight_update; in between the layers are loaded one by one,
-and put into the layout that the kernels want, as when the model was loaded first.
+transfer engine `asyncflow`. vLLM calls it like any other: start_weight_update, update_weights with a `Letter`,
+finish_weight_update. Layers are loaded one by one and put into the kernels' layout, as when the model was first loaded.
 """
 
 import multiprocessing
@@ -22,19 +21,18 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncflow.host_memory import keep_freed_memory
 from asyncflow.lifeline import die_with_parent
-from workers.engines.vllm_names import BACKEND
-from workers.engines.weight_mailbox import Letter, MailboxReader
+from workers.engines.weight_mailbox import BACKEND, Letter, MailboxReader
 
 _CPU = torch.device("cpu")
 
 
 class AsyncFlowWorker:
-    """The worker extension. It adds no method: what counts is that vLLM imports this module."""
+    """The worker extension. It adds no method; vLLM only has to import this module."""
 
 
 @dataclass
 class MailboxInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What is settled once.
+    """Settings that are sent once.
 
     Attributes:
         logits_scale: the model multiplies its logits by it.
@@ -58,7 +56,7 @@ class MailboxUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Loads what lies in the rollout's `WeightMailbox`."""
+    """Loads the weights in the rollout's `WeightMailbox`."""
 
     init_info_cls = MailboxInitInfo
     update_info_cls = MailboxUpdateInfo
@@ -74,7 +72,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._device = _CPU if self._module is None else next(self._module.parameters()).device
         self._reader = MailboxReader(self._device)
         if self._module is not None and self._device.type == "cpu":
-            keep_freed_memory()  # an update makes all packed weights anew
+            keep_freed_memory()  # an update allocates all packed weights again
 
     def init_transfer_engine(self, init_info: MailboxInitInfo) -> None:
         """Have the model scale its logits, as those of some families do by their configuration.
@@ -99,7 +97,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self._module)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a letter's weights; the base class would synchronise an accelerator that the CPU build lacks."""
+        """Load a letter's weights. The base class would synchronise an accelerator, which the CPU build lacks."""
         self.receive_weights(self.parse_update_info(update_info))
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
@@ -134,8 +132,8 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
 def _pack_tied_weights(model: Any) -> None:
     """Have layers that use another layer's weight put it into their own kernel's layout again.
 
-    vLLM (0.32) does so only for the layer by which a weight is loaded. Where kernels have a copy of the weight (the CPU
-    build), an output layer that is tied to the embedding would go on with what it was when the model was built.
+    vLLM (0.32) does so only for the layer by which a weight is loaded. Where kernels keep a copy of the weight (the CPU
+    build), an output layer tied to the embedding would keep the weights that the model was built with.
     """
     seen: set[int] = set()
     for layer in model.modules():
@@ -146,9 +144,9 @@ def _pack_tied_weights(model: Any) -> None:
 
 
 def _tie() -> None:
-    """Have this process end with vLLM's engine, which ends with the rollout; vLLM itself does so once it has a model.
+    """End this process with vLLM's engine, which ends with the rollout; vLLM itself does so once it has a model.
 
-    Ranks that share a model are children of the engine's process, and not tied by whoever started that.
+    Ranks that share a model are children of the engine's process, so `tied_children` does not reach them.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

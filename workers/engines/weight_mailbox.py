@@ -3,8 +3,8 @@
     rollout                WeightMailbox.fill(weights) -> letter (plain values, travels as JSON)
     the engine's worker    MailboxReader.read(letter)  -> (name, tensor), ...
 
-The memory is made once and written again by every `fill`; whoever fills waits until the letter before was read. Nothing
-has a name in a file system, so nothing is left behind after a kill.
+The memory is allocated once and overwritten by every `fill`; the caller waits until the previous letter was read. It
+has no name in a file system, so a kill leaves nothing behind.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,6 +16,8 @@ from torch import Tensor
 from weightsync.plan import Need
 from weightsync.slot_memory import SlotMemory, SlotOffer, map_slot
 
+BACKEND = "asyncflow"
+"""Name of the weight transfer engine that vLLM's workers register; it reads the mailbox."""
 _ALIGN_BYTES = 64
 
 
@@ -66,7 +68,7 @@ class WeightMailbox:
         """Copy weights, of the shapes that were planned; other element types are cast.
 
         Raises:
-            WeightSyncError: there is no memory.
+            WeightSyncError: shared memory is exhausted.
         """
         if self._slot is None:
             self._slot = SlotMemory(self._num_bytes)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.config import SamplingConfig
-from workers.engines.sim import SimGenerateEngine, sim_shapes
+from workers.engines.sim import SimGenerateEngine, SimLengths, sim_shapes
 from workers.engines.sim_config import SimConfig
-from workers.engines.sim_model import SimLengths
 
 from .adapter import Adapter
 

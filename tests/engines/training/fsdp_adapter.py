@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
 from workers.engines.fsdp import FsdpEngine
 
@@ -17,5 +17,4 @@ class FsdpAdapter(Adapter):
     name = "fsdp"
 
     def open(self, model_dir: Path, actor: ActorConfig, *, temperature: float, layout: str) -> TrainEngine:
-        config = ModelConfig(path=str(model_dir))
-        return FsdpEngine(model_dir, config, actor=actor, temperature=temperature, device=torch.device("cpu"), seed=0)
+        return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=torch.device("cpu"), seed=0)

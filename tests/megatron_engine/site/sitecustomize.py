@@ -1,7 +1,7 @@
 """Python imports this at the start of every process of the run under test: the CPU shim comes just before the engine.
 
-Only the actor imports `workers.engines.megatron`; the processes that run transformers' models stay as they are. The
-launcher is told that megatron computes on a CPU.
+Only the actor imports `workers.engines.megatron`; processes that run transformers' models stay as they are.
+The launcher is told that megatron computes on a CPU.
 """
 
 import importlib.abc

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp import FsdpEngine
 from workers.engines.fsdp_sharding import mixed_precision
 from workers.engines.hf_model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import PackedInputs, answer_log_probs
+from workers.engines.packed_forward import PackedInputs, response_log_probs
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def make_engine(path: Path, **actor: object) -> FsdpEngine:
     config = ActorConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, "grad_clip": 0.5} | actor)
-    return FsdpEngine(path, ModelConfig(path=str(path)), actor=config, temperature=0.9, device=CPU, seed=0)
+    return FsdpEngine(path, actor=config, temperature=0.9, device=CPU, seed=0)
 
 
 def square_loss(log_probs: Tensor, _entropy: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_updates_equal_plain_adamw(make_model_dir: Callable[..., Path], batch: S
         engine.forward_backward(batch, square_loss)
         engine.forward_backward(None, square_loss)
         stats = engine.step(1 / 16)
-        (square_loss(answer_log_probs(plain, inputs, 0.9)[0], inputs.targets_A) / 16).backward()
+        (square_loss(response_log_probs(plain, inputs, 0.9)[0], inputs.targets_A) / 16).backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -83,7 +83,7 @@ def test_one_rank_computes_in_bfloat16_what_fsdp2_does(
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for _ in range(2):
         engine.forward_backward(batch, square_loss)
-        square_loss(*answer_log_probs(sharded, PackedInputs.of(batch, CPU), 0.9)).backward()
+        square_loss(*response_log_probs(sharded, PackedInputs.of(batch, CPU), 0.9)).backward()
     mine = {name: weight.grad for name, weight in engine._model.named_parameters()}
     theirs = {name: weight.grad.to_local() for name, weight in sharded.named_parameters()}
     assert mine.keys() == theirs.keys()
@@ -172,7 +172,7 @@ def test_log_probs_are_those_of_the_weights_after_an_update(model_dir: Path, bat
     for parameter in plain.parameters():  # not the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[dtype])
     with torch.no_grad():
-        expected = answer_log_probs(plain, PackedInputs.of(batch, CPU), 0.9)[0]
+        expected = response_log_probs(plain, PackedInputs.of(batch, CPU), 0.9)[0]
     torch.testing.assert_close(changed, expected, rtol=1e-4, atol=1e-5)
     assert engine.log_probs(None).shape == (0,)
 

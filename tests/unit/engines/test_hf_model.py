@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.config import load_config
 from launcher.recipes import find_recipe
-from workers.engines import hf_model
+from workers.engines.hf_model import empty_causal_lm
 
 
 def test_modules_of_other_threads_keep_their_memory_while_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,9 +24,9 @@ def test_modules_of_other_threads_keep_their_memory_while_a_model_is_built(monke
             other.join(timeout=30)
             return nn.Linear(2, 2)
 
-    monkeypatch.setattr(hf_model, "AutoModelForCausalLM", Built)
+    monkeypatch.setattr("workers.engines.hf_model.AutoModelForCausalLM", Built)
     model_dir = load_config(find_recipe("quickstart")).model.path
-    built = hf_model.empty_causal_lm(Path(model_dir), dtype=torch.float32, attention="sdpa")
+    built = empty_causal_lm(Path(model_dir), dtype=torch.float32, attention="sdpa")
     assert all(parameter.is_meta for parameter in built.parameters())
     assert len(others) == 1 and not any(parameter.is_meta for parameter in others[0].parameters())
     assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters())

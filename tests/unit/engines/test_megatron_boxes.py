@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from weightsync.boxes import Box
 from workers.engines.boxed_tensor import BoxedTensor, BoxPart
-from workers.engines.megatron_boxes import flat_boxes
-from workers.engines.megatron_names import MegatronGeometry, megatron_shards
-from workers.engines.saved_tensors import SavedTensors
+from workers.engines.hf_weights import SavedTensors
+from workers.engines.megatron_names import MegatronGeometry, flat_boxes, megatron_shards
 from workers.host_copy import HostCopy
 
 GEOMETRY = MegatronGeometry(

@@ -11,8 +11,7 @@ from launcher.config import load_config
 from launcher.megatron_checks import check_megatron
 from launcher.recipes import find_recipe
 from workers.config import ActorConfig, RunConfig
-from workers.engines.megatron_config import DenseModel, MegatronConfig, check_division
-from workers.engines.megatron_layout import MegatronLayout, MegatronPlace
+from workers.engines.megatron_config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
 from workers.replicas import ReplicaPlace
 
 LLAMA: dict[str, Any] = {

@@ -254,7 +254,7 @@ def test_silent_server_fails_by_its_deadline(
         (stream([[]]), "returned 0 tokens, where 1 to 8"),
         (stream([[5] * 9], reason="length"), "returned 9 tokens, where 1 to 8"),
         (stream([[99, EOS]]), "returned token 99, but the model has 13 tokens"),
-        (stream([[5, 6]]), "ended an answer with token 6, which is no end token"),
+        (stream([[5, 6]]), "ended a response with token 6, which is no end token"),
         (stream([[5, EOS, 6]], reason="length"), "went on after an end token"),
     ],
 )

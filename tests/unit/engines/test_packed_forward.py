@@ -13,7 +13,7 @@ from workers.config import ModelConfig
 from workers.engines.base import Sequences
 from workers.engines.frozen import FrozenModel
 from workers.engines.packed_attention import PACKED_ATTENTION, packed_attention
-from workers.engines.packed_forward import PackedInputs, answer_log_probs
+from workers.engines.packed_forward import PackedInputs, response_log_probs
 from workers.engines.packed_layout import PackedLayout
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_log_probs_and_gradients_equal_those_of_single_samples(
 
     expected = one_by_one(plain, samples, temperature)
     inputs = PackedInputs.of(samples, CPU, shared_prompt=shared_prompt)
-    actual, entropy = answer_log_probs(packed, inputs, temperature, entropy=True)
+    actual, entropy = response_log_probs(packed, inputs, temperature, entropy=True)
     weights = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
     (expected * weights).sum().backward()
     (actual * weights).sum().backward()
@@ -67,7 +67,7 @@ def test_gradients_of_a_shared_prompt_equal_those_of_single_samples_in_float32(
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
     one_by_one(plain, groups, 1.0).mean().backward()
-    answer_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=True), 1.0)[0].mean().backward()
+    response_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=True), 1.0)[0].mean().backward()
     expected, actual = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, packed))
     assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
@@ -89,7 +89,7 @@ def test_sliding_window_is_kept(make_model_dir: Callable[..., Path], groups: Seq
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION)
     with torch.no_grad():
-        actual, _ = answer_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=shared_prompt), 1.0)
+        actual, _ = response_log_probs(packed, PackedInputs.of(groups, CPU, shared_prompt=shared_prompt), 1.0)
         torch.testing.assert_close(actual, one_by_one(plain, groups, 1.0), rtol=1e-5, atol=1e-5)
 
 

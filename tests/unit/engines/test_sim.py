@@ -9,9 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
-from workers.engines.sim import SimGenerateEngine, sim_shapes
+from workers.engines.sim import SimGenerateEngine, SimLengths, sim_shapes
 from workers.engines.sim_config import SimConfig
-from workers.engines.sim_model import SimLengths
 
 
 class Clock:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from workers.config import ActorConfig, CriticConfig, ModelConfig
+from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
 from workers.engines.fsdp_value import FsdpValueEngine
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def make_engine(path: Path, **critic: object) -> FsdpValueEngine:
     config = CriticConfig.model_validate({"lr": 1e-2, "grad_clip": 100.0} | critic)
     training = config.training(ActorConfig()).for_run(100)
-    return FsdpValueEngine(path, ModelConfig(path=str(path)), training=training, device=CPU, seed=0)
+    return FsdpValueEngine(path, training, device=CPU, seed=0)
 
 
 def give_head(path: Path) -> Tensor:

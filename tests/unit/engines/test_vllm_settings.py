@@ -15,8 +15,8 @@ from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_arguments import engine_arguments, plan_log_probs, process_variables
 from workers.engines.vllm_config import VllmConfig
+from workers.engines.vllm_process import engine_arguments, plan_log_probs, process_variables
 from workers.engines.weight_mailbox import Letter, MailboxReader, WeightMailbox
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import DeadlineExceeded
-from workers.engines.answer_tasks import AnswerTasks
+from workers.engines.answer_tasks import ResponseTasks
 
 
 @pytest.fixture
-def tasks() -> Iterator[AnswerTasks[int]]:
-    made: AnswerTasks[int] = AnswerTasks("answers")
+def tasks() -> Iterator[ResponseTasks[int]]:
+    made: ResponseTasks[int] = ResponseTasks("responses")
     yield made
     made.close()
 
@@ -41,14 +41,14 @@ async def give(value: int) -> int:
     return value
 
 
-def collect(tasks: AnswerTasks[int]) -> list[int]:
+def collect(tasks: ResponseTasks[int]) -> list[int]:
     found: list[int] = []
     while tasks.num_running:
         found += tasks.step(threading.Event())
     return sorted(found)
 
 
-def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: AnswerTasks[int]) -> None:
+def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: ResponseTasks[int]) -> None:
     tasks.start([give(1), give(2), give(3)])
     assert tasks.num_running == 3
     assert collect(tasks) == [1, 2, 3]
@@ -56,7 +56,7 @@ def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: AnswerT
 
 
 def test_answer_that_comes_just_after_the_deadline_counts(
-    tasks: AnswerTasks[int], monkeypatch: pytest.MonkeyPatch
+    tasks: ResponseTasks[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when this process stood still: the wait is over and the answer is there."""
 
@@ -76,7 +76,7 @@ def test_answer_that_comes_just_after_the_deadline_counts(
         assert tasks.run(give(0), what="an answer", timeout_s=1.0) == 7
 
 
-def test_progress_ends_a_step_without_results(tasks: AnswerTasks[int]) -> None:
+def test_progress_ends_a_step_without_results(tasks: ResponseTasks[int]) -> None:
     gate = Gate()
     tasks.start([gate.give(7)])
     tasks.progress()
@@ -85,7 +85,7 @@ def test_progress_ends_a_step_without_results(tasks: AnswerTasks[int]) -> None:
     assert collect(tasks) == [7]
 
 
-def test_wake_ends_a_step(tasks: AnswerTasks[int]) -> None:
+def test_wake_ends_a_step(tasks: ResponseTasks[int]) -> None:
     gate, wake = Gate(), threading.Event()
     tasks.start([gate.give(7)])
     wake.set()
@@ -94,7 +94,7 @@ def test_wake_ends_a_step(tasks: AnswerTasks[int]) -> None:
     assert collect(tasks) == [7]
 
 
-def test_failure_is_raised_by_step_once(tasks: AnswerTasks[int]) -> None:
+def test_failure_is_raised_by_step_once(tasks: ResponseTasks[int]) -> None:
     async def fail() -> int:
         raise ValueError("broken")
 
@@ -106,7 +106,7 @@ def test_failure_is_raised_by_step_once(tasks: AnswerTasks[int]) -> None:
     assert collect(tasks) == [1]
 
 
-def test_abort_cancels_and_forgets(tasks: AnswerTasks[int]) -> None:
+def test_abort_cancels_and_forgets(tasks: ResponseTasks[int]) -> None:
     gate = Gate()
     tasks.start([gate.give(7), give(8)])
     assert gate.entered.wait(60)
@@ -118,13 +118,13 @@ def test_abort_cancels_and_forgets(tasks: AnswerTasks[int]) -> None:
     assert collect(tasks) == [1]
 
 
-def test_deadline_of_a_call_names_what_was_waited_for(tasks: AnswerTasks[int]) -> None:
+def test_deadline_of_a_call_names_what_was_waited_for(tasks: ResponseTasks[int]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"0.05 s for the moon"):
         tasks.run(asyncio.sleep(60), what="the moon", timeout_s=0.05)
     assert tasks.run(give(5), what="five", timeout_s=60) == 5
 
 
-def test_what_a_call_raises_is_not_taken_for_its_deadline(tasks: AnswerTasks[int]) -> None:
+def test_what_a_call_raises_is_not_taken_for_its_deadline(tasks: ResponseTasks[int]) -> None:
     async def late() -> None:
         raise TimeoutError("its own")
 
