@@ -7,6 +7,7 @@ from asyncflow.errors import ConfigError
 from launcher.paths import check_makeable
 from workers.config import RunConfig
 from workers.engines.openai_config import UPDATE_ARGUMENTS
+from workers.model_files import max_positions, read_model_config
 from workers.user_function import check_function
 
 
@@ -27,8 +28,6 @@ def check_positions(config: RunConfig) -> None:
     Raises:
         ConfigError: says which setting to lower.
     """
-    from workers.model_files import max_positions
-
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     for section, engine, response in _generating(config):
@@ -66,8 +65,6 @@ def check_tensor_parallel(config: RunConfig) -> None:
     Raises:
         ConfigError: names both numbers.
     """
-    from workers.model_files import read_model_config
-
     size = max(ranks_per_instance(config).values(), default=1)
     if size == 1:
         return

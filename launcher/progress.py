@@ -1,7 +1,7 @@
 """Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
 
-`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, the
-lower half writes to the terminal. It and the command line are the only code that prints.
+`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, also
+for `asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only it and the command line print.
 """
 
 import logging
@@ -214,6 +214,16 @@ def final_lines(
     return lines
 
 
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows as lines, every column but the last as wide as its widest cell; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join((*cells, row[-1])).rstrip())
+    return "\n".join(lines)
+
+
 class Progress:
     """The command's output while the run goes on; a context manager around it."""
 
@@ -307,9 +317,9 @@ class Progress:
 
     def _render(self) -> Group:
         now = time.time()  # statuses have the wall's
-        table = Table.grid(padding=(0, 2))
+        rows = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
-            table.add_row(
+            rows.add_row(
                 Text(role, style="bold"),
                 Text(count),
                 Text(activity, no_wrap=True, overflow="ellipsis"),
@@ -318,7 +328,7 @@ class Progress:
         figures = headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)
         # One row each, whatever the width: the block jumps when a line wraps.
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in figures]
-        return Group(*lines, table, *([Text(self._note, style="yellow")] if self._note else []))
+        return Group(*lines, rows, *([Text(self._note, style="yellow")] if self._note else []))
 
 
 def print_line(text: str, *, err: bool = False) -> None:

@@ -18,11 +18,10 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.size_text import size_text
 from launcher.line_tail import LineTail
 from launcher.preload import is_stopped
-from launcher.progress import Status, Statuses, accuracy_text, role_rows
+from launcher.progress import Status, Statuses, accuracy_text, role_rows, table
 from launcher.restart_log import RestartLog
 from launcher.rundir import EVALUATION_FILE, STATUS_FILE
 from launcher.running_launcher import running_launcher
-from launcher.table import table
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]
