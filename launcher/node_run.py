@@ -18,7 +18,7 @@ from asyncflow.errors import ConfigError, RoleFailed
 from asyncflow.job import Job
 from launcher import preload
 from launcher.devices import Devices
-from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
+from launcher.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.node_follower import End, Inbound, NodeFollower
 from launcher.node_messages import FinishRun, Hello
 from launcher.node_options import NodePlace
@@ -26,7 +26,6 @@ from launcher.node_roll import own_name
 from launcher.node_search import RunSearch
 from launcher.progress import print_line
 from launcher.run_events import FAILED, RESUMABLE, StopRequested
-from launcher.stop_signals import stop_signals
 from launcher.worker_entry import ENTRYPOINT
 from workers.config import LauncherConfig
 

@@ -1,5 +1,5 @@
-"""The run directory: its default name, whether a new run may use it, and its layout. Nothing is written before the
-whole configuration has been accepted.
+"""The run directory: its default name, whether a new run may use it, whether a launcher runs it now, and its layout.
+Nothing is written before the whole configuration has been accepted.
 
     config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
     logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
@@ -8,6 +8,7 @@ whole configuration has been accepted.
 
 import fcntl
 import itertools
+import json
 import logging
 import os
 import reprlib
@@ -17,7 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.job import FILE_NAME as JOB_FILE
 from launcher.paths import why_not_writable
 from workers.ledger_file import LEDGER_FILE
 
@@ -36,11 +39,12 @@ STATUS_FILE = "status.json"
 CHECKPOINTS = "checkpoints"
 DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
-_LIVE = ("job.json", STATUS_FILE, "status.tmp")
+_LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
+_START_SLACK_S = 5.0
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
@@ -191,6 +195,31 @@ def held_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def running_launcher(run_dir: Path) -> int | None:
+    """Return the process id of the launcher that runs `run_dir` now, or None.
+
+    A launcher that was killed leaves `job.json` behind; its process id may since belong to another process, which
+    then started later than the job did. The process id of another host says nothing here: from there the lock of
+    `held_run_dir` keeps a second launcher out, where the file system has locks.
+    """
+    try:
+        job = json.loads((run_dir / JOB_FILE).read_text())
+        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != HostClock.measure().host:
+        return None
+    process_start = _process_start(pid)
+    return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def check_not_running(run_dir: Path) -> None:
+    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    pid = running_launcher(run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
+
+
 def _numbered(path: Path) -> Iterator[Path]:
     """Yield `path`, then `path-2`, `path-3`, ..."""
     yield path
@@ -200,3 +229,17 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run directory: {path} cannot be written: {error.strerror}; choose another --run-dir")
+
+
+def _process_start(pid: int) -> float | None:
+    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    try:
+        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot_s = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
+        )
+    except (OSError, StopIteration):
+        return None
+    state, start_ticks = fields[0], int(fields[19])
+    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

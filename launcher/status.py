@@ -19,9 +19,8 @@ from asyncflow.size_text import size_text
 from launcher.line_tail import LineTail
 from launcher.preload import is_stopped
 from launcher.progress import Status, Statuses, accuracy_text, role_rows, table
-from launcher.restart_log import RestartLog
-from launcher.rundir import EVALUATION_FILE, STATUS_FILE
-from launcher.running_launcher import running_launcher
+from launcher.restarts import RestartLog
+from launcher.rundir import EVALUATION_FILE, STATUS_FILE, running_launcher
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]
@@ -46,7 +45,7 @@ class RunStatus:
         units: `tq.messages.UnitStats` of each storage unit.
         weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
-        restarts: what failed and was started again; see `launcher.restart_log`.
+        restarts: what failed and was started again; see `launcher.restarts`.
     """
 
     run_dir: Path

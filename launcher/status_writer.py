@@ -23,7 +23,7 @@ from asyncflow.store_server import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from launcher.progress import Statuses
-from launcher.restart_log import RestartLog
+from launcher.restarts import RestartLog
 from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.client.queue_client import QueueClient

@@ -11,8 +11,7 @@ import msgspec
 from pydantic import ValidationError
 
 from asyncflow.errors import CheckpointError, ConfigError
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE, began_run
-from launcher.running_launcher import running_launcher
+from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE, began_run, running_launcher
 from launcher.yaml_file import read_yaml
 from workers.checkpoint_files import CRITIC, DCP, META_FILE, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig

@@ -13,7 +13,7 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.store_server import serve_store
 from launcher.progress import Status
-from launcher.restart_log import RestartLog
+from launcher.restarts import RestartLog
 from launcher.rundir import STATUS_FILE
 from launcher.status_writer import StatusWriter
 from tq.config import QueueConfig

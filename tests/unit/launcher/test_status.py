@@ -16,7 +16,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from launcher.progress import Status
-from launcher.restart_log import RestartLog
+from launcher.restarts import RestartLog
 from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.messages import QueueStats, TaskStats, UnitStats
