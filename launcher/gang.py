@@ -1,6 +1,6 @@
 """One gang's ranks on this node under torchrun's elastic agent, in a thread of the launcher.
 
-`launcher.local_gangs` starts and kills gangs; what happens to them comes back as supervisor events. Nobody else touches
+`launcher.gang_hosts` starts and kills gangs; what happens to them comes back as supervisor events. Nothing else touches
 their processes. Imports torch, so it is imported after the config is accepted.
 
     Gang.start -> thread: GangAgent.run -> fork server forks ranks
@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from asyncflow.job import GangSpec, error_in
-from launcher import preload
+from launcher import fork_server
 from launcher.job_store import JobStoreClient
 from launcher.run_events import GangExited
 from launcher.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
@@ -134,7 +134,7 @@ class Gang:
         try:
             result = agent.run()
         except (OSError, EOFError):
-            if not preload.has_died(agent.fork_server):
+            if not fork_server.has_died(agent.fork_server):
                 raise
             logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
             return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
@@ -175,7 +175,7 @@ class GangAgent(LocalElasticAgent):
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
-        self.fork_server = preload.server_pid()
+        self.fork_server = fork_server.server_pid()
         self.failure: Failure | None = None
         self._ranks = ranks
         self._logs = logs
@@ -191,7 +191,7 @@ class GangAgent(LocalElasticAgent):
                     os.kill(process.pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        preload.let_go_on()  # one gang's look is enough for all that are to be started
+        fork_server.let_go_on()  # one gang's look is enough for all that are to be started
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
         if self._killed.is_set():
             self._kill_all()
@@ -209,7 +209,7 @@ class GangAgent(LocalElasticAgent):
     def _stopped(self) -> list[Failure]:
         """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
         now = time.monotonic()
-        stopped = [rank for rank, process in self._by_rank() if preload.is_stopped(process.pid)]
+        stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
             Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
@@ -233,7 +233,7 @@ class GangAgent(LocalElasticAgent):
             return recorded
         if code < 0:
             return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
-        if code == _UNKNOWN and preload.has_died(self.fork_server):
+        if code == _UNKNOWN and fork_server.has_died(self.fork_server):
             return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
             return Failure(rank, code or 1, error, time.time())

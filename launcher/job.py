@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job
 from asyncflow.network import choose_interfaces
-from launcher import preload
+from launcher import fork_server
+from launcher.gang_hosts import LocalGangs
 from launcher.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
@@ -97,7 +98,7 @@ def run_job(
         with contextlib.ExitStack() as stack:
             log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
-            stack.enter_context(preload.serving(log_file, threads=config.launcher.threads_per_worker))
+            stack.enter_context(fork_server.serving(log_file, threads=config.launcher.threads_per_worker))
             from launcher.run_nodes import RunNodes, open_store  # imports torch
             from launcher.status_writer import StatusWriter
 
@@ -167,8 +168,6 @@ class _Run:
         status: "StatusWriter",
         entrypoint: str,
     ) -> None:
-        from launcher.local_gangs import LocalGangs  # imports torch
-
         own = config.launcher
         self._job = job = nodes.job
         self._run_dir = run_dir
@@ -364,7 +363,7 @@ class _Run:
         return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
 
     def _stuck(self) -> list[Event]:
-        """Return the ranks that do not get on. Those that start, for the first time or again, have their own deadline."""
+        """Return the ranks that do not get on; those that start, for the first time or again, have another deadline."""
         if self._phase is not Phase.RUN or not self._all_ready:
             return []
         away = self._gone | self._supervisor.pending

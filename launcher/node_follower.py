@@ -13,7 +13,7 @@ from typing import Protocol
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.gang_host import GangHost
+from launcher.gang_hosts import GangHost
 from launcher.node_messages import (
     DumpStacks,
     FinishRun,

@@ -6,8 +6,8 @@ Events go in, instructions come out. Plain data; nobody here decides anything.
 from dataclasses import dataclass
 from enum import StrEnum
 
-DONE, FAILED, RESUMABLE = 0, 1, 75
-"""Exit codes of the command; 75 is EX_TEMPFAIL of sysexits.h."""
+DONE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
+"""Exit codes of the command: USAGE for refused input; 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class Phase(StrEnum):

@@ -14,11 +14,11 @@ from typing import Self
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job, Node
 from asyncflow.network import LOOPBACK, address_to_listen_on
-from launcher.all_hosts import AllHosts
+from launcher.gang_hosts import AllHosts
 from launcher.job_store import JobStore
+from launcher.membership import Membership, needed_devices, own_name
 from launcher.node_head import NodeHead
 from launcher.node_options import NodePlace
-from launcher.node_roll import NodeRoll, needed_devices, own_name
 from launcher.placement import HEAD
 from launcher.run_events import RESUMABLE, Event, Finish
 
@@ -60,13 +60,13 @@ class RunNodes:
         self._events = events
         self._head: NodeHead | None = None
         if place.count > 1:
-            roll = NodeRoll(
+            members = Membership(
                 place.count, needed_devices(job.gangs, place.count), importlib.metadata.version("asyncflow-rl")
             )
             self._head = NodeHead(
                 store,
                 job.secret,
-                roll,
+                members,
                 clock=job.clock,
                 run_dir=run_dir,
                 part_exited=self.hosts.part_exited,
