@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from asyncflow.job import GangSpec, error_in
+from asyncflow.run_files import LOGS
 from launcher import fork_server
 from launcher.job_store import JobStoreClient
 from launcher.run_events import GangExited
@@ -288,11 +289,11 @@ class RankLogs(LogsSpecs):
     """
 
     def __init__(self, gang: GangSpec, ranks: range, attempt: int, run_dir: Path) -> None:
-        super().__init__(str(run_dir / "logs"))
+        super().__init__(str(run_dir / LOGS))
         self._gang = gang
         self._ranks = ranks
         self._attempt = attempt
-        self._dir = run_dir / "logs" / gang.role
+        self._dir = run_dir / LOGS / gang.role
 
     @property
     def root_log_dir(self) -> str:

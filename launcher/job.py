@@ -15,8 +15,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
-from asyncflow.job import FILE_NAME, GangSpec, Job
+from asyncflow.job import GangSpec, Job
 from asyncflow.network import choose_interfaces
+from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher import fork_server
 from launcher.gang_hosts import LocalGangs
 from launcher.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
@@ -48,7 +49,7 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from launcher.rundir import EVALUATION_FILE, METRICS_FILE, STATUS_FILE, has_checkpoint
+from launcher.rundir import has_checkpoint
 from launcher.supervisor import Supervisor
 from launcher.worker_entry import ENTRYPOINT
 from workers.config import RunConfig
@@ -120,7 +121,7 @@ def run_job(
             )
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
             job.save(run_dir)
-            stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
+            stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.run_files import LOGS
 
 SAME_PRESS_S = 0.5
 """Wrappers such as `timeout` deliver one Ctrl-C twice; a second one counts only after so long (s)."""
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def launcher_log(run_dir: Path, node: int = 0) -> Path:
     """Return where the launcher of a node writes its log: `logs/launcher.log`, or `logs/launcher-K.log` on node K."""
-    return run_dir / "logs" / (f"launcher-{node}.log" if node else "launcher.log")
+    return run_dir / LOGS / (f"launcher-{node}.log" if node else "launcher.log")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.config import load_config
 from launcher.dry_run import describe
 from launcher.engine_libraries import check_libraries
@@ -21,8 +22,6 @@ from launcher.recipes import find_recipe
 from launcher.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
 from launcher.resume import LATEST, check_resume, find_checkpoint, resume_path, unsaved_run
 from launcher.rundir import (
-    CHECKPOINTS,
-    CONFIG_FILE,
     RUNS,
     check_new_run_dir,
     check_not_running,

@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
-from asyncflow.job import FILE_NAME as JOB_FILE
 from asyncflow.job import Job
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    EVALUATION_FILE,
+    JOB_FILE,
+    LEDGER_FILE,
+    META_FILE,
+    METRICS_FILE,
+    UPDATES_FILE,
+)
 from launcher.run_events import Restored, RestoreFailed
-from launcher.rundir import CHECKPOINTS, EVALUATION_FILE, METRICS_FILE, UPDATES_FILE
-from workers.checkpoint_files import HF, META_FILE, CheckpointMeta, damages
-from workers.ledger_file import LEDGER_FILE
+from workers.checkpoint_files import HF, CheckpointMeta, damages
 
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only

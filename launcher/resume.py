@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.paths import user_path
 from launcher.restore import (
     CUT_FILES,
@@ -21,7 +22,7 @@ from launcher.restore import (
     newest_checkpoint,
     verified_checkpoint,
 )
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, began_run, check_not_running, has_checkpoint, newest_run
+from launcher.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from launcher.yaml_file import read_yaml
 from workers.checkpoint_files import HF
 from workers.config import RunConfig

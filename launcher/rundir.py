@@ -1,9 +1,6 @@
-"""The run directory: its default name, whether a new run may use it, whether a launcher runs it now, and its layout.
-Nothing is written before the whole configuration has been accepted.
+"""The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
 
-    config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
-    logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
-    job.json  status.json  while it runs
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted.
 """
 
 import fcntl
@@ -20,9 +17,20 @@ from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
-from asyncflow.job import FILE_NAME as JOB_FILE
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    JOB_FILE,
+    LEDGER_FILE,
+    LOGS,
+    METRICS_FILE,
+    SAMPLES,
+    STATUS_FILE,
+    TIMELINE,
+    UPDATES_FILE,
+)
 from launcher.paths import why_not_writable
-from workers.ledger_file import LEDGER_FILE
 
 if TYPE_CHECKING:
     from workers.config import RunConfig
@@ -30,14 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-UPDATES_FILE = "updates.jsonl"
-EVALUATION_FILE = "evaluation.jsonl"
-STATUS_FILE = "status.json"
-"""What `asyncflow status` shows, while the run lasts."""
-CHECKPOINTS = "checkpoints"
-DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
+DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
@@ -167,7 +168,7 @@ def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
 def discard_run_dir(path: Path) -> None:
     """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
     (path / CONFIG_FILE).unlink(missing_ok=True)
-    for log in (path / "logs").glob("launcher*.log"):
+    for log in (path / LOGS).glob("launcher*.log"):
         log.unlink(missing_ok=True)
     for directory in (*(path / name for name in DIRECTORIES), path):
         with suppress(OSError):  # something of the user's is in it

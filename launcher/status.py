@@ -15,12 +15,13 @@ from typing import Any
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.run_files import EVALUATION_FILE, STATUS_FILE
 from asyncflow.size_text import size_text
 from launcher.fork_server import is_stopped
 from launcher.line_tail import LineTail
 from launcher.progress import Status, Statuses, accuracy_text, role_rows, table
 from launcher.restarts import RestartLog
-from launcher.rundir import EVALUATION_FILE, STATUS_FILE, running_launcher
+from launcher.rundir import running_launcher
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]

@@ -19,12 +19,12 @@ from torch.distributed import DistError
 
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
+from asyncflow.run_files import STATUS_FILE
 from asyncflow.store_server import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from launcher.progress import Statuses
 from launcher.restarts import RestartLog
-from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import CONFIG_FILE
 from launcher.paths import user_path
 from launcher.request import Accepted, Request
-from launcher.rundir import CONFIG_FILE
 from launcher.slurm.script import BatchJob
 from workers.config import LauncherConfig
 

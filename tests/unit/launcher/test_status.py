@@ -15,9 +15,9 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.run_files import STATUS_FILE
 from launcher.progress import Status
 from launcher.restarts import RestartLog
-from launcher.rundir import STATUS_FILE
 from launcher.status import RunStatus
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
