@@ -110,7 +110,7 @@ def _kind(config: RunConfig) -> str:
 
 
 def _trainers(config: RunConfig) -> str:
-    """Say over whom rows are divided: ranks, or replicas of several ranks."""
+    """Name what rows are divided over: ranks, or replicas of several ranks."""
     ranks = config.roles["actor"]
     if config.actor.engine != "megatron":
         return f"actor:{ranks}"

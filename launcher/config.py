@@ -200,7 +200,7 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
 
 
 def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[str | int, ...]) -> None:
-    """Refuse what pydantic accepts but nobody means: true as a number, infinite numbers."""
+    """Refuse what pydantic accepts but is surely a mistake: true as a number, infinite numbers."""
     if isinstance(given, Mapping) and isinstance(resolved, Mapping):
         for key, value in given.items():
             _refuse_surprises(value, resolved.get(key), origins, (*keys, key))

@@ -67,7 +67,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "steps": ("max_steps", "num_steps", "total_steps", "total_training_steps"),
     }
 )  # fmt: skip
-"""Our key -> what TRL, verl, OpenRLHF and their like call it."""
+"""Our key -> its names in TRL, verl, OpenRLHF and the like."""
 
 _ALGORITHM = "algorithm"
 """The section whose settings depend on its `name`."""
@@ -184,7 +184,7 @@ def _unknown_algorithm(section: Any, origins: Origins) -> str:
 
 
 def _algorithm_hint(algorithm: str, key: str) -> str:
-    """Say whose setting a key is that this algorithm does not have."""
+    """Return which algorithms have a setting that this one lacks."""
     owners = [name for name, settings in ALGORITHMS.items() if key in settings.model_fields]
     if owners:
         return f"it is a setting of {' '.join(owners)}, and algorithm.name is {algorithm}; remove one of them"

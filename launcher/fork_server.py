@@ -109,7 +109,7 @@ def is_running() -> bool:
 
 
 def let_go_on() -> None:
-    """Continue the fork server if a signal has stopped it: whoever is to be started would wait for it."""
+    """Continue the fork server if a signal has stopped it: new workers would wait for it."""
     pid = _forkserver._forkserver_pid
     if pid is not None and is_stopped(pid):
         logger.warning("the fork server was stopped by a signal; it goes on")

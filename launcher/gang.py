@@ -102,7 +102,7 @@ class Gang:
         return not self._thread.is_alive()
 
     def _watch(self) -> None:
-        """Run the agent. Whatever happens to this thread, the supervisor hears that the gang is gone."""
+        """Run the agent. However this thread ends, the supervisor hears that the gang is gone."""
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
             exited = self._run()
@@ -208,7 +208,7 @@ class GangAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stopped(self) -> list[Failure]:
-        """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
+        """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
         stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
@@ -249,7 +249,7 @@ class GangAgent(LocalElasticAgent):
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of the one agent that a gang has on a node: nobody to meet, so a store in this process will do."""
+    """Rendezvous of the one agent that a gang has on a node. It meets no other, so a store in this process will do."""
 
     def __init__(self, store: JobStoreClient) -> None:
         self._endpoint = RendezvousStoreInfo(store.host, store.port)
@@ -332,5 +332,5 @@ class RankLogs(LogsSpecs):
 
 
 def _causes_first(failure: Failure) -> tuple[bool, float]:
-    """Order the failures of one gang: a signal first, since the other ranks then raise errors about their lost peer."""
+    """Sort key of a gang's failures: a signal first, since the other ranks then raise errors about their lost peer."""
     return failure.code >= 0, failure.at

@@ -1,5 +1,6 @@
-"""Who takes part in a run on several nodes: node 0's list of the launchers that said hello, and when one that is silent
-counts as gone. Pure: the clock is passed in.
+"""The members of a run on several nodes: node 0's list of the launchers that said hello, and the timeout of heartbeats.
+
+Pure: the clock is passed in.
 
 Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
                                         a second launcher with the same rank -> Refuse; it may ask again

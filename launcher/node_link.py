@@ -4,7 +4,7 @@
     threads   orders -> inbox | outgoing events | heartbeats
 
 Each thread has a store client of its own, and may hang in it when node 0's host is stopped or cut off; that is why the
-owner, who never touches the store, asks `lost()`. Imports torch.
+owner, which never touches the store, asks `lost()`. Imports torch.
 """
 
 import logging
@@ -59,13 +59,13 @@ class HeadLink:
 
         Args:
             job: read from the run directory; perhaps of a run that is over.
-            hello: who this is; its address is filled in.
+            hello: of this launcher; its address is filled in.
             inbox: receives orders.
-            given_up: nobody waits for this any more.
+            given_up: is set when the caller no longer waits.
         Returns:
             The link, or what node 0 said instead.
         Raises:
-            TransportError: nobody answers there, or it was given up.
+            TransportError: no answer from there, or it was given up.
         """
         where = (job.store_host, job.store_port)
         try:

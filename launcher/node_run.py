@@ -166,7 +166,7 @@ class RunSearch:
     may be of a run that is over: then nothing answers, or something that does not know the secret, and the file is read
     again until it changes. A try that hangs (node 0 is stopped) is waited for, unless another run begins.
 
-        job.json --> try to join, in a thread --> HeadLink | refused | nobody --> again, until the deadline
+        job.json --> try to join, in a thread --> HeadLink | refused | no answer --> again, until the deadline
     """
 
     def __init__(self, run_dir: Path, *, stopped: threading.Event, timeout_s: float) -> None:

@@ -247,7 +247,7 @@ def _check_fill(config: RunConfig) -> None:
 
 
 def _check_critic(config: RunConfig) -> None:
-    """Refuse what a critic cannot be with."""
+    """Refuse engines and schedules that have no critic."""
     if not config.algorithm.has_critic:
         return
     if config.actor.engine != "fsdp":
@@ -301,7 +301,7 @@ def _check_export(config: RunConfig) -> None:
 
 
 def _check_sim(config: RunConfig) -> None:
-    """Refuse engines that sleep beside engines that compute, whose weights are others; and lengths that are none."""
+    """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -323,7 +323,7 @@ def _check_sim(config: RunConfig) -> None:
 
 
 def _check_clients(config: RunConfig) -> None:
-    """Refuse more processes than one service of the queue takes; also far more than anybody means."""
+    """Refuse more processes than one service of the queue takes."""
     sizes = ranks_per_instance(config)
     ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())
     processes = ranks + config.tq.num_storage_units + config.tq.num_controllers

@@ -28,7 +28,7 @@ from launcher.run_events import FAILED, RESUMABLE
 STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""
 PASSIVE = frozenset({"idle", "serving"})
-"""States, beside `waiting for ...`, of a rank that has nothing to do until somebody asks it."""
+"""States, beside `waiting for ...`, of a rank that has nothing to do until it is asked."""
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "evaluate"})
@@ -76,7 +76,7 @@ class Status:
 
     @property
     def waits(self) -> bool:
-        """Whether it is somebody else's turn."""
+        """Whether it waits for others."""
         return self.state.startswith("wait") or self.state in PASSIVE
 
 
@@ -277,28 +277,28 @@ class Progress:
         return self._evaluation
 
     def ready(self, num_workers: int) -> None:
-        """All ranks are at work."""
+        """Say that all ranks are at work."""
         self._say(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
-        """A step was finished."""
+        """Print a finished step."""
         self._metrics = metrics
         self._say(step_line(metrics, self._last_step))
 
     def evaluation(self, evaluation: Metrics) -> None:
-        """A version was evaluated on held-out prompts."""
+        """Print an evaluation on held-out prompts."""
         if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
             self._evaluation = evaluation
         self._say(evaluation_line(evaluation, self._last_step))
 
     def note(self, text: str) -> None:
-        """Something the user should know now, e.g. that a stop is under way."""
+        """Show what the user should know now, e.g. that a stop is under way."""
         self._note = text
         if self._live is None:
             self._say(text)
 
     def event(self, text: str) -> None:
-        """Something happened that belongs into the record, e.g. a process that starts again."""
+        """Print an event for the record, e.g. a process that starts again."""
         self._say(text)
 
     def update(self, statuses: Statuses) -> None:
@@ -332,7 +332,7 @@ class Progress:
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """Print to stdout or stderr, also when nobody reads there any more."""
+    """Print to stdout or stderr; a closed terminal or pipe is no error."""
     with _even_if_closed(sys.stderr if err else sys.stdout):
         click.echo(text, err=err)
 

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 def resume_path(target: str) -> Path:
     """Return the run or checkpoint that `--resume TARGET` names, absolute; nothing needs to exist there.
 
-    A run's `checkpoints/` may be a link to another disk. It is not followed, or nobody would know whose checkpoint it
-    is.
+    A run's `checkpoints/` may be a link to another disk. It is not followed: the run would not be known from its
+    target.
 
     Raises:
         ConfigError: the system cannot look at such a path.

@@ -1,6 +1,6 @@
-"""What can happen to a run, and what can be done about it: the words between `launcher.supervisor` and its shell.
+"""What can happen to a run, and what can be done about it: the data between `launcher.supervisor` and its shell.
 
-Events go in, instructions come out. Plain data; nobody here decides anything.
+Events go in, instructions come out. Plain data, no decisions.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class GangExited:
         rank: the rank that failed first.
         at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
         final: another start would fail in the same way.
-        deadline: the error is a deadline that passed, so somebody else may be stuck.
+        deadline: the error is a deadline that passed, so another rank may be stuck.
     """
 
     gang: str
@@ -55,7 +55,7 @@ class GangExited:
 
 @dataclass(frozen=True)
 class RankStuck:
-    """A rank lives, and does not get on: `why` says with what and for how long."""
+    """A rank is alive but makes no progress: `why` says with what and for how long."""
 
     gang: str
     rank: int
@@ -71,7 +71,7 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class RunDirLost:
-    """Somebody removed or moved the run's directory; nothing can be recorded or saved any more."""
+    """The run's directory was removed or moved; nothing can be recorded or saved any more."""
 
     path: str
 
@@ -110,7 +110,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """A timer that was armed ran out; `detail` names who was waited for."""
+    """A timer that was armed ran out; `detail` names the ranks that were waited for."""
 
     timer: Timer
     detail: str = ""

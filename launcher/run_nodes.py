@@ -1,7 +1,7 @@
 """The nodes of a run as `launcher.job` sees them: one `GangHost`, whatever their number. Imports torch.
 
-On one node nothing is waited for and nobody else exists. On several, the launchers of the others join first; from then
-on `job.json` names all nodes.
+On one node there is nothing to wait for. On several, the launchers of the others join first; from then on `job.json`
+names all nodes.
 """
 
 import importlib.metadata
@@ -108,7 +108,7 @@ class RunNodes:
         return None
 
     def check(self) -> None:
-        """Look whether the threads live that hear of the other nodes.
+        """Check the threads that listen to the other nodes.
 
         Raises:
             RoleFailed: one died.

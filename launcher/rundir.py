@@ -95,8 +95,8 @@ def has_checkpoint(path: Path) -> bool:
 def began_run(path: Path) -> bool:
     """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
 
-    A project or a checkpoint has a `config.yaml`, too, and is none; nor is a run whose `checkpoints/` was taken away,
-    say a link to a disk that is not there: nobody knows what it saved.
+    A project or a checkpoint has a `config.yaml`, too, but is no run. A run whose `checkpoints/` was taken away, say a
+    link to a disk that is not there, does not count either: what it saved is unknown.
     """
     config = path / CONFIG_FILE
     return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)

@@ -5,7 +5,7 @@
     run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
      | '-> evaluate -^  |       ^  services leave
      |                  '- the actor saves
-     '--------------------------'  nobody can save, all leave at once
+     '--------------------------'  no rank can save, all leave at once
 
 In `evaluate` the last step is saved, and held-out prompts are still answered: only a run that trained to its end is
 there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
@@ -111,7 +111,7 @@ class Supervisor:
         return [SetPhase(Phase.RUN), Arm(Timer.START, self._start_timeout_s)]
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; after `Finish` nothing follows."""
+        """Take in one event and return what follows; after `Finish` nothing does."""
         if self._finished:
             return []
         match event:
@@ -181,7 +181,7 @@ class Supervisor:
         return instructions if self._running or self.pending else [*instructions, self._finish()]
 
     def _complain(self, event: GangExited) -> None:
-        """Somebody failed while it left: what a trainer did not save is a failure, unless somebody killed it."""
+        """Note a failure while leaving. What a trainer did not save makes the run fail, unless a signal killed it."""
         gang = self._gangs[event.gang]
         if self._failures or (gang.role in TRAINERS and event.code > 0 and not self._last_step_done):
             self._failures.append(event)
@@ -235,7 +235,7 @@ class Supervisor:
         return [StartGang(name, self._attempts[name])]
 
     def _found_stuck(self, event: RankStuck) -> list[Instruction]:
-        """Have everybody say where it is, and end the gang a moment later."""
+        """Have all processes write their stacks, and end the gang a moment later."""
         if event.gang in self._stuck or event.gang not in self._running:
             return []
         self._stuck[event.gang] = event
@@ -248,7 +248,7 @@ class Supervisor:
         return self._enter(Phase.STOP)
 
     def _give_up(self, event: GangExited) -> list[Instruction]:
-        """The run fails; what is trained is saved where somebody is left who can."""
+        """Let the run fail; what is trained is saved if the trainer is still there."""
         self._failures.append(event)
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
@@ -278,7 +278,7 @@ class Supervisor:
         return []
 
     def _enter(self, phase: Phase) -> list[Instruction]:
-        """Move forwards to `phase`; nothing when the run is there or beyond. Who waits for a restart gets none."""
+        """Move forwards to `phase`; nothing if the run is there or beyond. Gangs that wait for a restart stay down."""
         order = list(Phase)
         if order.index(phase) <= order.index(self._phase):
             return []
@@ -297,7 +297,7 @@ class Supervisor:
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _observers(self) -> list[str]:
-        """Return what is left of the gangs that nobody waits for until the training is over."""
+        """Return the evaluators that are left; the run waits for them only when the training is over."""
         return [name for name in self._gangs if self._gangs[name].role in OBSERVERS and self._is_left(name)]
 
     def _is_left(self, name: str) -> bool:

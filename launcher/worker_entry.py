@@ -53,7 +53,7 @@ def enter(entrypoint: str, *args: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(*args)
     except Exception as error:  # noqa: BLE001 (the process boundary)
-        with contextlib.suppress(OSError):  # a full disk: what is left then is the code
+        with contextlib.suppress(OSError):  # the disk is full; the exit code still tells
             traceback.print_exc()
             _record(error)
             sys.stdout.flush()

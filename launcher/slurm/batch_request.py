@@ -1,4 +1,4 @@
-"""One `asyncflow sbatch` command from its arguments to a batch job: what can be known before is checked here.
+"""One `asyncflow sbatch` command from its arguments to a batch job; all that can be checked before it runs is.
 
 BatchRequest --accept()--> BatchJob --script_text--> printed, or submitted (`launcher.slurm.command`)
 """

@@ -97,7 +97,7 @@ def sbatch_command(
 
 
 def make_run_dir(run_dir: Path) -> bool:
-    """Make the directory, whose place for Slurm's log must exist when the job starts; return whether it was missing.
+    """Make the run directory, since Slurm's log goes there; return whether it was missing.
 
     Raises:
         ConfigError: the file system refuses.
