@@ -1,7 +1,7 @@
 """Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
 
-`launcher.cli` calls `run_job`. Decisions are `launcher.supervisor`'s; this is the shell that carries them out. One
-thread owns everything here: gang threads and signal handlers only put events into its queue.
+`launcher.request` calls `run_job`. `launcher.supervisor` decides; this is the shell that carries its decisions out.
+One thread owns everything here: gang threads and signal handlers only put events into its queue.
 """
 
 import contextlib

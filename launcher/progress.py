@@ -1,7 +1,7 @@
 """Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
 
-`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, also
-for `asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only it and the command line print.
+`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also for
+`asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only this and the command line print.
 """
 
 import logging

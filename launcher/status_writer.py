@@ -1,7 +1,7 @@
 """Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
 
-`launcher.job` tells it what it knows anyway, ranks and restarts; the thread asks queue and agents over channels of its
-own, which stay open. Nothing waits for it. Imports torch.
+`launcher.job` hands it what it knows anyway, ranks and restarts. The thread asks queue and agents over channels of
+its own, which stay open. Nothing waits for it. Imports torch.
 """
 
 import logging

@@ -11,8 +11,8 @@ In `evaluate` the last step is saved, and held-out prompts are still answered: o
 there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
 gang is left.
 
-A gang that fails while it should be at work starts again (`launcher.restarts` says with whom, and when that has been
-too often); one that was told to leave does not.
+A gang that fails while it should be at work starts again; one that was told to leave does not. `launcher.restarts`
+says which gangs start again with it, and when that has been too often.
 
     rollout, ref, unit, ...   RestartBook -> wait -> StartGang
     actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
