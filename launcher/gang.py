@@ -18,7 +18,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -128,6 +127,7 @@ class Gang:
                 monitor_interval=MONITOR_INTERVAL_S,
             ),
             RankLogs(spec, self._ranks, self._attempt, self._run_dir),
+            gang=spec.name,
             ranks=self._ranks,
             killed=self._killed,
             last_words=functools.partial(self._store.left, spec.name),
@@ -141,23 +141,8 @@ class Gang:
             return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
-        gave_up = Failure(self._ranks.start, 1, "the elastic agent gave up; see logs/launcher*.log", time.time())
-        failure = agent.failure or gave_up
-        return GangExited(
-            spec.name, failure.code, failure.error, failure.rank, failure.at, failure.final, failure.deadline
-        )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The rank of a gang that failed first; see `GangExited`."""
-
-    rank: int
-    code: int
-    error: str
-    at: float
-    final: bool = False
-    deadline: bool = False
+        gave_up = "the elastic agent gave up; see logs/launcher*.log"
+        return agent.failure or GangExited(spec.name, 1, gave_up, self._ranks.start, time.time())
 
 
 class GangAgent(LocalElasticAgent):
@@ -171,13 +156,16 @@ class GangAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: "RankLogs",
         *,
+        gang: str,
         ranks: range,
         killed: threading.Event,
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
         self.fork_server = fork_server.server_pid()
-        self.failure: Failure | None = None
+        self.failure: GangExited | None = None
+        """Of the rank that failed first."""
+        self._gang = gang
         self._ranks = ranks
         self._logs = logs
         self._killed = killed
@@ -203,17 +191,17 @@ class GangAgent(LocalElasticAgent):
         if not dead:
             result: RunResult = super()._monitor_workers(worker_group)
             return result
-        self.failure = min(dead, key=_causes_first)
+        self.failure = min(dead, key=GangExited.precedence)
         self._kill_all()
         return RunResult(state=WorkerState.FAILED)
 
-    def _stopped(self) -> list[Failure]:
+    def _stopped(self) -> list[GangExited]:
         """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
         stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
-            Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
+            self._exited(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed")
             for rank, since in self._stopped_since.items()
             if now - since > STOPPED_S
         ]
@@ -228,17 +216,20 @@ class GangAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         super()._shutdown(signal.SIGKILL, timeout)
 
-    def _failure(self, rank: int, code: int) -> Failure:
+    def _failure(self, rank: int, code: int) -> GangExited:
         recorded = self._logs.failure(rank, code)
         if recorded is not None:
             return recorded
         if code < 0:
-            return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
+            return self._exited(rank, code, f"ended by {signal.Signals(-code).name}")
         if code == _UNKNOWN and fork_server.has_died(self.fork_server):
-            return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
+            return self._exited(rank, -signal.SIGKILL, FORK_SERVER_DIED)
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
-            return Failure(rank, code or 1, error, time.time())
-        return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
+            return self._exited(rank, code or 1, error)
+        return self._exited(rank, code or 1, f"exited with code {code} without finishing")
+
+    def _exited(self, rank: int, code: int, error: str) -> GangExited:
+        return GangExited(self._gang, code, error, rank, time.time())
 
     def _by_rank(self) -> list[tuple[int, BaseProcess]]:
         return list(zip(self._ranks, self._processes(), strict=False))  # there are none before they started
@@ -313,7 +304,7 @@ class RankLogs(LogsSpecs):
             variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
 
-    def failure(self, rank: int, code: int) -> Failure | None:
+    def failure(self, rank: int, code: int) -> GangExited | None:
         """Return what a rank of the gang recorded as its last error; None if it recorded nothing."""
         path = self._error_file(rank)
         try:
@@ -322,15 +313,11 @@ class RankLogs(LogsSpecs):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
         # torchelastic's own record, of a rank that failed before ours could be made, says neither.
-        return Failure(rank, code, error, at, message.get("final", False), message.get("deadline", False))
+        final, deadline = message.get("final", False), message.get("deadline", False)
+        return GangExited(self._gang.name, code, error, rank, at, final, deadline)
 
     def _label(self, rank: int) -> int:
         return self._gang.index * self._gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"{self._label(rank)}.error.json"
-
-
-def _causes_first(failure: Failure) -> tuple[bool, float]:
-    """Sort key of a gang's failures: a signal first, since the other ranks then raise errors about their lost peer."""
-    return failure.code >= 0, failure.at

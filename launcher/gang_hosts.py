@@ -206,6 +206,5 @@ class GangParts:
     def _merged(self, last: GangExited) -> GangExited:
         if not self._failures:
             return last
-        # A signal first: the ranks that lost their peer then raise errors about it.
-        first = min(self._failures, key=lambda part: (part.code >= 0, part.at))
+        first = min(self._failures, key=GangExited.precedence)
         return replace(first, deadline=any(part.deadline for part in self._failures))

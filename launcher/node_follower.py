@@ -6,7 +6,7 @@ It decides nothing. However it ends (by an order, or because node 0 is lost), no
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -153,4 +153,4 @@ class NodeFollower:
     def _told(self, exited: GangExited) -> PartExited:
         """Return the end of a gang's ranks here as a message to node 0, in node 0's time."""
         at = exited.at - (time.time() - self._link.clock.now())
-        return PartExited(exited.gang, exited.code, exited.error, exited.rank, at, exited.final, exited.deadline)
+        return PartExited(replace(exited, at=at))

@@ -245,8 +245,8 @@ class NodeHead:
         match message:
             case Ping(asked=asked):
                 self.order(token, Pong(asked, arrived, self._clock.now()))
-            case PartExited():
-                self._part_exited(link.rank, _exit_of(message))
+            case PartExited(exited=exited):
+                self._part_exited(link.rank, exited)
             case _:
                 self._note(token, link, message)
 
@@ -332,7 +332,3 @@ class RemoteNode:
         """Have its launcher kill whatever it started."""
         for gang in self._started:
             self.kill(gang)
-
-
-def _exit_of(part: PartExited) -> GangExited:
-    return GangExited(part.gang, part.code, part.error, part.rank, part.at, part.final, part.deadline)

@@ -13,6 +13,8 @@ node K                               node 0
 
 import msgspec
 
+from launcher.run_events import GangExited
+
 
 class Hello(msgspec.Struct, tag=True):
     """A launcher asks to take part.
@@ -59,15 +61,9 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class PartExited(msgspec.Struct, tag=True):
-    """All ranks of a gang on this node are gone; as `launcher.run_events.GangExited`, in node 0's time."""
+    """All ranks of a gang on this node are gone; `exited.at` is in node 0's time."""
 
-    gang: str
-    code: int
-    error: str
-    rank: int
-    at: float
-    final: bool
-    deadline: bool
+    exited: GangExited
 
 
 class StopAsked(msgspec.Struct, tag=True):

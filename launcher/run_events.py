@@ -52,6 +52,10 @@ class GangExited:
     final: bool = False
     deadline: bool = False
 
+    def precedence(self) -> tuple[bool, float]:
+        """Sort key that puts the cause first: a signal before the errors that peers of the lost rank then raise."""
+        return self.code >= 0, self.at
+
 
 @dataclass(frozen=True)
 class RankStuck:

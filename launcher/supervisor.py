@@ -320,8 +320,8 @@ class Supervisor:
         return Finish(FAILED, complaint) if complaint else Finish(DONE, "done")
 
     def _cause(self) -> str:
-        """Name the first failure. A signal comes before exceptions: those are often what its peers then raised."""
-        first = min(self._failures, key=lambda failure: (failure.code >= 0, failure.at))
+        """Return what failed first, and how many others did."""
+        first = min(self._failures, key=GangExited.precedence)
         others = len(self._failures) - 1
         more = f" (then {others} more gang{'s' if others > 1 else ''})" if others else ""
         return f"{self._named(first)} failed: {first.error}{more}"

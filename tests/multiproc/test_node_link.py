@@ -107,9 +107,10 @@ def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
     orders = [inbox.get(timeout=DEADLINE_S) for _ in range(3)]
     assert orders == [StartPart("ref-0", 2, 7), DumpStacks(), KillPart("ref-0")]
     link.send(StopAsked(1))
-    link.send(PartExited("ref-0", 1, "ValueError: no", 0, 5.0, True, False))
+    exited = GangExited("ref-0", 1, "ValueError: no", 0, 5.0, final=True)
+    link.send(PartExited(exited))
     assert run.next() == StopRequested(1)
-    assert run.next() == (1, GangExited("ref-0", 1, "ValueError: no", 0, 5.0, final=True))
+    assert run.next() == (1, exited)
     ending = threading.Thread(target=run.head.finish, args=(75, "stopped"))
     ending.start()
     assert inbox.get(timeout=DEADLINE_S) == FinishRun(75, "stopped")
