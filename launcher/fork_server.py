@@ -1,7 +1,7 @@
 """Starts and ends the fork server from which every worker is forked, so that they import torch once, not each.
 
 Torch-free. `start` is called as early as possible: the server imports on one core while the launcher imports on the
-other. The server runs `launcher.preloaded`. It has a process group of its own, so Ctrl-C in a terminal reaches the
+other. The server runs `launcher.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches the
 launcher alone.
 """
 

@@ -1,7 +1,7 @@
 """One gang's ranks on this node under torchrun's elastic agent, in a thread of the launcher.
 
-`launcher.gang_hosts` starts and kills gangs, and nothing else touches their processes. What happens to them becomes
-events of the supervisor. Imports torch, so it is imported after the config is accepted.
+`launcher.gang_hosts` starts and kills gangs; nothing else touches their processes. What happens to them
+becomes events of the supervisor. Imports torch, so it is imported after the config is accepted.
 
     Gang.start -> thread: GangAgent.run -> fork server forks ranks
                           polls every MONITOR_INTERVAL_S; all returned, or one died or was stopped -> GangExited

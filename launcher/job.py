@@ -1,6 +1,6 @@
 """Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
 
-`launcher.request` calls `run_job`. `launcher.supervisor` decides; this is the shell that carries its decisions out.
+`launcher.request` calls `run_job`. `launcher.supervisor` decides; this shell carries its decisions out.
 One thread owns everything here: gang threads and signal handlers only put events into its queue.
 """
 

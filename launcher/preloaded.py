@@ -1,7 +1,7 @@
 """What the fork server runs when it starts: it ties itself to the launcher, then imports what workers need.
 
-Only `multiprocessing.forkserver` imports it, as `launcher.fork_server` tells it to. It imports and does nothing else:
-no thread may start here, because a forked child inherits locks but not the threads that hold them.
+Only `multiprocessing.forkserver` imports it, as `launcher.fork_server` tells it to. It imports and does nothing
+else: no thread may start here, because a forked child inherits locks but not the threads that hold them.
 """
 
 import gc

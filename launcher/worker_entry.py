@@ -1,7 +1,7 @@
 """First and last code of a worker process: its own log, its parent's life, its last error. Torch-free at import.
 
-`launcher.gang` hands `enter` to torchelastic. It runs in the forked child and calls the real entrypoint by name, since
-the launcher itself never imports that.
+`launcher.gang` hands `enter` to torchelastic. It runs in the forked child and calls the real entrypoint by
+name, since the launcher itself never imports that.
 """
 
 import contextlib
