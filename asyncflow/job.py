@@ -12,8 +12,8 @@ from typing import Any
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import JOB_FILE
 
-FILE_NAME = "job.json"
 _ERROR_PREFIX = "error:"
 _LEFT_WELL = "ok"
 
@@ -131,7 +131,7 @@ class Job:
 
     def save(self, run_dir: Path) -> None:
         """Write `job.json` (mode 0600) atomically; a job that was written before must be `changed` first."""
-        target = run_dir / FILE_NAME
+        target = run_dir / JOB_FILE
         beside = target.with_suffix(".tmp")
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -141,9 +141,9 @@ class Job:
     @staticmethod
     def load(run_dir: Path) -> "Job":
         """Read `job.json`; raises ConfigError when the run is not running."""
-        path = run_dir / FILE_NAME
+        path = run_dir / JOB_FILE
         if not path.is_file():
-            raise ConfigError(f"run directory: {run_dir} has no {FILE_NAME}, so nothing runs there; start it first")
+            raise ConfigError(f"run directory: {run_dir} has no {JOB_FILE}, so nothing runs there; start it first")
         fields = json.loads(path.read_text())
         gangs = tuple(
             GangSpec(**{**gang, "devices": tuple(gang["devices"]), "nodes": tuple(gang["nodes"])})

@@ -1,6 +1,7 @@
 """How a step's samples divide over actor ranks and micro-batches, and which numbers would fit if they do not. Pure."""
 
 from asyncflow.errors import ConfigError
+from tq.policies import TokenBudget, load_policy
 from workers.config import RunConfig
 
 
@@ -76,8 +77,6 @@ def check_token_budget(config: RunConfig) -> None:
     Raises:
         ConfigError: they have none, or the schedule wants rounds of rows.
     """
-    from tq.policies import TokenBudget, load_policy
-
     policy = load_policy(config.tq.policy)
     if config.deterministic and getattr(policy, "window", 1) > 1:
         raise ConfigError(
@@ -111,7 +110,7 @@ def _kind(config: RunConfig) -> str:
 
 
 def _trainers(config: RunConfig) -> str:
-    """Say over whom rows are divided: ranks, or replicas of several ranks."""
+    """Name what rows are divided over: ranks, or replicas of several ranks."""
     ranks = config.roles["actor"]
     if config.actor.engine != "megatron":
         return f"actor:{ranks}"

@@ -1,12 +1,14 @@
-"""Turn a YAML file and the command line into one checked, resolved `RunConfig`. Torch-free.
+"""Turn a YAML file and the command line, `--roles` too, into one checked, resolved `RunConfig`. Torch-free.
 
 The order is: file, `--set`, `--steps`, `--roles`; then every value is checked, and the paths of models, data and users'
 modules become absolute. Every problem is one `ConfigError` line. Called by the command line; it writes nothing.
 """
 
 import copy
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ from asyncflow.errors import ConfigError
 from launcher.config_errors import Origins, explain
 from launcher.paths import user_path
 from launcher.recipes import packaged_recipes
-from launcher.roles import check_roles, parse_roles
 from launcher.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig
 from workers.data import hub_data_command, hub_model_command, is_hub_name
+from workers.dataflow import ALIASES, ROLES
 
 _PATHS = ("model", "critic", "data", "evaluate")
 """Sections whose `path` names a file or directory."""
+_REQUIRED_ROLES = ("rollout", "actor")
+_EXAMPLE = "rollout:8,actor:4,ref:2"
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def load_config(
@@ -50,7 +55,7 @@ def load_config(
     if roles is not None:
         values["roles"] = dict(parse_roles(roles, _users_roles(values)))
         options["roles"] = "--roles"
-    _settle_staleness(values, options)
+    _default_staleness(values, options)
     origins = Origins(file, options)
     config = _validate(values, origins)
     resolved: dict[str, Any] = {"roles": check_roles(config.roles, [task.own_role for task in config.tasks])}
@@ -63,6 +68,55 @@ def load_config(
         located = _located(model, "reward.model", source, options)
         resolved["reward"] = config.reward.model_copy(update={"model": located})
     return config.model_copy(update=resolved)
+
+
+def parse_roles(text: str, users: Collection[str] = ()) -> dict[str, int]:
+    """Parse the option's value.
+
+    Args:
+        text: of the option.
+        users: roles of users' tasks.
+
+    Raises:
+        ConfigError: not `role:ranks` pairs, a role given twice, or what `check_roles` refuses.
+    """
+    roles: dict[str, int] = {}
+    for part in text.split(","):
+        if not part.strip():
+            raise ConfigError(f"--roles: {text!r} has an empty entry (a comma too many?); give e.g. --roles {_EXAMPLE}")
+        name, colon, count = (piece.strip() for piece in part.partition(":"))
+        if not colon or not name:
+            raise ConfigError(f"--roles: {part.strip()!r} is not role:ranks; give e.g. --roles {_EXAMPLE}")
+        role = _canonical_role(name, users)
+        if role in roles:
+            raise ConfigError(f"--roles: {role!r} is given twice; give it once, with all its ranks")
+        if not _WHOLE_NUMBER.fullmatch(count):
+            raise ConfigError(f"--roles: {name}:{count} is not a whole number of ranks; give e.g. {name}:2")
+        roles[role] = int(count)
+    return check_roles(roles, users)
+
+
+def check_roles(roles: Mapping[str, int], users: Collection[str] = ()) -> dict[str, int]:
+    """Return `roles` with canonical names, in the order of `ROLES`, then of `users`, the roles of users' tasks.
+
+    Raises:
+        ConfigError: unknown role (with the nearest name), less than one rank, a required role missing, or one role
+            under two names.
+    """
+    counts: dict[str, int] = {}
+    for name, count in roles.items():
+        role = _canonical_role(name, users)
+        if role in counts:
+            raise ConfigError(f"roles: {role!r} is given twice (as {name!r} too); give it once")
+        if count < 1:
+            raise ConfigError(
+                f"roles: {name}:{count} must have at least 1 rank; give {name}:1 or more, or leave it out"
+            )
+        counts[role] = count
+    for role in _REQUIRED_ROLES:
+        if role not in counts:
+            raise ConfigError(f"roles: {role!r} is missing; add {role}:1 or more, e.g. --roles {_EXAMPLE}")
+    return {role: counts[role] for role in dict.fromkeys((*ROLES, *users)) if role in counts}
 
 
 def _apply_override(values: dict[Any, Any], text: str) -> tuple[str, str]:
@@ -93,7 +147,16 @@ def _users_roles(values: Mapping[Any, Any]) -> list[str]:
     return [str(task.get("role") or task.get("name")) for task in named]
 
 
-def _settle_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:
+def _canonical_role(name: str, users: Collection[str]) -> str:
+    role, known = ALIASES.get(name, name), (*ROLES, *users)
+    if role not in known:
+        near = difflib.get_close_matches(name, (*known, *ALIASES), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known roles: {' '.join(known)}"
+        raise ConfigError(f"roles: {name!r} is not a role; {hint}")
+    return role
+
+
+def _default_staleness(values: dict[Any, Any], options: Mapping[str, str]) -> None:
     """In `sync` and `periodic` mode the bound is 0: write that down unless the user asked for another number, too."""
     schedule = values.get("schedule")
     if not isinstance(schedule, dict) or schedule.get("mode") not in ("sync", "periodic"):
@@ -136,20 +199,20 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
     return config
 
 
-def _refuse_surprises(given: Any, settled: Any, origins: Origins, keys: tuple[str | int, ...]) -> None:
-    """Refuse what pydantic accepts but nobody means: true as a number, infinite numbers."""
-    if isinstance(given, Mapping) and isinstance(settled, Mapping):
+def _refuse_surprises(given: Any, resolved: Any, origins: Origins, keys: tuple[str | int, ...]) -> None:
+    """Refuse what pydantic accepts but is surely a mistake: true as a number, infinite numbers."""
+    if isinstance(given, Mapping) and isinstance(resolved, Mapping):
         for key, value in given.items():
-            _refuse_surprises(value, settled.get(key), origins, (*keys, key))
-    elif isinstance(given, (list, tuple)) and isinstance(settled, (list, tuple)):
-        for index, (value, kept) in enumerate(zip(given, settled, strict=False)):
+            _refuse_surprises(value, resolved.get(key), origins, (*keys, key))
+    elif isinstance(given, (list, tuple)) and isinstance(resolved, (list, tuple)):
+        for index, (value, kept) in enumerate(zip(given, resolved, strict=False)):
             _refuse_surprises(value, kept, origins, (*keys, index))
     else:
         name, where = ".".join(str(key) for key in keys), origins.of(keys)
-        if isinstance(given, bool) and not isinstance(settled, bool):
+        if isinstance(given, bool) and not isinstance(resolved, bool):
             raise ConfigError(f"{name}: {str(given).lower()} is not a number{where}; give a number")
-        if isinstance(settled, float) and not math.isfinite(settled):
-            raise ConfigError(f"{name}: {settled} is not finite{where}; give a finite number")
+        if isinstance(resolved, float) and not math.isfinite(resolved):
+            raise ConfigError(f"{name}: {resolved} is not finite{where}; give a finite number")
 
 
 def _located(section: Any, name: str, source: Path, options: Mapping[str, str]) -> Any:

@@ -117,7 +117,7 @@ def _keys_of(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator
 
 
 def _keys_of_union(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[Key]:
-    """Yield what all models have alike once, then what is one model's own."""
+    """Yield the keys that all models share once, then those of single models."""
     names = [str(model.model_fields["name"].default) for model in models]
     yield Key(f"{prefix}name", " | ".join(names), json.dumps(names[0]), "Which one: docs/algorithms.md.")
     each = [[key for key in _keys_of(model, prefix) if key.path != f"{prefix}name"] for model in models]

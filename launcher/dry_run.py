@@ -1,6 +1,7 @@
 """What `--dry-run` prints: the accepted configuration, its placement, and how to start a gang by hand. Pure."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,7 @@ from launcher.batch_sizes import num_micro_batches
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.placement import HEAD
 from launcher.preflight import Preflight
-from launcher.table import table
-from launcher.torchrun import torchrun_line
+from launcher.progress import table
 from workers.config import RunConfig
 from workers.dataflow import OBSERVERS
 
@@ -51,6 +51,23 @@ def describe(
     if checked.num_nodes > 1:
         parts.insert(3, _nodes(checked, place, arguments, run_dir))
     return "\n\n".join(filter(None, parts))
+
+
+def torchrun_line(run_dir: Path, gang: GangSpec) -> str:
+    """Return a shell line that starts all ranks of `gang` under torchrun's own elastic agent.
+
+    The agent meets in a temporary file and shares no store, because torchrun's TCP stores listen on every interface
+    whatever address they are given; the ranks find the job through the run directory. PYTHONSAFEPATH is `python -P`
+    for torchrun and for the workers that it starts: the working directory cannot shadow our packages.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(gang.num_ranks)),
+        *("--local-addr", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
+    ]
+    worker = ["-m", "workers.main", str(run_dir), gang.name]
+    environment = "PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return f'{environment} {shlex.join(command)} --rdzv-endpoint "$(mktemp)" {shlex.join(worker)}'
 
 
 def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) -> str:

@@ -1,5 +1,5 @@
 """Which libraries and devices the configured engines and the queue's backend need, and which are not here. Looks;
-imports none of them. Whoever only plans a run for other machines (`doctor`, `sbatch`) does without.
+imports none of them. `doctor` and `sbatch`, which may plan a run for other machines, do without.
 """
 
 import importlib.util

@@ -10,9 +10,8 @@ from typing import IO, Any
 import click
 
 from asyncflow.errors import AsyncFlowError, ConfigError
-from launcher.run_events import FAILED
+from launcher.run_events import FAILED, USAGE
 
-USAGE = 2
 _LONGEST = 1000
 """Characters of a line; a longer one, made by a value of the user's, loses its middle."""
 

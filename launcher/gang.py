@@ -1,7 +1,7 @@
 """One gang's ranks on this node under torchrun's elastic agent, in a thread of the launcher.
 
-`launcher.local_gangs` starts and kills gangs; what happens to them comes back as supervisor events. Nobody else touches
-their processes. Imports torch, so it is imported after the config is accepted.
+`launcher.gang_hosts` starts and kills gangs; nothing else touches their processes. What happens to them
+becomes events of the supervisor. Imports torch, so it is imported after the config is accepted.
 
     Gang.start -> thread: GangAgent.run -> fork server forks ranks
                           polls every MONITOR_INTERVAL_S; all returned, or one died or was stopped -> GangExited
@@ -18,7 +18,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from asyncflow.job import GangSpec, error_in
-from launcher import preload
+from asyncflow.run_files import LOGS
+from launcher import fork_server
 from launcher.job_store import JobStoreClient
 from launcher.run_events import GangExited
 from launcher.worker_entry import ATTEMPT_VARIABLE, LOG_VARIABLE, STACKS_SIGNAL, enter
@@ -101,7 +101,7 @@ class Gang:
         return not self._thread.is_alive()
 
     def _watch(self) -> None:
-        """Run the agent. Whatever happens to this thread, the supervisor hears that the gang is gone."""
+        """Run the agent. However this thread ends, the supervisor hears that the gang is gone."""
         exited = GangExited(self.spec.name, 1, "its launcher thread died; see logs/launcher*.log", at=time.time())
         try:
             exited = self._run()
@@ -127,6 +127,7 @@ class Gang:
                 monitor_interval=MONITOR_INTERVAL_S,
             ),
             RankLogs(spec, self._ranks, self._attempt, self._run_dir),
+            gang=spec.name,
             ranks=self._ranks,
             killed=self._killed,
             last_words=functools.partial(self._store.left, spec.name),
@@ -134,29 +135,14 @@ class Gang:
         try:
             result = agent.run()
         except (OSError, EOFError):
-            if not preload.has_died(agent.fork_server):
+            if not fork_server.has_died(agent.fork_server):
                 raise
             logger.exception("gang %s: the fork server died while it was asked for processes", spec.name)
             return GangExited(spec.name, -signal.SIGKILL, FORK_SERVER_DIED, at=time.time())
         if result is not None and result.state is WorkerState.SUCCEEDED:
             return GangExited(spec.name, 0, at=time.time())
-        gave_up = Failure(self._ranks.start, 1, "the elastic agent gave up; see logs/launcher*.log", time.time())
-        failure = agent.failure or gave_up
-        return GangExited(
-            spec.name, failure.code, failure.error, failure.rank, failure.at, failure.final, failure.deadline
-        )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The rank of a gang that failed first; see `GangExited`."""
-
-    rank: int
-    code: int
-    error: str
-    at: float
-    final: bool = False
-    deadline: bool = False
+        gave_up = "the elastic agent gave up; see logs/launcher*.log"
+        return agent.failure or GangExited(spec.name, 1, gave_up, self._ranks.start, time.time())
 
 
 class GangAgent(LocalElasticAgent):
@@ -170,13 +156,16 @@ class GangAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: "RankLogs",
         *,
+        gang: str,
         ranks: range,
         killed: threading.Event,
         last_words: Callable[[int], str | None],
     ) -> None:
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=KILL_TIMEOUT_S)
-        self.fork_server = preload.server_pid()
-        self.failure: Failure | None = None
+        self.fork_server = fork_server.server_pid()
+        self.failure: GangExited | None = None
+        """Of the rank that failed first."""
+        self._gang = gang
         self._ranks = ranks
         self._logs = logs
         self._killed = killed
@@ -191,7 +180,7 @@ class GangAgent(LocalElasticAgent):
                     os.kill(process.pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        preload.let_go_on()  # one gang's look is enough for all that are to be started
+        fork_server.let_go_on()  # one gang's look is enough for all that are to be started
         # Only this thread looks at the processes: multiprocessing's exit codes are read once, without a lock.
         if self._killed.is_set():
             self._kill_all()
@@ -202,17 +191,17 @@ class GangAgent(LocalElasticAgent):
         if not dead:
             result: RunResult = super()._monitor_workers(worker_group)
             return result
-        self.failure = min(dead, key=_causes_first)
+        self.failure = min(dead, key=GangExited.precedence)
         self._kill_all()
         return RunResult(state=WorkerState.FAILED)
 
-    def _stopped(self) -> list[Failure]:
-        """Return ranks that somebody stopped (SIGSTOP) and did not let go on: as good as dead to the others."""
+    def _stopped(self) -> list[GangExited]:
+        """Return the ranks that have been stopped (SIGSTOP) for too long: to their peers they are as good as dead."""
         now = time.monotonic()
-        stopped = [rank for rank, process in self._by_rank() if preload.is_stopped(process.pid)]
+        stopped = [rank for rank, process in self._by_rank() if fork_server.is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         return [
-            Failure(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed", time.time())
+            self._exited(rank, -signal.SIGSTOP, f"stopped by a signal for {STOPPED_S:g} s; killed")
             for rank, since in self._stopped_since.items()
             if now - since > STOPPED_S
         ]
@@ -227,17 +216,20 @@ class GangAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         super()._shutdown(signal.SIGKILL, timeout)
 
-    def _failure(self, rank: int, code: int) -> Failure:
+    def _failure(self, rank: int, code: int) -> GangExited:
         recorded = self._logs.failure(rank, code)
         if recorded is not None:
             return recorded
         if code < 0:
-            return Failure(rank, code, f"ended by {signal.Signals(-code).name}", time.time())
-        if code == _UNKNOWN and preload.has_died(self.fork_server):
-            return Failure(rank, -signal.SIGKILL, FORK_SERVER_DIED, time.time())
+            return self._exited(rank, code, f"ended by {signal.Signals(-code).name}")
+        if code == _UNKNOWN and fork_server.has_died(self.fork_server):
+            return self._exited(rank, -signal.SIGKILL, FORK_SERVER_DIED)
         if error := error_in(self._last_words(rank)):  # the disk is full, so it could not record them
-            return Failure(rank, code or 1, error, time.time())
-        return Failure(rank, code or 1, f"exited with code {code} without finishing", time.time())
+            return self._exited(rank, code or 1, error)
+        return self._exited(rank, code or 1, f"exited with code {code} without finishing")
+
+    def _exited(self, rank: int, code: int, error: str) -> GangExited:
+        return GangExited(self._gang, code, error, rank, time.time())
 
     def _by_rank(self) -> list[tuple[int, BaseProcess]]:
         return list(zip(self._ranks, self._processes(), strict=False))  # there are none before they started
@@ -248,7 +240,7 @@ class GangAgent(LocalElasticAgent):
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Rendezvous of the one agent that a gang has on a node: nobody to meet, so a store in this process will do."""
+    """Rendezvous of the one agent that a gang has on a node. It meets no other, so a store in this process will do."""
 
     def __init__(self, store: JobStoreClient) -> None:
         self._endpoint = RendezvousStoreInfo(store.host, store.port)
@@ -288,11 +280,11 @@ class RankLogs(LogsSpecs):
     """
 
     def __init__(self, gang: GangSpec, ranks: range, attempt: int, run_dir: Path) -> None:
-        super().__init__(str(run_dir / "logs"))
+        super().__init__(str(run_dir / LOGS))
         self._gang = gang
         self._ranks = ranks
         self._attempt = attempt
-        self._dir = run_dir / "logs" / gang.role
+        self._dir = run_dir / LOGS / gang.role
 
     @property
     def root_log_dir(self) -> str:
@@ -312,7 +304,7 @@ class RankLogs(LogsSpecs):
             variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = str(self._gang.num_ranks)
         return LogsDest(dict.fromkeys(envs, ""), dict.fromkeys(envs, ""), {}, {}, errors)
 
-    def failure(self, rank: int, code: int) -> Failure | None:
+    def failure(self, rank: int, code: int) -> GangExited | None:
         """Return what a rank of the gang recorded as its last error; None if it recorded nothing."""
         path = self._error_file(rank)
         try:
@@ -321,15 +313,11 @@ class RankLogs(LogsSpecs):
             return None
         error, at = " ".join(message["message"].split()), path.stat().st_mtime
         # torchelastic's own record, of a rank that failed before ours could be made, says neither.
-        return Failure(rank, code, error, at, message.get("final", False), message.get("deadline", False))
+        final, deadline = message.get("final", False), message.get("deadline", False)
+        return GangExited(self._gang.name, code, error, rank, at, final, deadline)
 
     def _label(self, rank: int) -> int:
         return self._gang.index * self._gang.num_ranks + rank
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"{self._label(rank)}.error.json"
-
-
-def _causes_first(failure: Failure) -> tuple[bool, float]:
-    """Order the failures of one gang: a signal first, since the other ranks then raise errors about their lost peer."""
-    return failure.code >= 0, failure.at

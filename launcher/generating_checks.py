@@ -7,6 +7,7 @@ from asyncflow.errors import ConfigError
 from launcher.paths import check_makeable
 from workers.config import RunConfig
 from workers.engines.openai_config import UPDATE_ARGUMENTS
+from workers.model_files import max_positions, read_model_config
 from workers.user_function import check_function
 
 
@@ -27,8 +28,6 @@ def check_positions(config: RunConfig) -> None:
     Raises:
         ConfigError: says which setting to lower.
     """
-    from workers.model_files import max_positions
-
     limit = max_positions(Path(config.model.path))
     prompt = config.data.max_prompt_tokens
     for section, engine, response in _generating(config):
@@ -66,8 +65,6 @@ def check_tensor_parallel(config: RunConfig) -> None:
     Raises:
         ConfigError: names both numbers.
     """
-    from workers.model_files import read_model_config
-
     size = max(ranks_per_instance(config).values(), default=1)
     if size == 1:
         return
@@ -89,7 +86,7 @@ def _generating(config: RunConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """Refuse engines that decide by themselves what they compute together."""
+    """Refuse engines that choose their own batches."""
     if config.deterministic and config.rollout.engine in ("vllm", "openai"):
         raise ConfigError(
             f"deterministic: true cannot be with rollout.engine {config.rollout.engine}, which computes together what "
@@ -98,7 +95,7 @@ def _check_deterministic(config: RunConfig) -> None:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Refuse a limit that prompts within theirs would pass: vLLM refuses these one by one, in the middle of the run."""
+    """Refuse a limit below prompt and answer together: vLLM would refuse such prompts one by one, during the run."""
     longest, prompt = config.vllm.max_model_len, config.data.max_prompt_tokens
     for section, engine, response in _generating(config):
         if engine == "vllm" and longest is not None and longest < prompt + response:
@@ -110,7 +107,7 @@ def _check_vllm(config: RunConfig) -> None:
 
 
 def _check_openai(config: RunConfig) -> None:
-    """Refuse servers that are not named, whose weights would be others' to replace, or that could not read them."""
+    """Refuse missing servers, instances that would replace each other's weights, and paths that are not absolute."""
     if config.rollout.engine != "openai":
         return
     own = config.openai

@@ -1,7 +1,7 @@
 """Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
 
-`launcher.cli` calls `run_job`. Decisions are `launcher.supervisor`'s; this is the shell that carries them out. One
-thread owns everything here: gang threads and signal handlers only put events into its queue.
+`launcher.request` calls `run_job`. `launcher.supervisor` decides; this shell carries its decisions out.
+One thread owns everything here: gang threads and signal handlers only put events into its queue.
 """
 
 import contextlib
@@ -15,17 +15,18 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
-from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
+from asyncflow.job import GangSpec, Job
 from asyncflow.network import choose_interfaces
-from launcher import preload
-from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
+from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from launcher import fork_server
+from launcher.gang_hosts import LocalGangs
+from launcher.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
 from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
 from launcher.rank_watch import RankWatch
-from launcher.restart_log import RestartLog
-from launcher.restarts import RestartBook
+from launcher.restarts import RestartBook, RestartLog
 from launcher.restore import restore_run
 from launcher.run_events import (
     FAILED,
@@ -48,8 +49,7 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from launcher.rundir import EVALUATION_FILE, METRICS_FILE, STATUS_FILE, has_checkpoint
-from launcher.stop_signals import stop_signals
+from launcher.rundir import has_checkpoint
 from launcher.supervisor import Supervisor
 from launcher.worker_entry import ENTRYPOINT
 from workers.config import RunConfig
@@ -99,7 +99,7 @@ def run_job(
         with contextlib.ExitStack() as stack:
             log_file = launcher_log(run_dir)
             stack.enter_context(logging_to(log_file))
-            stack.enter_context(preload.serving(log_file, threads=config.launcher.threads_per_worker))
+            stack.enter_context(fork_server.serving(log_file, threads=config.launcher.threads_per_worker))
             from launcher.run_nodes import RunNodes, open_store  # imports torch
             from launcher.status_writer import StatusWriter
 
@@ -121,7 +121,7 @@ def run_job(
             )
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
             job.save(run_dir)
-            stack.callback((run_dir / FILE_NAME).unlink, missing_ok=True)
+            stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
             progress = stack.enter_context(
                 Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
             )
@@ -169,8 +169,6 @@ class _Run:
         status: "StatusWriter",
         entrypoint: str,
     ) -> None:
-        from launcher.local_gangs import LocalGangs  # imports torch
-
         own = config.launcher
         self._job = job = nodes.job
         self._run_dir = run_dir
@@ -366,7 +364,7 @@ class _Run:
         return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
 
     def _stuck(self) -> list[Event]:
-        """Return the ranks that do not get on; who starts, for the first time or again, has its own deadline."""
+        """Return the ranks that do not get on; those that start, for the first time or again, have another deadline."""
         if self._phase is not Phase.RUN or not self._all_ready:
             return []
         away = self._gone | self._supervisor.pending
@@ -375,24 +373,12 @@ class _Run:
         return list(self._watch.look(self._statuses, workers=workers, now=time.monotonic()))
 
     def _left(self) -> list[Event]:
-        """Return the exits of external gangs: all ranks said so, or one is gone without a word."""
-        exits: list[Event] = []
-        for name, gang in self._external.items():
-            if name in self._gone:
-                continue
-            words = {rank: self._store.left(name, rank) for rank in range(gang.num_ranks)}
-            failed = [rank for rank, word in words.items() if error_in(word)]
-            vanished = [rank for rank, word in words.items() if word is None and self._has_vanished(name, rank)]
-            if failed:
-                exits.append(GangExited(name, 1, error_in(words[failed[0]]), failed[0], time.time()))
-            elif vanished:
-                exits.append(GangExited(name, 1, "its process is gone", vanished[0], time.time()))
-            elif None not in words.values():
-                exits.append(GangExited(name, 0, at=time.time()))
-        return exits
+        """Return the exits of the gangs that the user started."""
+        waited = [gang for name, gang in self._external.items() if name not in self._gone]
+        return [exited for gang in waited if (exited := self._store.exit_of(gang, self._statuses)) is not None]
 
     def _lost_run_dir(self) -> list[Event]:
-        """Return whether somebody removed or moved the directory, or put another one there."""
+        """Return whether the directory was removed, moved or replaced by another one."""
         try:
             facts = self._run_dir.stat()
         except FileNotFoundError:
@@ -400,10 +386,6 @@ class _Run:
         except OSError:  # a file system that stutters
             return []
         return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
-
-    def _has_vanished(self, gang: str, rank: int) -> bool:
-        status = self._statuses.get((gang, rank))
-        return status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists()
 
     def _end(self) -> None:
         """Kill what is left of the gangs and wait for their threads."""

@@ -10,8 +10,8 @@
                        `error:` carries the failure
     launcher/...       between launchers of several nodes, see `launcher.node_head`
 
-Values are sealed (`asyncflow.sealed_store`), those between launchers in their own way. One that somebody else wrote is
-passed over, as if nothing had been said since the one before: all of these are told again or can do without.
+Values are sealed (`asyncflow.sealed_store`), those between launchers in their own way. A value that this job did not
+write is passed over, as if nothing had been said since the one before: all of these are told again or can be missed.
 
 Imports torch, so it is imported after the config is accepted. One client per thread: a blocked call stalls all others
 on the same client.
@@ -21,15 +21,16 @@ import json
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from asyncflow.job import GangSpec
+from asyncflow.job import GangSpec, error_in
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store, serve_store
-from launcher.progress import STARTING, Status
-from launcher.run_events import Phase
+from launcher.progress import STARTING, Status, Statuses
+from launcher.run_events import FAILED, GangExited, Phase
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -108,3 +109,18 @@ class JobStore(JobStoreClient):
         """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""
         keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
         return {keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.look(list(keys)).items()}
+
+    def exit_of(self, gang: GangSpec, statuses: Statuses) -> GangExited | None:
+        """Return how a gang ended that the launcher did not start; None while its ranks live.
+
+        All of them said that they left, or one failed, or is gone without a word.
+        """
+        words = {rank: self.left(gang.name, rank) for rank in range(gang.num_ranks)}
+        for rank, word in words.items():
+            if error := error_in(word):
+                return GangExited(gang.name, FAILED, error, rank, time.time())
+        for rank, word in words.items():
+            status = statuses.get((gang.name, rank))
+            if word is None and status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists():
+                return GangExited(gang.name, FAILED, "its process is gone", rank, time.time())
+        return GangExited(gang.name, 0, at=time.time()) if None not in words.values() else None

@@ -1,19 +1,19 @@
-"""The launcher of another node than 0, once it has joined: does what node 0 orders, tells what happens here.
+"""The launcher of node 1, 2, ... once it has joined: carries out the orders of node 0, and reports what happens here.
 
-It decides nothing. Whatever ends it (an order, or node 0 that is lost), no process that it started is left.
+It decides nothing. However it ends (by an order, or because node 0 is lost), no process that it started is left.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.gang_host import GangHost
+from launcher.gang_hosts import GangHost
 from launcher.node_messages import (
     DumpStacks,
     FinishRun,
@@ -34,7 +34,7 @@ SIGHT_TIMEOUT_S = 60.0
 """How long a shared file system may take to show what node 0 wrote (s)."""
 
 Inbound = Order | GangExited | StopRequested
-"""What such a launcher has to deal with."""
+"""What such a launcher handles."""
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class NodeFollower:
         return End(RESUMABLE, line)
 
     def _start_seen(self) -> None:
-        """Start what is described by a job that can be seen here; a shared file system may show it late."""
+        """Start the gangs whose `job.json` is visible here; a shared file system may show it late."""
         if not self._unseen:
             return
         try:
@@ -151,6 +151,6 @@ class NodeFollower:
         self._link.send(self._told(exited))
 
     def _told(self, exited: GangExited) -> PartExited:
-        """Return the end of a gang's ranks here as node 0 is told of it: in its time."""
+        """Return the end of a gang's ranks here as a message to node 0, in node 0's time."""
         at = exited.at - (time.time() - self._link.clock.now())
-        return PartExited(exited.gang, exited.code, exited.error, exited.rank, at, exited.final, exited.deadline)
+        return PartExited(replace(exited, at=at))

@@ -1,12 +1,12 @@
 """Node 0's side of a run on several nodes: takes the other launchers in, gives orders, hears what happens there.
 
-Everything goes through the job store; what may be said is in `launcher.node_messages`, who is believed in
-`launcher.node_wire`. Keys, TOKEN being one launcher's try to join:
+Everything goes through the job store. `launcher.node_messages` has the messages, `launcher.node_wire` their proofs.
+Keys, where TOKEN names one launcher's try to join:
 
-    launcher/events         queue, from all nodes             launcher/beat/TOKEN   their signs of life
+    launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
     launcher/orders/TOKEN   queue, to one                     launcher/beat/head    node 0's
 
-One thread takes events, one watches the signs of life. Whoever orders anything does so with the same store client.
+One thread takes events, one watches the heartbeats. All orders go out through one store client, under a lock.
 Imports torch.
 """
 
@@ -25,9 +25,9 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job, Node
 from asyncflow.service_threads import ServiceThreads
-from launcher.exits import USAGE
-from launcher.gang_host import GangHost
+from launcher.gang_hosts import GangHost
 from launcher.job_store import JobStoreClient
+from launcher.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
 from launcher.node_messages import (
     DumpStacks,
     FinishRun,
@@ -44,10 +44,8 @@ from launcher.node_messages import (
     StartPart,
     StopAsked,
 )
-from launcher.node_roll import NodeRoll
 from launcher.node_wire import Envelope, Opener, Sealer, read_body, read_envelope
-from launcher.pulse import BEAT_S, Pulse
-from launcher.run_events import FAILED, GangExited, NodeLost, StopRequested
+from launcher.run_events import FAILED, USAGE, GangExited, NodeLost, StopRequested
 
 HEAD_NAME = "head"
 EVERYBODY = "nodes"
@@ -68,7 +66,7 @@ def orders_key(token: str) -> str:
 
 
 def beat_key(token: str) -> str:
-    """Return where one launcher gives signs of life."""
+    """Return where one launcher writes its heartbeats."""
     return f"launcher/beat/{token}"
 
 
@@ -80,7 +78,7 @@ class _Link:
     events: Opener
     orders: Sealer
     beats: Opener
-    pulse: Pulse | None = None
+    heartbeat: HeartbeatTimeout | None = None
     is_gone: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,7 +90,7 @@ class NodeHead:
         self,
         store: JobStoreClient,
         secret: str,
-        roll: NodeRoll,
+        members: Membership,
         *,
         clock: HostClock,
         run_dir: Path,
@@ -104,7 +102,7 @@ class NodeHead:
         Args:
             store: of the job; each thread gets a client of its own.
             secret: the job's (hex).
-            roll: decides who takes part.
+            members: decides who takes part.
             clock: of this host; all others are aligned to it.
             run_dir: of the run.
             part_exited: is told by a thread that a node's ranks of a gang are gone.
@@ -112,7 +110,7 @@ class NodeHead:
         """
         self._store = store
         self._secret = bytes.fromhex(secret)
-        self._roll = roll
+        self._members = members
         self._clock = clock
         self._run_dir = run_dir
         self._part_exited = part_exited
@@ -132,7 +130,7 @@ class NodeHead:
         ]
 
     def end(self, error: BaseException | None) -> None:
-        """Let nobody wait for node 0, whose error it was if nobody was told how the run ended, and end the threads."""
+        """End the threads. Launchers that were not told yet how the run ended learn it now: it was node 0's error."""
         code = USAGE if isinstance(error, ConfigError) else FAILED
         self.finish(code, f"Error: {error}" if error is not None else "node 0 ended without a word")
         self.close()
@@ -149,34 +147,34 @@ class NodeHead:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not self._roll.is_complete():
+            while not self._members.is_complete():
                 self.threads.check()
-                if self._roll.obstacle:
-                    raise ConfigError(self._roll.obstacle)
+                if self._members.obstacle:
+                    raise ConfigError(self._members.obstacle)
                 if self._lost_node or stopped():
                     return f"{self._lost_node} is gone" if self._lost_node else "stopped"
                 if time.monotonic() > deadline:
-                    raise RoleFailed(self._roll.complaint(timeout_s, str(self._run_dir)))
+                    raise RoleFailed(self._members.complaint(timeout_s, str(self._run_dir)))
                 self._changed.wait(_LOOK_S)
             return ""
 
     def nodes(self) -> list[Node]:
         """Return all nodes but this one."""
         with self._changed:
-            return self._roll.nodes()
+            return self._members.nodes()
 
     def warnings(self) -> list[str]:
         """Return what users should know about the nodes."""
         with self._changed:
-            return self._roll.warnings()
+            return self._members.warnings()
 
     def hosts(self) -> dict[int, GangHost]:
         """Return what starts and ends ranks on the other nodes, by node; all have joined."""
         with self._changed:
-            return {node.rank: RemoteNode(self, self._roll.token(node.rank)) for node in self._roll.nodes()}
+            return {node.rank: RemoteNode(self, self._members.token(node.rank)) for node in self._members.nodes()}
 
     def order(self, token: str, message: Order) -> None:
-        """Tell one launcher something; one that is gone does not hear it."""
+        """Send a message to one launcher; one that is gone does not get it."""
         with self._changed:
             link = self._links[token]
         with link.sending:
@@ -198,7 +196,7 @@ class NodeHead:
         for token in waiting:
             self.order(token, FinishRun(code, line))
         with self._changed:
-            joined = [link for link in waiting.values() if link.pulse is not None]
+            joined = [link for link in waiting.values() if link.heartbeat is not None]
             self._changed.wait_for(lambda: all(link.is_gone for link in joined), timeout_s)
 
     def close(self) -> None:
@@ -247,8 +245,8 @@ class NodeHead:
         match message:
             case Ping(asked=asked):
                 self.order(token, Pong(asked, arrived, self._clock.now()))
-            case PartExited():
-                self._part_exited(link.rank, _exit_of(message))
+            case PartExited(exited=exited):
+                self._part_exited(link.rank, exited)
             case _:
                 self._note(token, link, message)
 
@@ -257,12 +255,12 @@ class NodeHead:
         match message:
             case Hello():
                 with self._changed:
-                    answer = Refuse("the run is over", True) if self._finished else self._roll.hello(token, message)
+                    answer = Refuse("the run is over", True) if self._finished else self._members.hello(token, message)
                 self.order(token, answer)
             case Ready():
                 with self._changed:
-                    if self._roll.ready(token, message):
-                        link.pulse = Pulse(time.monotonic())
+                    if self._members.ready(token, message):
+                        link.heartbeat = HeartbeatTimeout(time.monotonic())
             case StopAsked(count=count):
                 if count > self._stops:  # a scheduler signals all launchers at once
                     self._stops = count
@@ -277,17 +275,17 @@ class NodeHead:
         while not self._closing.is_set():
             store.set(HEAD_BEAT, own.seal())  # type: ignore[arg-type]  # the stub lacks bytes
             self._look(store)
-            self._closing.wait(BEAT_S)
+            self._closing.wait(HEARTBEAT_S)
 
     def _look(self, store: TCPStore) -> None:
         with self._changed:
-            watched = [(token, link) for token, link in self._links.items() if link.pulse and not link.is_gone]
+            watched = [(token, link) for token, link in self._links.items() if link.heartbeat and not link.is_gone]
         for token, link in watched:
             key = beat_key(token)
             envelope = read_envelope(store.get(key)) if store.check([key]) else None
             number = link.beats.number if envelope is None else link.beats.newest(envelope)
-            assert link.pulse is not None
-            if link.pulse.look(number, time.monotonic()):
+            assert link.heartbeat is not None
+            if link.heartbeat.look(number, time.monotonic()):
                 self._lose(token, "no sign of life of its launcher")
 
     def _lose(self, token: str, reason: str) -> None:
@@ -297,8 +295,8 @@ class NodeHead:
             if link is None or link.is_gone:
                 return
             link.is_gone = True
-            expected = self._finished or link.pulse is None
-            name = self._roll.name(link.rank)
+            expected = self._finished or link.heartbeat is None
+            name = self._members.name(link.rank)
             self._changed.notify_all()
         if not expected:
             logger.error("%s: %s", name, reason)
@@ -334,7 +332,3 @@ class RemoteNode:
         """Have its launcher kill whatever it started."""
         for gang in self._started:
             self.kill(gang)
-
-
-def _exit_of(part: PartExited) -> GangExited:
-    return GangExited(part.gang, part.code, part.error, part.rank, part.at, part.final, part.deadline)

@@ -1,10 +1,10 @@
-"""Another node's way to node 0: joins its job store, then carries orders in, events out, and signs of life both ways.
+"""Another node's way to node 0: joins its job store, then carries orders in, events out, and heartbeats both ways.
 
     join      hello, welcome, clock offset, ready
-    threads   orders -> inbox | outgoing events | signs of life
+    threads   orders -> inbox | outgoing events | heartbeats
 
 Each thread has a store client of its own, and may hang in it when node 0's host is stopped or cut off; that is why the
-owner, who never touches the store, asks `lost()`. Imports torch.
+owner, which never touches the store, asks `lost()`. Imports torch.
 """
 
 import logging
@@ -24,6 +24,7 @@ from asyncflow.errors import TransportError, one_line
 from asyncflow.job import Job
 from asyncflow.network import address_towards
 from launcher.job_store import JobStoreClient
+from launcher.membership import HEARTBEAT_S, HeartbeatTimeout
 from launcher.node_follower import Inbound
 from launcher.node_head import EVENTS, EVERYBODY, HEAD_BEAT, HEAD_NAME, IDLE, beat_key, orders_key
 from launcher.node_messages import (
@@ -38,7 +39,6 @@ from launcher.node_messages import (
     Welcome,
 )
 from launcher.node_wire import Opener, Sealer, read_body, read_envelope
-from launcher.pulse import BEAT_S, Pulse
 
 ANSWER_TIMEOUT_S = 5.0
 """Of node 0 to a hello or a ping (s)."""
@@ -59,13 +59,13 @@ class HeadLink:
 
         Args:
             job: read from the run directory; perhaps of a run that is over.
-            hello: who this is; its address is filled in.
+            hello: of this launcher; its address is filled in.
             inbox: receives orders.
-            given_up: nobody waits for this any more.
+            given_up: is set when the caller no longer waits.
         Returns:
             The link, or what node 0 said instead.
         Raises:
-            TransportError: nobody answers there, or it was given up.
+            TransportError: no answer from there, or it was given up.
         """
         where = (job.store_host, job.store_port)
         try:
@@ -99,7 +99,7 @@ class HeadLink:
         self._orders = Opener(secret, HEAD_NAME, token)
         self._beats = Sealer(secret, f"{token}/beat", HEAD_NAME)
         self._heads_beats = Opener(secret, f"{HEAD_NAME}/beat", EVERYBODY)
-        self._pulse = Pulse(time.monotonic())
+        self._heartbeat = HeartbeatTimeout(time.monotonic())
         self._outgoing: SimpleQueue[FromNode | None] = SimpleQueue()
         self._gone = ""
         self._closing = threading.Event()
@@ -111,7 +111,7 @@ class HeadLink:
 
     def lost(self) -> str:
         """Return why node 0 counts as gone, or ""; ask it often, from one thread."""
-        if self._pulse.look(self._heads_beats.number, time.monotonic()):
+        if self._heartbeat.look(self._heads_beats.number, time.monotonic()):
             return self._gone or "it gives no sign of life"
         return self._gone
 
@@ -147,7 +147,7 @@ class HeadLink:
         return None
 
     def _begin(self, inbox: "SimpleQueue[Inbound]") -> None:
-        self._pulse = Pulse(time.monotonic())
+        self._heartbeat = HeartbeatTimeout(time.monotonic())
         for work, arguments in ((self._receive, (inbox,)), (self._beat, ()), (self._send, ())):
             client = self.store.client(IDLE)
             name = f"head-{work.__name__.strip('_')}"
@@ -171,7 +171,7 @@ class HeadLink:
                 inbox.put(order)
 
     def _beat(self, client: TCPStore) -> None:
-        while not self._closing.wait(BEAT_S):
+        while not self._closing.wait(HEARTBEAT_S):
             client.set(beat_key(self._token), self._beats.seal())  # type: ignore[arg-type]  # the stub lacks bytes
             envelope = read_envelope(client.get(HEAD_BEAT))
             if envelope is not None:

@@ -1,4 +1,4 @@
-"""All that the launchers of a run's nodes say to each other: orders of node 0, and what the others tell it.
+"""The messages between the launchers of a run's nodes: orders of node 0, and events of the others.
 
 node K                               node 0
   |-- Hello ---------------------------->|   who I am; or why I cannot take part
@@ -13,9 +13,11 @@ node K                               node 0
 
 import msgspec
 
+from launcher.run_events import GangExited
+
 
 class Hello(msgspec.Struct, tag=True):
-    """A launcher wants to take part.
+    """A launcher asks to take part.
 
     Attributes:
         rank, count: as it was started.
@@ -39,7 +41,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Ping(msgspec.Struct, tag=True):
-    """What is the time? `asked` is the asking host's monotonic clock (s)."""
+    """Asks for node 0's time; `asked` is the asking host's monotonic clock (s)."""
 
     asked: float
 
@@ -59,15 +61,9 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class PartExited(msgspec.Struct, tag=True):
-    """All ranks of a gang on this node are gone; as `launcher.run_events.GangExited`, in node 0's time."""
+    """All ranks of a gang on this node are gone; `exited.at` is in node 0's time."""
 
-    gang: str
-    code: int
-    error: str
-    rank: int
-    at: float
-    final: bool
-    deadline: bool
+    exited: GangExited
 
 
 class StopAsked(msgspec.Struct, tag=True):
@@ -77,15 +73,15 @@ class StopAsked(msgspec.Struct, tag=True):
 
 
 class Left(msgspec.Struct, tag=True):
-    """This launcher leaves; nothing of its is left."""
+    """This launcher leaves, and all its processes are gone."""
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """The launcher is one of the run's."""
+    """The launcher is a member of the run."""
 
 
 class Refuse(msgspec.Struct, tag=True):
-    """It is not; `later`: asking again may help."""
+    """The launcher may not take part; `later`: another try may succeed."""
 
     reason: str
     later: bool

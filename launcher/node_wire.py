@@ -1,8 +1,8 @@
-"""Seals what travels through the job store between launchers: only who knows the job's secret can say anything.
+"""Seals the messages that launchers send each other through the job store, with the job's secret.
 
 The store's port can be reached by others, so every message carries its sender, a number that grows, and an HMAC over
-both and the receiver: it cannot be forged, changed, said twice or sent to somebody else, and one that was taken away is
-missed.
+both and the receiver: it cannot be forged, changed, replayed or redirected, and the receiver notices one that was taken
+away.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Envelope(msgspec.Struct):
-    """A message on its way; `body` is believed when the proof is right."""
+    """A message with its proof; `body` counts only if the proof is right."""
 
     sender: str
     number: int
@@ -29,7 +29,7 @@ class Envelope(msgspec.Struct):
 
 
 class Sealer:
-    """One sender's messages to one receiver. The caller keeps their order."""
+    """Seals one sender's messages to one receiver. The caller keeps their order."""
 
     def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
         self._mac = Mac(secret, _PURPOSE)
@@ -46,14 +46,14 @@ class Sealer:
 
 
 class Opener:
-    """Messages of one sender to one receiver."""
+    """Checks the messages of one sender to one receiver."""
 
     def __init__(self, secret: bytes, sender: str, receiver: str) -> None:
         self._mac = Mac(secret, _PURPOSE)
         self._sender = sender
         self._receiver = receiver
         self.number = 0
-        """Of the newest message that was genuine."""
+        """Of the newest genuine message."""
 
     def open(self, envelope: Envelope) -> bytes | None:
         """Return the body of the next message; None: it is forged, or was there before.
@@ -94,7 +94,7 @@ def read_body(body: bytes, messages: Any) -> Any:
     """Decode a message of the types in a union.
 
     Raises:
-        TransportError: it is none; the two ends are of different versions.
+        TransportError: it is none of them; the two ends have different versions.
     """
     try:
         return msgpack_decoder(messages).decode(body)

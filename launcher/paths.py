@@ -1,4 +1,4 @@
-"""Paths as the user wrote them, turned absolute; those that the system cannot even look at are refused. Torch-free."""
+"""Paths as the user wrote them, made absolute and checked. Torch-free."""
 
 import reprlib
 from pathlib import Path
@@ -14,7 +14,7 @@ def user_path(text: str, field: str, *, beside: Path | None = None) -> Path:
         field: its name in the error, e.g. `--run-dir`.
         beside: the directory that a relative path starts from; None: the working directory.
     Raises:
-        ConfigError: it is empty, holds a NUL, names the home of nobody, or follows links in a circle.
+        ConfigError: it is empty, holds a NUL, names the home of an unknown user, or follows links in a circle.
     """
     shown = reprlib.repr(text)
     if not text.strip():

@@ -2,7 +2,7 @@
 
 One ref rank is one copy; the actor's ranks are one gang. A rollout rank is an instance, unless several make one: one
 process drives all of their devices. Advantages processes take no device, reward processes only with a reward model.
-Services come first, because everybody else needs them.
+Services come first, because all others need them.
 
     devices    node after node in the order of `roles_on_device`; an instance stays on one node, and leaves devices to
                smaller ones where it does not fit; a gang that needs more than one node begins on an empty one

@@ -14,18 +14,29 @@ from launcher.generating_checks import (
     check_tensor_parallel,
     ranks_per_instance,
 )
-from launcher.megatron_checks import check_megatron
 from launcher.paths import check_makeable
 from launcher.placement import place_gangs
 from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
+from tq.policies import load_policy
 from workers.algorithms.config import DAPOConfig, GSPOConfig
 from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
-from workers.data import PromptRow
+from workers.data import PromptRow, read_prompt_rows
 from workers.dataflow import PlacedTask, place_tasks
+from workers.engines.megatron_config import DenseModel, check_division
+from workers.graph import graph_of
+from workers.model_files import (
+    BACKBONE,
+    check_model_dir,
+    check_other_model_dir,
+    check_trainable,
+    read_model_config,
+    read_safetensors_header,
+)
 from workers.module_search import search_beside
 from workers.prompt_check import ShownPrompt, check_prompts
+from workers.rewards.load import check_reward
 from workers.user_function import check_function
 
 
@@ -98,12 +109,26 @@ def count_parameters(model_dir: Path) -> int:
     Raises:
         ConfigError: a header cannot be read.
     """
-    from workers.model_files import read_safetensors_header
-
     tensors = {}
     for file in sorted(model_dir.glob("*.safetensors")):
         tensors.update(read_safetensors_header(file))
     return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+
+
+def check_megatron(config: RunConfig) -> None:
+    """Refuse a model that cannot be divided as configured, broken replicas, and settings that megatron does not have.
+
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    actor = config.actor
+    if actor.engine != "megatron":
+        return
+    actor.megatron.layout(config.roles["actor"])
+    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    check_division(model, actor.megatron)
+    if actor.compile:
+        raise ConfigError("actor.compile: megatron's layers are not compiled; set it to false, or actor.engine to fsdp")
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
@@ -144,10 +169,6 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     Returns:
         The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
     """
-    from workers.data import read_prompt_rows
-    from workers.model_files import BACKBONE, check_model_dir, check_other_model_dir, check_trainable
-    from workers.rewards.load import check_reward
-
     check_reward(config.reward)
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
@@ -184,8 +205,6 @@ def _check_evaluate(config: RunConfig) -> None:
 
 def _check_held_out(config: RunConfig) -> int:
     """Check the held-out prompts as the training data is checked; return how many are evaluated."""
-    from workers.data import read_prompt_rows
-
     if "evaluate" not in config.roles:
         return 0
     data = config.evaluate.prompts(config.data)
@@ -196,8 +215,6 @@ def _check_held_out(config: RunConfig) -> int:
 
 def _check_queue(config: RunConfig) -> None:
     """Refuse limits under which a step could never be completed, and a policy that does not exist."""
-    from tq.policies import load_policy
-
     try:
         load_policy(config.tq.policy)
     except ConfigError as error:
@@ -230,7 +247,7 @@ def _check_fill(config: RunConfig) -> None:
 
 
 def _check_critic(config: RunConfig) -> None:
-    """Refuse what a critic cannot be with."""
+    """Refuse engines and schedules that have no critic."""
     if not config.algorithm.has_critic:
         return
     if config.actor.engine != "fsdp":
@@ -284,7 +301,7 @@ def _check_export(config: RunConfig) -> None:
 
 
 def _check_sim(config: RunConfig) -> None:
-    """Refuse engines that sleep beside engines that compute, whose weights are others; and lengths that are none."""
+    """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
     engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
     if config.algorithm.kl_coef > 0:
         engines["ref"] = config.ref.engine
@@ -306,7 +323,7 @@ def _check_sim(config: RunConfig) -> None:
 
 
 def _check_clients(config: RunConfig) -> None:
-    """Refuse more processes than one service of the queue takes; also far more than anybody means."""
+    """Refuse more processes than one service of the queue takes."""
     sizes = ranks_per_instance(config)
     ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())
     processes = ranks + config.tq.num_storage_units + config.tq.num_controllers
@@ -319,8 +336,6 @@ def _check_clients(config: RunConfig) -> None:
 
 
 def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
-    from workers.graph import graph_of
-
     if "ref" in config.roles and config.algorithm.kl_coef == 0:
         raise ConfigError(
             "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set algorithm.kl_coef > 0"

@@ -1,7 +1,7 @@
 """What the fork server runs when it starts: it ties itself to the launcher, then imports what workers need.
 
-Imported by `multiprocessing.forkserver` (see `launcher.preload`) and by nobody else. Imports only: no thread may start
-here, because a forked child inherits locks but not the threads that hold them.
+Only `multiprocessing.forkserver` imports it, as `launcher.fork_server` tells it to. It imports and does nothing
+else: no thread may start here, because a forked child inherits locks but not the threads that hold them.
 """
 
 import gc
@@ -15,7 +15,7 @@ import traceback
 
 from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
 from launcher import worker_entry
-from launcher.preload import LAUNCHER_VARIABLE, LOG_VARIABLE
+from launcher.fork_server import LAUNCHER_VARIABLE, LOG_VARIABLE
 
 LIBRARIES = (
     "torch",

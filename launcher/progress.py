@@ -1,7 +1,7 @@
 """Shows how a run goes: a line per step, and below it, in a terminal, what every role is doing now. Torch-free.
 
-`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text formatting, the
-lower half writes to the terminal. It and the command line are the only code that prints.
+`launcher.job` feeds it statuses and finished steps; it decides nothing. The upper half is pure text, also for
+`asyncflow status` and `--dry-run`; the lower half writes to the terminal. Only this and the command line print.
 """
 
 import logging
@@ -28,7 +28,7 @@ from launcher.run_events import FAILED, RESUMABLE
 STARTING = "starting"
 """The state of a rank that is not at work yet; every other state counts as at work."""
 PASSIVE = frozenset({"idle", "serving"})
-"""States, beside `waiting for ...`, of a rank that has nothing to do until somebody asks it."""
+"""States, beside `waiting for ...`, of a rank that has nothing to do until it is asked."""
 SILENT_S = 10.0
 """A rank without news for so long is shown as such (s)."""
 VERSIONED_ROLES = frozenset({"rollout", "actor", "critic", "actor_fwd", "evaluate"})
@@ -76,7 +76,7 @@ class Status:
 
     @property
     def waits(self) -> bool:
-        """Whether it is somebody else's turn."""
+        """Whether it waits for others."""
         return self.state.startswith("wait") or self.state in PASSIVE
 
 
@@ -214,6 +214,16 @@ def final_lines(
     return lines
 
 
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows as lines, every column but the last as wide as its widest cell; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join((*cells, row[-1])).rstrip())
+    return "\n".join(lines)
+
+
 class Progress:
     """The command's output while the run goes on; a context manager around it."""
 
@@ -267,28 +277,28 @@ class Progress:
         return self._evaluation
 
     def ready(self, num_workers: int) -> None:
-        """All ranks are at work."""
+        """Say that all ranks are at work."""
         self._say(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
-        """A step was finished."""
+        """Print a finished step."""
         self._metrics = metrics
         self._say(step_line(metrics, self._last_step))
 
     def evaluation(self, evaluation: Metrics) -> None:
-        """A version was evaluated on held-out prompts."""
+        """Print an evaluation on held-out prompts."""
         if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
             self._evaluation = evaluation
         self._say(evaluation_line(evaluation, self._last_step))
 
     def note(self, text: str) -> None:
-        """Something the user should know now, e.g. that a stop is under way."""
+        """Show what the user should know now, e.g. that a stop is under way."""
         self._note = text
         if self._live is None:
             self._say(text)
 
     def event(self, text: str) -> None:
-        """Something happened that belongs into the record, e.g. a process that starts again."""
+        """Print an event for the record, e.g. a process that starts again."""
         self._say(text)
 
     def update(self, statuses: Statuses) -> None:
@@ -307,9 +317,9 @@ class Progress:
 
     def _render(self) -> Group:
         now = time.time()  # statuses have the wall's
-        table = Table.grid(padding=(0, 2))
+        rows = Table.grid(padding=(0, 2))
         for role, count, activity, version in role_rows(self._gangs, self._statuses, now):
-            table.add_row(
+            rows.add_row(
                 Text(role, style="bold"),
                 Text(count),
                 Text(activity, no_wrap=True, overflow="ellipsis"),
@@ -318,11 +328,11 @@ class Progress:
         figures = headline(self._metrics, self._last_step, self._clock() - self._started_at, self._evaluation)
         # One row each, whatever the width: the block jumps when a line wraps.
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in figures]
-        return Group(*lines, table, *([Text(self._note, style="yellow")] if self._note else []))
+        return Group(*lines, rows, *([Text(self._note, style="yellow")] if self._note else []))
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """Print to stdout or stderr, also when nobody reads there any more."""
+    """Print to stdout or stderr; a closed terminal or pipe is no error."""
     with _even_if_closed(sys.stderr if err else sys.stdout):
         click.echo(text, err=err)
 

@@ -1,10 +1,10 @@
-"""Finds ranks that live and do not get on, from what they say about themselves twice a second. Pure.
+"""Finds ranks that are alive but make no progress, from the status that each reports twice a second. Pure.
 
     one works, without progress, longer than `operation_timeout_s`    it is stuck (one that starts: `start_timeout_s`)
     one says nothing for `silence_timeout_s`                          it is stuck, in something that lets no thread run
-    all wait, for longer than `deadlock_timeout_s`                    so is the run: whoever has waited longest is named
+    all wait, for longer than `deadlock_timeout_s`                    so is the run; the longest wait is named
 
-Dead and stopped processes are found by whoever started them (`launcher.gang`). Waits have deadlines of their own.
+`launcher.gang` finds dead and stopped processes. Waits have deadlines of their own.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class RankWatch:
         start_timeout_s: longest time of a rank's start (s).
         operation_timeout_s: longest time without progress of a rank that works (s).
         silence_timeout_s: longest time without a word (s).
-        deadlock_timeout_s: longest time in which everybody waits (s).
+        deadlock_timeout_s: longest time in which all ranks wait (s).
         """
         self._start_timeout_s = start_timeout_s
         self._operation_timeout_s = operation_timeout_s
@@ -58,14 +58,14 @@ class RankWatch:
         self._looked_at = 0.0
 
     def forget(self, gang: str) -> None:
-        """A gang ended or starts again: its old words count no more."""
+        """Drop the statuses of a gang that ended or starts again."""
         self._seen = {place: seen for place, seen in self._seen.items() if place[0] != gang}
 
     def look(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
-        """Return who is stuck; whoever has been so for longest comes first, since others may wait for it.
+        """Return the stuck ranks, the longest stuck first, since others may wait for it.
 
         Args:
-            statuses: what ranks said last.
+            statuses: the newest of each rank.
             workers: the gangs that should be at work -> whether the run cannot end without their work (else they
                 serve others, and wait by nature).
             now: monotonic (s).
@@ -97,7 +97,7 @@ class RankWatch:
         return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
 
     def _excuse(self, now: float) -> None:
-        """Take the time for which this process stood still (Ctrl-Z, a suspended job) off everybody's silence."""
+        """Take the time for which this process stood still (Ctrl-Z, a suspended job) off the silence of all ranks."""
         for seen in self._seen.values():
             seen.heard_at = excused(seen.heard_at, looked_at=self._looked_at, now=now, longest_s=_LONGEST_LOOK_S)
         self._looked_at = now

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.config import load_config
 from launcher.dry_run import describe
 from launcher.engine_libraries import check_libraries
@@ -18,22 +19,12 @@ from launcher.node_run import NodeRun
 from launcher.paths import user_path
 from launcher.preflight import Preflight, check_node, check_run
 from launcher.recipes import find_recipe
-from launcher.resume import (
-    LATEST,
-    Checkpoint,
-    check_resume,
-    find_checkpoint,
-    next_lineage,
-    resume_path,
-    rewind_run,
-    rewind_to_start,
-    unsaved_run,
-)
+from launcher.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
+from launcher.resume import LATEST, check_resume, find_checkpoint, resume_path, unsaved_run
 from launcher.rundir import (
-    CHECKPOINTS,
-    CONFIG_FILE,
     RUNS,
     check_new_run_dir,
+    check_not_running,
     check_writable,
     create_run_dir,
     default_run_dir,
@@ -41,7 +32,6 @@ from launcher.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
-from launcher.running_launcher import check_not_running
 from launcher.trial_call import try_reward
 from workers.config import RunConfig
 

@@ -1,4 +1,4 @@
-"""Which gangs start again together when one fails, how soon, and when that has been too often. Pure.
+"""Which gangs start again together when one fails, how soon, and when that has been too often; the record of it. Pure.
 
 a gang fails            itself, in place; the trainer: with all that follows its weights, from the last checkpoint
 again, and again        after 1, 2, 4 ... s
@@ -7,10 +7,11 @@ that too often, too     nothing: the run ends
 """
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from asyncflow.job import GangSpec
 from workers.dataflow import CONTROLLER, OBSERVERS, STORAGE, TRAINERS
@@ -75,7 +76,7 @@ class RestartBook:
         self._globals: deque[float] = deque()
 
     def failed(self, gang: str) -> Restart:
-        """A gang failed just now."""
+        """Count a failure of a gang, which happened just now."""
         at = self._clock()
         mine = self._failures[gang]
         mine.append(at)
@@ -109,3 +110,44 @@ def restarts_with(gang: GangSpec, gangs: Iterable[GangSpec], *, reference_follow
         return (gang.name,)
     roles = FOLLOWERS | {"ref"} if reference_follows else FOLLOWERS
     return tuple(one.name for one in gangs if one.role in roles)
+
+
+@dataclass
+class RestartLog:
+    """What failed so far and what was started again, for `asyncflow status`: counts of one start of the command.
+
+    Attributes:
+        gangs: how often each was started again.
+        lineage: of the weights now.
+        restores: how often the run went back to a checkpoint.
+        last_error: what failed last, and what follows from it; "" when nothing did.
+        last_error_at: when (unix time, s).
+    """
+
+    gangs: Counter[str] = field(default_factory=Counter)
+    lineage: int = 0
+    restores: int = 0
+    last_error: str = ""
+    last_error_at: float = 0.0
+
+    def started_again(self, gang: str) -> None:
+        """Count another start of a gang."""
+        self.gangs[gang] += 1
+
+    def restored(self, lineage: int) -> None:
+        """Count a return to a checkpoint."""
+        self.restores += 1
+        self.lineage = lineage
+
+    def failed(self, text: str) -> None:
+        """Keep the last failure; `text` is one line."""
+        self.last_error, self.last_error_at = text, time.time()
+
+    @staticmethod
+    def from_summary(fields: Mapping[str, Any]) -> "RestartLog":
+        """Read what `summary` returned."""
+        return RestartLog(**{**fields, "gangs": Counter(fields["gangs"])})
+
+    def summary(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**vars(self), "gangs": dict(self.gangs)}

@@ -1,13 +1,13 @@
-"""What can happen to a run, and what can be done about it: the words between `launcher.supervisor` and its shell.
+"""What can happen to a run, and what can be done about it: the data between `launcher.supervisor` and its shell.
 
-Events go in, instructions come out. Plain data; nobody here decides anything.
+Events go in, instructions come out. Plain data, no decisions.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-DONE, FAILED, RESUMABLE = 0, 1, 75
-"""Exit codes of the command; 75 is EX_TEMPFAIL of sysexits.h."""
+DONE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
+"""Exit codes of the command: USAGE for refused input; 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class Phase(StrEnum):
@@ -41,7 +41,7 @@ class GangExited:
         rank: the rank that failed first.
         at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
         final: another start would fail in the same way.
-        deadline: the error is a deadline that passed, so somebody else may be stuck.
+        deadline: the error is a deadline that passed, so another rank may be stuck.
     """
 
     gang: str
@@ -52,10 +52,14 @@ class GangExited:
     final: bool = False
     deadline: bool = False
 
+    def precedence(self) -> tuple[bool, float]:
+        """Sort key that puts the cause first: a signal before the errors that peers of the lost rank then raise."""
+        return self.code >= 0, self.at
+
 
 @dataclass(frozen=True)
 class RankStuck:
-    """A rank lives, and does not get on: `why` says with what and for how long."""
+    """A rank is alive but makes no progress: `why` says with what and for how long."""
 
     gang: str
     rank: int
@@ -71,7 +75,7 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class RunDirLost:
-    """Somebody removed or moved the run's directory; nothing can be recorded or saved any more."""
+    """The run's directory was removed or moved; nothing can be recorded or saved any more."""
 
     path: str
 
@@ -110,7 +114,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """A timer that was armed ran out; `detail` names who was waited for."""
+    """A timer that was armed ran out; `detail` names the ranks that were waited for."""
 
     timer: Timer
     detail: str = ""

@@ -1,7 +1,7 @@
 """The nodes of a run as `launcher.job` sees them: one `GangHost`, whatever their number. Imports torch.
 
-On one node nothing is waited for and nobody else exists. On several, the launchers of the others join first; from then
-on `job.json` names all nodes.
+On one node there is nothing to wait for. On several, the launchers of the others join first; from then on `job.json`
+names all nodes.
 """
 
 import importlib.metadata
@@ -14,11 +14,11 @@ from typing import Self
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job, Node
 from asyncflow.network import LOOPBACK, address_to_listen_on
-from launcher.all_hosts import AllHosts
+from launcher.gang_hosts import AllHosts
 from launcher.job_store import JobStore
+from launcher.membership import Membership, needed_devices, own_name
 from launcher.node_head import NodeHead
 from launcher.node_options import NodePlace
-from launcher.node_roll import NodeRoll, needed_devices, own_name
 from launcher.placement import HEAD
 from launcher.run_events import RESUMABLE, Event, Finish
 
@@ -60,13 +60,13 @@ class RunNodes:
         self._events = events
         self._head: NodeHead | None = None
         if place.count > 1:
-            roll = NodeRoll(
+            members = Membership(
                 place.count, needed_devices(job.gangs, place.count), importlib.metadata.version("asyncflow-rl")
             )
             self._head = NodeHead(
                 store,
                 job.secret,
-                roll,
+                members,
                 clock=job.clock,
                 run_dir=run_dir,
                 part_exited=self.hosts.part_exited,
@@ -108,7 +108,7 @@ class RunNodes:
         return None
 
     def check(self) -> None:
-        """Look whether the threads live that hear of the other nodes.
+        """Check the threads that listen to the other nodes.
 
         Raises:
             RoleFailed: one died.

@@ -1,13 +1,11 @@
-"""The run directory: its default name, whether a new run may use it, and its layout. Nothing is written before the
-whole configuration has been accepted.
+"""The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
 
-    config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
-    logs/ROLE/RANK.log  checkpoints/  samples/  timeline/
-    job.json  status.json  while it runs
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted.
 """
 
 import fcntl
 import itertools
+import json
 import logging
 import os
 import reprlib
@@ -17,9 +15,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    JOB_FILE,
+    LEDGER_FILE,
+    LOGS,
+    METRICS_FILE,
+    SAMPLES,
+    STATUS_FILE,
+    TIMELINE,
+    UPDATES_FILE,
+)
 from launcher.paths import why_not_writable
-from workers.ledger_file import LEDGER_FILE
 
 if TYPE_CHECKING:
     from workers.config import RunConfig
@@ -27,20 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-UPDATES_FILE = "updates.jsonl"
-EVALUATION_FILE = "evaluation.jsonl"
-STATUS_FILE = "status.json"
-"""What `asyncflow status` shows, while the run lasts."""
-CHECKPOINTS = "checkpoints"
-DIRECTORIES = ("logs", CHECKPOINTS, "samples", "timeline")
+DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
 _LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
-_LIVE = ("job.json", STATUS_FILE, "status.tmp")
+_LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
 """What a run may create in its directory."""
 _LONGEST_NAME = 200
 """Bytes; the time follows it, and file systems end at 255."""
+_START_SLACK_S = 5.0
 
 
 def default_run_dir(name: str, now: datetime) -> Path:
@@ -90,8 +95,8 @@ def has_checkpoint(path: Path) -> bool:
 def began_run(path: Path) -> bool:
     """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
 
-    A project or a checkpoint has a `config.yaml`, too, and is none; nor is a run whose `checkpoints/` was taken away,
-    say a link to a disk that is not there: nobody knows what it saved.
+    A project or a checkpoint has a `config.yaml`, too, but is no run. A run whose `checkpoints/` was taken away, say a
+    link to a disk that is not there, does not count either: what it saved is unknown.
     """
     config = path / CONFIG_FILE
     return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)
@@ -163,7 +168,7 @@ def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
 def discard_run_dir(path: Path) -> None:
     """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
     (path / CONFIG_FILE).unlink(missing_ok=True)
-    for log in (path / "logs").glob("launcher*.log"):
+    for log in (path / LOGS).glob("launcher*.log"):
         log.unlink(missing_ok=True)
     for directory in (*(path / name for name in DIRECTORIES), path):
         with suppress(OSError):  # something of the user's is in it
@@ -191,6 +196,31 @@ def held_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def running_launcher(run_dir: Path) -> int | None:
+    """Return the process id of the launcher that runs `run_dir` now, or None.
+
+    A launcher that was killed leaves `job.json` behind; its process id may since belong to another process, which
+    then started later than the job did. The process id of another host says nothing here: from there the lock of
+    `held_run_dir` keeps a second launcher out, where the file system has locks.
+    """
+    try:
+        job = json.loads((run_dir / JOB_FILE).read_text())
+        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != HostClock.measure().host:
+        return None
+    process_start = _process_start(pid)
+    return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def check_not_running(run_dir: Path) -> None:
+    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    pid = running_launcher(run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
+
+
 def _numbered(path: Path) -> Iterator[Path]:
     """Yield `path`, then `path-2`, `path-3`, ..."""
     yield path
@@ -200,3 +230,17 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run directory: {path} cannot be written: {error.strerror}; choose another --run-dir")
+
+
+def _process_start(pid: int) -> float | None:
+    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    try:
+        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot_s = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
+        )
+    except (OSError, StopIteration):
+        return None
+    state, start_ticks = fields[0], int(fields[19])
+    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

@@ -15,14 +15,13 @@ from typing import Any
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.run_files import EVALUATION_FILE, STATUS_FILE
 from asyncflow.size_text import size_text
+from launcher.fork_server import is_stopped
 from launcher.line_tail import LineTail
-from launcher.preload import is_stopped
-from launcher.progress import Status, Statuses, accuracy_text, role_rows
-from launcher.restart_log import RestartLog
-from launcher.rundir import EVALUATION_FILE, STATUS_FILE
-from launcher.running_launcher import running_launcher
-from launcher.table import table
+from launcher.progress import Status, Statuses, accuracy_text, role_rows, table
+from launcher.restarts import RestartLog
+from launcher.rundir import running_launcher
 from weightsync.version import Version
 
 Fields = Mapping[str, Any]
@@ -47,7 +46,7 @@ class RunStatus:
         units: `tq.messages.UnitStats` of each storage unit.
         weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
         evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
-        restarts: what failed and was started again; see `launcher.restart_log`.
+        restarts: what failed and was started again; see `launcher.restarts`.
     """
 
     run_dir: Path

@@ -1,7 +1,7 @@
 """Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
 
-`launcher.job` tells it what it knows anyway, ranks and restarts; the thread asks queue and agents over channels of its
-own, which stay open. Nothing waits for it. Imports torch.
+`launcher.job` hands it what it knows anyway, ranks and restarts. The thread asks queue and agents over channels of
+its own, which stay open. Nothing waits for it. Imports torch.
 """
 
 import logging
@@ -19,12 +19,12 @@ from torch.distributed import DistError
 
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
+from asyncflow.run_files import STATUS_FILE
 from asyncflow.store_server import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from launcher.progress import Statuses
-from launcher.restart_log import RestartLog
-from launcher.rundir import STATUS_FILE
+from launcher.restarts import RestartLog
 from launcher.status import RunStatus
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig

@@ -5,14 +5,14 @@
     run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
      | '-> evaluate -^  |       ^  services leave
      |                  '- the actor saves
-     '--------------------------'  nobody can save, all leave at once
+     '--------------------------'  no rank can save, all leave at once
 
 In `evaluate` the last step is saved, and held-out prompts are still answered: only a run that trained to its end is
 there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
 gang is left.
 
-A gang that fails while it should be at work starts again (`launcher.restarts` says with whom, and when that has been
-too often); one that was told to leave does not.
+A gang that fails while it should be at work starts again; one that was told to leave does not. `launcher.restarts`
+says which gangs start again with it, and when that has been too often.
 
     rollout, ref, unit, ...   RestartBook -> wait -> StartGang
     actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
@@ -111,7 +111,7 @@ class Supervisor:
         return [SetPhase(Phase.RUN), Arm(Timer.START, self._start_timeout_s)]
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; after `Finish` nothing follows."""
+        """Take in one event and return what follows; after `Finish` nothing does."""
         if self._finished:
             return []
         match event:
@@ -181,7 +181,7 @@ class Supervisor:
         return instructions if self._running or self.pending else [*instructions, self._finish()]
 
     def _complain(self, event: GangExited) -> None:
-        """Somebody failed while it left: what a trainer did not save is a failure, unless somebody killed it."""
+        """Note a failure while leaving. What a trainer did not save makes the run fail, unless a signal killed it."""
         gang = self._gangs[event.gang]
         if self._failures or (gang.role in TRAINERS and event.code > 0 and not self._last_step_done):
             self._failures.append(event)
@@ -235,7 +235,7 @@ class Supervisor:
         return [StartGang(name, self._attempts[name])]
 
     def _found_stuck(self, event: RankStuck) -> list[Instruction]:
-        """Have everybody say where it is, and end the gang a moment later."""
+        """Have all processes write their stacks, and end the gang a moment later."""
         if event.gang in self._stuck or event.gang not in self._running:
             return []
         self._stuck[event.gang] = event
@@ -248,7 +248,7 @@ class Supervisor:
         return self._enter(Phase.STOP)
 
     def _give_up(self, event: GangExited) -> list[Instruction]:
-        """The run fails; what is trained is saved where somebody is left who can."""
+        """Let the run fail; what is trained is saved if the trainer is still there."""
         self._failures.append(event)
         gang = self._gangs[event.gang]
         self._running.pop(event.gang, None)
@@ -278,7 +278,7 @@ class Supervisor:
         return []
 
     def _enter(self, phase: Phase) -> list[Instruction]:
-        """Move forwards to `phase`; nothing when the run is there or beyond. Who waits for a restart gets none."""
+        """Move forwards to `phase`; nothing if the run is there or beyond. Gangs that wait for a restart stay down."""
         order = list(Phase)
         if order.index(phase) <= order.index(self._phase):
             return []
@@ -297,7 +297,7 @@ class Supervisor:
         return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
 
     def _observers(self) -> list[str]:
-        """Return what is left of the gangs that nobody waits for until the training is over."""
+        """Return the evaluators that are left; the run waits for them only when the training is over."""
         return [name for name in self._gangs if self._gangs[name].role in OBSERVERS and self._is_left(name)]
 
     def _is_left(self, name: str) -> bool:
@@ -320,8 +320,8 @@ class Supervisor:
         return Finish(FAILED, complaint) if complaint else Finish(DONE, "done")
 
     def _cause(self) -> str:
-        """Name the first failure. A signal comes before exceptions: those are often what its peers then raised."""
-        first = min(self._failures, key=lambda failure: (failure.code >= 0, failure.at))
+        """Return what failed first, and how many others did."""
+        first = min(self._failures, key=GangExited.precedence)
         others = len(self._failures) - 1
         more = f" (then {others} more gang{'s' if others > 1 else ''})" if others else ""
         return f"{self._named(first)} failed: {first.error}{more}"

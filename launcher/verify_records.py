@@ -11,13 +11,13 @@ import msgspec
 from pydantic import ValidationError
 
 from asyncflow.errors import CheckpointError, ConfigError
-from launcher.rundir import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, UPDATES_FILE, began_run
-from launcher.running_launcher import running_launcher
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, META_FILE, METRICS_FILE, UPDATES_FILE
+from launcher.rundir import began_run, running_launcher
 from launcher.yaml_file import read_yaml
-from workers.checkpoint_files import CRITIC, DCP, META_FILE, QUEUE, CheckpointMeta, damages
+from workers.checkpoint_files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
 from workers.json_reader import Lines, read_lines
-from workers.ledger_file import LEDGER_FILE, Ledger, read_ledger
+from workers.ledger_file import Ledger, read_ledger
 
 _LOOKS = 5
 """How often a run that is just cut back is looked at again."""

@@ -1,7 +1,7 @@
 """First and last code of a worker process: its own log, its parent's life, its last error. Torch-free at import.
 
-`launcher.gang` hands `enter` to torchelastic; it runs in the forked child and calls the real entrypoint by name, which
-the launcher itself never imports.
+`launcher.gang` hands `enter` to torchelastic. It runs in the forked child and calls the real entrypoint by
+name, since the launcher itself never imports that.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def enter(entrypoint: str, *args: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(*args)
     except Exception as error:  # noqa: BLE001 (the process boundary)
-        with contextlib.suppress(OSError):  # a full disk: what is left then is the code
+        with contextlib.suppress(OSError):  # the disk is full; the exit code still tells
             traceback.print_exc()
             _record(error)
             sys.stdout.flush()

@@ -28,7 +28,7 @@ from launcher.doctor.checks import CHECKS, Check
 from launcher.doctor.finding import Finding
 from launcher.doctor.messages import RESOLVE, Answer, Found, Order, Refused, Resolved, decode_answer, encode
 from launcher.doctor.needs import needs_of_machine
-from launcher.preload import environment
+from launcher.fork_server import environment
 
 START_S = 60.0
 """Deadline of what comes before the first check: Python starts, CONFIG is read."""

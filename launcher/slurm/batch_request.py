@@ -1,6 +1,6 @@
-"""One `asyncflow sbatch` command from its arguments to a batch job: what can be known before is checked here.
+"""One `asyncflow sbatch` command from its arguments to a batch job; all that can be checked before it runs is.
 
-BatchRequest --accept()--> BatchJob --script_text--> printed, or submitted (`submit.py`)
+BatchRequest --accept()--> BatchJob --script_text--> printed, or submitted (`launcher.slurm.command`)
 """
 
 import math
@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import CONFIG_FILE
 from launcher.paths import user_path
 from launcher.request import Accepted, Request
-from launcher.rundir import CONFIG_FILE
 from launcher.slurm.script import BatchJob
-from launcher.slurm.time_limit import time_limit_s
 from workers.config import LauncherConfig
 
 COMMAND = "asyncflow-launch"
@@ -23,6 +22,8 @@ _EARLY_S = 60
 """Slurm may send the signal so much earlier than it was asked to (man sbatch, --signal)."""
 _LEAVE_S = 10
 """For what a launcher does after its processes are gone: its last lines, the step's end (s)."""
+UNLIMITED = ("infinite", "unlimited")
+_TIME_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _WORD = re.compile(r"[^\s\"'\\#]+")
 
 
@@ -93,6 +94,30 @@ class BatchRequest:
                 f"--time: {self.time_limit!r} leaves no time to train: Slurm's signal comes {self.signal_s} s "
                 f"(--signal-s) ahead of the limit, or up to {_EARLY_S} s earlier; raise it"
             )
+
+
+def time_limit_s(text: str) -> float:
+    """Return the seconds that `--time TEXT` means to sbatch; infinity for no limit.
+
+    Args:
+        text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes`,
+            `days-hours:minutes:seconds`, or `UNLIMITED`.
+    Raises:
+        ConfigError: it is none of them, or nothing at all.
+    """
+    if text.lower() in UNLIMITED:
+        return float("inf")
+    match = _TIME_LIMIT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--time: {text!r} is no time limit; give hours:minutes:seconds or days-hours, e.g. 24:00:00")
+    numbers = [int(number) for number in match.group("first", "second", "third") if number is not None]
+    first_is_hours = match["days"] is not None or len(numbers) == 3
+    units_s = (3600, 60, 1) if first_is_hours else (60, 1)
+    seconds = int(match["days"] or 0) * 86_400
+    seconds += sum(number * unit_s for number, unit_s in zip(numbers, units_s, strict=False))
+    if seconds == 0:
+        raise ConfigError(f"--time: {text!r} is no time at all; give hours:minutes:seconds, e.g. 24:00:00")
+    return float(seconds)
 
 
 def _longest_stop_s(launcher: LauncherConfig) -> int:

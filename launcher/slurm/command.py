@@ -1,8 +1,16 @@
-"""`asyncflow sbatch`: the command line of the batch script. Each import of ours is made when the command runs."""
+"""`asyncflow sbatch`: prints the batch script of a run, or submits it. Most imports are made when the command runs."""
+
+import shutil
+import subprocess
+from pathlib import Path
 
 import click
 
+from asyncflow.errors import ConfigError
 from launcher.exits import OneLineCommand, errors_as_exits
+
+SCRIPT_FILE = "run.sbatch"
+"""In the run directory: what was submitted."""
 
 
 @click.command("sbatch", cls=OneLineCommand)
@@ -64,8 +72,6 @@ def sbatch_command(
         from launcher.request import Request
         from launcher.slurm.batch_request import BatchRequest
         from launcher.slurm.script import script_text
-        from launcher.slurm.submit import make_run_dir
-        from launcher.slurm.submit import submit as submit_script
 
         job = BatchRequest(
             Request(config=config, roles=roles, overrides=overrides, run_dir=run_dir, resume=resume, steps=steps),
@@ -88,3 +94,38 @@ def sbatch_command(
         click.echo(script, nl=False)
         if make_run_dir(job.run_dir):
             click.echo(f"made {job.run_dir}, where Slurm will write its log", err=True)
+
+
+def make_run_dir(run_dir: Path) -> bool:
+    """Make the run directory, since Slurm's log goes there; return whether it was missing.
+
+    Raises:
+        ConfigError: the file system refuses.
+    """
+    if run_dir.is_dir():
+        return False
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"run directory: {run_dir} cannot be made: {error.strerror}; choose another") from error
+    return True
+
+
+def submit_script(script: str, run_dir: Path) -> str:
+    """Write the script into the run directory, which is made, and submit it; return the job's id.
+
+    Raises:
+        ConfigError: there is no sbatch here, or it refused; its own words.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "--submit: there is no sbatch on this machine; leave --submit out, and submit the script where one is"
+        )
+    make_run_dir(run_dir)
+    file = run_dir / SCRIPT_FILE
+    file.write_text(script)
+    answer = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        said = answer.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {answer.returncode}"
+        raise ConfigError(f"--submit: sbatch refused {file}: {said}; correct the options, or edit and submit the file")
+    return answer.stdout.strip().partition(";")[0]

@@ -15,6 +15,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job
 from launcher.job_store import JobStore
+from launcher.membership import Membership, needed_devices
 from launcher.node_follower import Inbound
 from launcher.node_head import EVENTS, NodeHead, beat_key, orders_key
 from launcher.node_link import HeadLink
@@ -29,7 +30,6 @@ from launcher.node_messages import (
     StartPart,
     StopAsked,
 )
-from launcher.node_roll import NodeRoll, needed_devices
 from launcher.node_wire import Sealer
 from launcher.run_events import GangExited, NodeLost, StopRequested
 
@@ -50,7 +50,7 @@ class Run:
         self.head = NodeHead(
             self.store,
             SECRET,
-            NodeRoll(2, needed_devices([REF], 2), "1.0"),
+            Membership(2, needed_devices([REF], 2), "1.0"),
             clock=CLOCK,
             run_dir=run_dir,
             part_exited=lambda node, exited: self.told.put((node, exited)),
@@ -107,9 +107,10 @@ def test_orders_and_events_arrive_in_their_order(run: Run) -> None:
     orders = [inbox.get(timeout=DEADLINE_S) for _ in range(3)]
     assert orders == [StartPart("ref-0", 2, 7), DumpStacks(), KillPart("ref-0")]
     link.send(StopAsked(1))
-    link.send(PartExited("ref-0", 1, "ValueError: no", 0, 5.0, True, False))
+    exited = GangExited("ref-0", 1, "ValueError: no", 0, 5.0, final=True)
+    link.send(PartExited(exited))
     assert run.next() == StopRequested(1)
-    assert run.next() == (1, GangExited("ref-0", 1, "ValueError: no", 0, 5.0, final=True))
+    assert run.next() == (1, exited)
     ending = threading.Thread(target=run.head.finish, args=(75, "stopped"))
     ending.start()
     assert inbox.get(timeout=DEADLINE_S) == FinishRun(75, "stopped")
@@ -130,7 +131,7 @@ def test_clock_is_aligned_to_node_0(run: Run) -> None:
 @pytest.mark.gate
 def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
     link, inbox = joined(run)
-    token = run.head._roll.token(1)
+    token = run.head._members.token(1)
     stranger = run.store.client()
     guess, other = Sealer(b"guess", "head", token), Sealer(b"guess", token, "head")
     for data in (b"", b"noise", guess.seal(FinishRun(0, "done")), guess.seal(StartPart("ref-0", 0, 0))):
@@ -150,7 +151,7 @@ def test_stranger_who_reaches_the_store_changes_nothing(run: Run) -> None:
 @pytest.mark.gate
 def test_order_that_somebody_took_away_is_missed(run: Run) -> None:
     link, inbox = joined(run)
-    token, node = run.head._roll.token(1), run.head.hosts()[1]
+    token, node = run.head._members.token(1), run.head.hosts()[1]
     node.kill("ref-0")
     assert inbox.get(timeout=DEADLINE_S) == KillPart("ref-0")
     run.head._links[token].orders.seal(KillPart("ref-0"))  # never arrives

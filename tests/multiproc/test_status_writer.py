@@ -11,10 +11,10 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
+from asyncflow.run_files import STATUS_FILE
 from asyncflow.store_server import serve_store
 from launcher.progress import Status
-from launcher.restart_log import RestartLog
-from launcher.rundir import STATUS_FILE
+from launcher.restarts import RestartLog
 from launcher.status_writer import StatusWriter
 from tq.config import QueueConfig
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.config import load_config
-from launcher.megatron_checks import check_megatron
+from launcher.preflight import check_megatron
 from launcher.recipes import find_recipe
 from workers.config import ActorConfig, RunConfig
 from workers.engines.megatron_config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division

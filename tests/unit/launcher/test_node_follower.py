@@ -86,7 +86,8 @@ def test_what_happens_here_is_told() -> None:
     exited = GangExited("ref-0", 1, "ValueError: no", 0, CLOCK.now(), final=True)
     _, _, sent = follow(exited, StopRequested(1), StopRequested(2), DONE)
     assert isinstance(sent[0], PartExited)
-    assert (sent[0].gang, sent[0].code, sent[0].error, sent[0].final) == ("ref-0", 1, "ValueError: no", True)
+    told = sent[0].exited
+    assert (told.gang, told.code, told.error, told.final) == ("ref-0", 1, "ValueError: no", True)
     assert sent[1:] == [StopAsked(1), StopAsked(2), Left()]
 
 
@@ -94,7 +95,7 @@ def test_times_are_told_as_node_0_reads_its_clock(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("launcher.node_follower.time.time", lambda: CLOCK.now() + 3600.0)
     _, _, sent = follow(GangExited("ref-0", 1, "no", at=CLOCK.now() + 3600.0 - 5.0), DONE)
     assert isinstance(sent[0], PartExited)
-    assert sent[0].at == pytest.approx(CLOCK.now() - 5.0, abs=60.0)
+    assert sent[0].exited.at == pytest.approx(CLOCK.now() - 5.0, abs=60.0)
 
 
 def test_lost_node_0_ends_it_resumably_when_nothing_else_is_there_to_do() -> None:
@@ -129,15 +130,15 @@ def test_job_that_cannot_be_seen_in_time_fails_its_gang() -> None:
     _, told, sent = follow(StartPart("ref-1", 1, 4), now=lambda: next(times), lost=lambda: next(reasons))
     assert told == ["close"]
     assert isinstance(sent[0], PartExited)
-    assert sent[0].code == 1
-    assert sent[0].error == "node 1 does not see the job.json that node 0 wrote"
+    assert sent[0].exited.code == 1
+    assert sent[0].exited.error == "node 1 does not see the job.json that node 0 wrote"
 
 
 def test_gang_that_is_killed_before_its_job_is_seen_never_starts() -> None:
     _, told, sent = follow(StartPart("ref-1", 1, 4), KillPart("ref-1"), DONE)
     assert told == ["kill ref-1", "close"]
     assert isinstance(sent[0], PartExited)
-    assert sent[0].error == "killed before it started"
+    assert sent[0].exited.error == "killed before it started"
 
 
 def test_order_that_does_not_belong_here_changes_nothing() -> None:

@@ -9,16 +9,9 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.resume import (
-    cut_lines,
-    find_checkpoint,
-    newest_checkpoint,
-    next_lineage,
-    rewind_run,
-    rewind_to_start,
-    unsaved_run,
-)
-from launcher.running_launcher import running_launcher
+from launcher.restore import cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
+from launcher.resume import find_checkpoint, unsaved_run
+from launcher.rundir import running_launcher
 from workers.checkpoint_files import CheckpointMeta, describe
 
 SHARD = "dcp/__0_0.distcp"

@@ -15,9 +15,9 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.run_files import STATUS_FILE
 from launcher.progress import Status
-from launcher.restart_log import RestartLog
-from launcher.rundir import STATUS_FILE
+from launcher.restarts import RestartLog
 from launcher.status import RunStatus
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
@@ -149,7 +149,8 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
 
 
 def test_the_command_imports_neither_torch_nor_the_configuration() -> None:
-    code = "import sys, launcher.commands, launcher.status; print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    modules = "sys, launcher.commands, launcher.status"
+    code = f"import {modules}; print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
 

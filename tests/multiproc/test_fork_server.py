@@ -12,21 +12,21 @@ from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 
 from asyncflow.lifeline import STOP_SIGNALS
-from launcher import preload
+from launcher import fork_server
 
 for number in STOP_SIGNALS:  # as the launcher does, which obeys them
     signal.signal(number, lambda *_: None)
-server = preload.start(Path(sys.argv[1]))
+server = fork_server.start(Path(sys.argv[1]))
 tracker = resource_tracker._resource_tracker._pid
 for pid in (server, tracker):
     for number in STOP_SIGNALS:
         os.kill(pid, number)
-with preload.hidden_main():
+with fork_server.hidden_main():
     child = get_context("forkserver").Process(target=os.kill, args=(tracker, 0))
     child.start()
     child.join()
-print(child.exitcode, preload.is_running(), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-preload.stop()
+print(child.exitcode, fork_server.is_running(), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+fork_server.stop()
 """
 
 

@@ -1,17 +1,26 @@
-"""The launcher's own log, so that the terminal stays the user's."""
+"""The launcher's own process: its log, so that the terminal stays the user's, and the signals that ask it to stop."""
 
 import contextlib
 import logging
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+
+from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.run_files import LOGS
+
+SAME_PRESS_S = 0.5
+"""Wrappers such as `timeout` deliver one Ctrl-C twice; a second one counts only after so long (s)."""
 
 logger = logging.getLogger(__name__)
 
 
 def launcher_log(run_dir: Path, node: int = 0) -> Path:
     """Return where the launcher of a node writes its log: `logs/launcher.log`, or `logs/launcher-K.log` on node K."""
-    return run_dir / "logs" / (f"launcher-{node}.log" if node else "launcher.log")
+    return run_dir / LOGS / (f"launcher-{node}.log" if node else "launcher.log")
 
 
 @contextlib.contextmanager
@@ -47,3 +56,36 @@ def keep_torch_off_the_terminal() -> None:
         logging.getLogger(name).propagate = True
     # It warns of every agent outside the main thread, where it cannot take over the signals: as it should be.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def stop_signals(request: Callable[[int], None]) -> Iterator[None]:
+    """Call `request(count)` for SIGINT, SIGTERM, SIGUSR1 and SIGHUP; only a repeated Ctrl-C counts beyond the first.
+
+    SIGHUP comes when the terminal is closed; under `nohup` it stays ignored. Outside the main thread nothing changes.
+
+    Args:
+        request: is called inside a signal handler, so it may only do what is safe there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    count = 0
+    last_at = 0.0
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal count, last_at
+        now = time.monotonic()
+        if count == 0 or (number == signal.SIGINT and now - last_at > SAME_PRESS_S):
+            count += 1
+            last_at = now
+            request(count)
+
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in STOP_SIGNALS if not (under_nohup and number is signal.SIGHUP)]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

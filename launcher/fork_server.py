@@ -1,8 +1,8 @@
 """Starts and ends the fork server from which every worker is forked, so that they import torch once, not each.
 
 Torch-free. `start` is called as early as possible: the server imports on one core while the launcher imports on the
-other. The server (`launcher.preloaded`) has a process group of its own, so Ctrl-C in a terminal reaches the launcher
-alone.
+other. The server runs `launcher.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches the
+launcher alone.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def is_running() -> bool:
 
 
 def let_go_on() -> None:
-    """Continue the fork server if a signal has stopped it: whoever is to be started would wait for it."""
+    """Continue the fork server if a signal has stopped it: new workers would wait for it."""
     pid = _forkserver._forkserver_pid
     if pid is not None and is_stopped(pid):
         logger.warning("the fork server was stopped by a signal; it goes on")

@@ -7,8 +7,8 @@ import pytest
 
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Node
+from launcher.membership import DevicesUsed, Membership, needed_devices
 from launcher.node_messages import Hello, Ready, Refuse, Welcome
-from launcher.node_roll import DevicesUsed, NodeRoll, needed_devices
 
 CPU = {node: DevicesUsed("cpu", 0) for node in range(3)}
 READY = Ready("boot", 12.5, 0.1)
@@ -20,17 +20,17 @@ def hello(rank: int = 1, **changes: Any) -> Hello:
 
 
 def test_run_begins_when_all_are_ready() -> None:
-    roll = NodeRoll(3, CPU, "1.0")
-    assert roll.missing() == [1, 2]
+    members = Membership(3, CPU, "1.0")
+    assert members.missing() == [1, 2]
     for rank in (2, 1):
-        assert not roll.is_complete()
-        assert roll.hello(f"{rank}.a", hello(rank)) == Welcome()
-        assert roll.ready(f"{rank}.a", msgspec.structs.replace(READY, ahead_s=0.0))
-    assert roll.is_complete()
-    assert roll.nodes() == [Node(k, f"host-{k}", f"10.0.0.{k}", HostClock("boot", 12.5)) for k in (1, 2)]
-    assert [roll.token(rank) for rank in (1, 2)] == ["1.a", "2.a"]
-    assert roll.warnings() == []
-    assert roll.obstacle == ""
+        assert not members.is_complete()
+        assert members.hello(f"{rank}.a", hello(rank)) == Welcome()
+        assert members.ready(f"{rank}.a", msgspec.structs.replace(READY, ahead_s=0.0))
+    assert members.is_complete()
+    assert members.nodes() == [Node(k, f"host-{k}", f"10.0.0.{k}", HostClock("boot", 12.5)) for k in (1, 2)]
+    assert [members.token(rank) for rank in (1, 2)] == ["1.a", "2.a"]
+    assert members.warnings() == []
+    assert members.obstacle == ""
 
 
 @pytest.mark.parametrize(
@@ -49,50 +49,50 @@ def test_run_begins_when_all_are_ready() -> None:
     ],
 )
 def test_node_that_cannot_take_part_ends_the_run_with_its_reason(changes: dict[str, Any], obstacle: str) -> None:
-    roll = NodeRoll(3, CPU | {1: DevicesUsed("npu", 8)}, "1.0")
-    answer = roll.hello("1.a", hello(1, **({"device": "npu", "num_devices": 8} | changes)))
+    members = Membership(3, CPU | {1: DevicesUsed("npu", 8)}, "1.0")
+    answer = members.hello("1.a", hello(1, **({"device": "npu", "num_devices": 8} | changes)))
     assert isinstance(answer, Refuse)
     assert not answer.later
     assert answer.reason.startswith(f"node 1 (host-1): {obstacle}")
-    assert roll.obstacle == answer.reason
-    roll.hello("2.a", hello(2, complaint="another"))
-    assert roll.obstacle == answer.reason
+    assert members.obstacle == answer.reason
+    members.hello("2.a", hello(2, complaint="another"))
+    assert members.obstacle == answer.reason
 
 
 def test_node_with_more_devices_than_are_used_is_welcome() -> None:
-    roll = NodeRoll(3, CPU | {1: DevicesUsed("npu", 3)}, "1.0")
-    assert roll.hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()
-    assert roll.hello("2.a", hello(2, device="npu", num_devices=8)) == Welcome()
+    members = Membership(3, CPU | {1: DevicesUsed("npu", 3)}, "1.0")
+    assert members.hello("1.a", hello(1, device="npu", num_devices=8)) == Welcome()
+    assert members.hello("2.a", hello(2, device="npu", num_devices=8)) == Welcome()
 
 
 def test_second_launcher_with_the_same_number_may_ask_later() -> None:
-    roll = NodeRoll(3, CPU, "1.0")
-    roll.hello("1.a", hello(1))
-    answer = roll.hello("1.b", hello(1, launcher="other", host="host-7"))
+    members = Membership(3, CPU, "1.0")
+    members.hello("1.a", hello(1))
+    answer = members.hello("1.b", hello(1, launcher="other", host="host-7"))
     assert answer == Refuse("node 1 is host-1 already; give every node its own number", True)
-    assert roll.obstacle == ""
-    complaint = roll.complaint(300, "/runs/a")
+    assert members.obstacle == ""
+    complaint = members.complaint(300, "/runs/a")
     assert complaint.startswith("nodes 1, 2 of 3: did not join within 300 s (launcher.start_timeout_s)")
     assert "host-7 was started as node 1, too" in complaint
     assert "/runs/a" in complaint
 
 
 def test_another_try_of_the_same_launcher_replaces_the_first_until_it_is_ready() -> None:
-    roll = NodeRoll(3, CPU, "1.0")
-    assert roll.hello("1.a", hello(1)) == roll.hello("1.b", hello(1)) == Welcome()
-    assert not roll.ready("1.a", READY)
-    assert roll.ready("1.b", READY)
-    answer = roll.hello("1.c", hello(1))
+    members = Membership(3, CPU, "1.0")
+    assert members.hello("1.a", hello(1)) == members.hello("1.b", hello(1)) == Welcome()
+    assert not members.ready("1.a", READY)
+    assert members.ready("1.b", READY)
+    answer = members.hello("1.c", hello(1))
     assert isinstance(answer, Refuse)
     assert answer.later
 
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(3.2, "3.2 s ahead of node 0's"), (-61.0, "61.0 s behind node 0's")])
 def test_wrong_clock_is_worth_a_warning(ahead_s: float, words: str) -> None:
-    roll = NodeRoll(2, CPU, "1.0")
-    roll.hello("1.a", hello(1, count=2))
-    roll.ready("1.a", Ready("boot", 0.0, ahead_s))
-    (warning,) = roll.warnings()
+    members = Membership(2, CPU, "1.0")
+    members.hello("1.a", hello(1, count=2))
+    members.ready("1.a", Ready("boot", 0.0, ahead_s))
+    (warning,) = members.warnings()
     assert warning.startswith(f"node 1 (host-1): its clock is {words}")
 
 

@@ -1,4 +1,6 @@
-"""Who takes part in a run on several nodes: node 0's list of the launchers that said hello. Pure.
+"""The members of a run on several nodes: node 0's list of the launchers that said hello, and the timeout of heartbeats.
+
+Pure: the clock is passed in.
 
 Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
                                         a second launcher with the same rank -> Refuse; it may ask again
@@ -15,6 +17,12 @@ from launcher.node_messages import Hello, Ready, Refuse, Welcome
 
 MOST_AHEAD_S = 1.0
 """Wall clocks that differ by more are worth a warning (s)."""
+HEARTBEAT_S = 0.5
+"""How often launchers send a heartbeat (s)."""
+SILENT_S = 4.0
+"""Silence that counts as death (s): with the pauses between looks that is seen within 5 s."""
+_LONGEST_LOOK_S = 1.0
+"""Time between two looks that counts. In a longer one this process did not run, and knows nothing of the peer (s)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,8 @@ class _Entry:
     ready: Ready | None = None
 
 
-class NodeRoll:
-    """The launchers of nodes 1, 2, ...; node 0 is not on it."""
+class Membership:
+    """The launchers of nodes 1, 2, ...; node 0 is not among them."""
 
     def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
         """Args:
@@ -50,7 +58,7 @@ class NodeRoll:
         """Why the run cannot begin: the first launcher that cannot take part says so."""
 
     def hello(self, token: str, hello: Hello) -> Welcome | Refuse:
-        """A launcher wants to take part.
+        """Answer a launcher that wants to take part.
 
         Args:
             token: names this try of it.
@@ -71,7 +79,7 @@ class NodeRoll:
         return Welcome()
 
     def ready(self, token: str, ready: Ready) -> bool:
-        """A launcher can start gangs; returns whether it is one of these."""
+        """Note that a launcher can start gangs; return whether it is a member."""
         entry = next((entry for entry in self._entries.values() if entry.token == token), None)
         if entry is not None:
             entry.ready = ready
@@ -87,7 +95,7 @@ class NodeRoll:
         return [rank for rank in range(1, self._count) if rank not in here]
 
     def complaint(self, timeout_s: float, where: str) -> str:
-        """Say who did not come in time.
+        """Return which nodes did not come in time, for the user.
 
         Args:
             timeout_s: that was waited.
@@ -120,7 +128,7 @@ class NodeRoll:
         ]
 
     def warnings(self) -> list[str]:
-        """Say whose wall clock is another one."""
+        """Return a line for each node whose wall clock is wrong."""
         ahead = {rank: entry.ready.ahead_s for rank, entry in sorted(self._entries.items()) if entry.ready is not None}
         return [
             f"{self.name(rank)}: its clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} node 0's; "
@@ -145,6 +153,29 @@ class NodeRoll:
                 f"there; set launcher.devices_per_node to what every node has"
             )
         return ""
+
+
+class HeartbeatTimeout:
+    """Says when one peer has been silent for too long. Its heartbeats carry a number that grows."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+        self._silent_s = 0.0
+        self._last = -1
+
+    def look(self, number: int, now: float) -> bool:
+        """Take in the newest number that is known; returns whether the peer has been silent for too long.
+
+        Args:
+            number: of the peer's last heartbeat.
+            now: monotonic time (s).
+        """
+        self._silent_s += min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
+        if number > self._last:
+            self._last = number
+            self._silent_s = 0.0
+        return self._silent_s > SILENT_S
 
 
 def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUsed]:

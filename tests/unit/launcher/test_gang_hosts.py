@@ -3,8 +3,7 @@
 import signal
 
 from asyncflow.job import GangSpec
-from launcher.all_hosts import AllHosts
-from launcher.gang_parts import GangParts, KillPart
+from launcher.gang_hosts import AllHosts, GangParts, KillPart
 from launcher.run_events import GangExited
 
 ACTOR = GangSpec("actor", "actor", 0, 6, ("cpu",) * 6, (0, 0, 1, 1, 2, 2))
@@ -81,7 +80,7 @@ class FakeHost:
         self.told.append((f"close {timeout_s:g}", ""))
 
 
-def test_all_hosts_are_one_to_whoever_starts_gangs() -> None:
+def test_all_hosts_are_one_host_to_the_launcher() -> None:
     ended: list[GangExited] = []
     hosts = [FakeHost(), FakeHost(), FakeHost()]
     everywhere = AllHosts(ended.append)

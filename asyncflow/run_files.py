@@ -1,0 +1,25 @@
+"""The names of what a run keeps in its directory, for launcher, workers and tools alike. Torch-free.
+
+config.yaml  metrics.jsonl  ledger.jsonl  updates.jsonl  evaluation.jsonl
+logs/ROLE/RANK.log  checkpoints/step_000010/meta.json  samples/  timeline/
+job.json  status.json  while it runs
+"""
+
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration."""
+METRICS_FILE = "metrics.jsonl"
+LEDGER_FILE = "ledger.jsonl"
+UPDATES_FILE = "updates.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
+JOB_FILE = "job.json"
+"""Where the job store is, and its secret: see `asyncflow.job`."""
+STATUS_FILE = "status.json"
+"""What `asyncflow status` shows."""
+
+LOGS = "logs"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
+TIMELINE = "timeline"
+
+META_FILE = "meta.json"
+"""In each checkpoint: written last, with size and checksum of every other file."""
