@@ -81,8 +81,8 @@ def doctor_command(
     with errors_as_exits():
         from asyncflow.errors import ConfigError
         from launcher.doctor.messages import Order
-        from launcher.doctor.report import print_report
-        from launcher.doctor.slurm import nodes_of_job
+        from launcher.doctor.runner import print_report
+        from launcher.doctor.software import nodes_of_job
 
         if config is None and (roles is not None or overrides):
             raise ConfigError(
