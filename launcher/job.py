@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
 from asyncflow.job import FILE_NAME, GangSpec, Job, error_in
+from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
 from launcher import preload
 from launcher.launcher_log import keep_torch_off_the_terminal, launcher_log, logging_to
-from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
@@ -192,8 +192,8 @@ class _Run:
         self._events = events
         self._progress = progress
         self._status = status
-        self._tail = MetricsTail(run_dir / METRICS_FILE, lineage=job.lineage)
-        self._evaluations = EvaluationTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
+        self._tail = VersionTail(run_dir / METRICS_FILE, lineage=job.lineage)
+        self._evaluations = VersionTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
             job.gangs,
             restarts=RestartBook(

@@ -15,8 +15,8 @@ from typing import Any
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.json_lines import LineTail
 from asyncflow.size_text import size_text
-from launcher.line_tail import LineTail
 from launcher.preload import is_stopped
 from launcher.progress import Status, Statuses, accuracy_text, role_rows
 from launcher.restart_log import RestartLog

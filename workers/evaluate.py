@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncflow.json_lines import JsonLines
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
@@ -24,7 +25,6 @@ from workers.due_steps import own_steps
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.evaluation_record import FILE_NAME, evaluated_steps, evaluation_line
-from workers.json_lines import JsonLines
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
 from workers.samples import SampleLog

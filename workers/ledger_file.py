@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.json_reader import Lines, read_lines
+from asyncflow.json_lines import Lines, read_lines
 
 LEDGER_FILE = "ledger.jsonl"
 

@@ -8,8 +8,8 @@ Mostly those that the steps up to the checkpoint's were admitted with; not where
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import read_lines
 from tq.config import ScheduleConfig
-from workers.json_reader import read_lines
 from workers.ledger_file import LEDGER_FILE, LedgerKey
 
 
