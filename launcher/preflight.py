@@ -98,12 +98,12 @@ def count_parameters(model_dir: Path) -> int:
     Raises:
         ConfigError: a header cannot be read.
     """
-    from workers.model_files import read_safetensors_header
+    from workers.model_files import tensor_shapes
 
-    tensors = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
-        tensors.update(read_safetensors_header(file))
-    return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+        shapes.update(tensor_shapes(file))
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
