@@ -20,7 +20,6 @@ from launcher.placement import place_gangs
 from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
 from workers.algorithms.config import DAPOConfig, GSPOConfig
-from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.data import PromptRow
 from workers.dataflow import PlacedTask, place_tasks
@@ -150,7 +149,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
 
     check_reward(config.reward)
     for number, task in enumerate(config.tasks):
-        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
+        check_function(task.function, field=f"tasks.{number}.function")
     check_model_dir(Path(config.model.path))
     if config.actor.engine != "sim":
         check_trainable(Path(config.model.path))

@@ -63,7 +63,7 @@ class FileSystem:
 
     @property
     def shared(self) -> bool | None:
-        """Whether several nodes mount this kind; None: nobody knows."""
+        """Whether several nodes mount this kind; None: not known."""
         return True if self.kind in _SHARED else False if self.kind in _LOCAL else None
 
     @property
