@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from asyncflow.clock import HostClock
-from asyncflow.spare_file import open_spare
+from asyncflow.json_lines import open_spare
 
 _FLUSH_EVERY = 64
 _BATCHES, _BATCH = 5, 4000

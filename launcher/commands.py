@@ -1,6 +1,5 @@
 """`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Literal
@@ -81,8 +80,8 @@ def doctor_command(
     with errors_as_exits():
         from asyncflow.errors import ConfigError
         from launcher.doctor.messages import Order
-        from launcher.doctor.report import print_report
-        from launcher.doctor.slurm import nodes_of_job
+        from launcher.doctor.runner import print_report
+        from launcher.doctor.software import nodes_of_job
 
         if config is None and (roles is not None or overrides):
             raise ConfigError(
@@ -112,20 +111,17 @@ def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
 
 @main.command("timeline", cls=OneLineCommand)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the charts (pixels).")
+@click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the chart (pixels).")
 def timeline_command(run_dir: Path | None, *, width: int) -> None:
     """Draw what every process of a run did, and account for its idle time. RUN_DIR: default the newest.
 
-    Writes timeline/trace.json (for ui.perfetto.dev), timeline/gantt.html and, with matplotlib, timeline/gantt.png into
-    the run directory.
+    Writes timeline/trace.json, which ui.perfetto.dev shows, and timeline/gantt.html into the run directory.
     """
     with errors_as_exits():
-        from asyncflow.extras import pip_line
         from asyncflow.timeline import measure_span_cost
-        from launcher.gantt_chart import GanttChart
-        from launcher.run_timeline import RunTimeline
+        from launcher.gantt_chart import GanttChart, gantt_html
+        from launcher.run_timeline import RunTimeline, account_text, chrome_trace, recording_text
         from launcher.rundir import newest_run
-        from launcher.trace_files import account_text, chrome_trace, gantt_html, recording_text
 
         run_dir = run_dir or newest_run("RUN_DIR", "name a run directory")
         timeline = RunTimeline.read(run_dir)
@@ -135,13 +131,6 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         (directory / "trace.json").write_text(chrome_trace(timeline))
         (directory / "gantt.html").write_text(gantt_html(chart, width=width))
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
-        if importlib.util.find_spec("matplotlib") is None:
-            click.echo(f"no gantt.png: it needs matplotlib: {pip_line('plot')}")
-        else:
-            from launcher.gantt_png import write_gantt_png
-
-            write_gantt_png(chart, directory / "gantt.png", width=width)
-            click.echo(f"wrote {directory / 'gantt.png'}")
         click.echo(account_text(account))
         click.echo(recording_text(timeline, measure_span_cost()))
 

@@ -1,18 +1,18 @@
-"""What a Gantt chart of a run shows and where: rows, bars, colours, step numbers. Pure; the HTML page and the picture
-draw it (`trace_files.py`, `gantt_png.py`). Times are seconds from the window's start, heights are in rows.
+"""A Gantt chart of a run: what it shows and where (rows, bars, colours, step numbers), and the HTML page that draws it.
+Pure. Times are seconds from the window's start, heights are in rows.
 
 rollout-0  | generate 3 |load| generate 4 ...      one row per process, one colour per task, grey while it waits,
 actor      | fb | fb | opt | publish | fb ...      thin bars for background threads, a line where a step's weights exist
 """
 
+import html
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.run_timeline import BESIDE, RunTimeline, Span
+from launcher.run_timeline import BESIDE, CATEGORIES, RunTimeline, Span, in_order, role_of
 from workers.dataflow import SERVICES
 
 WAITING = "#e4e4e4"
@@ -25,8 +25,6 @@ _COLOURS = {
     "copy weights": "#d9b8d2", "seal weights": "#7f5a83", "receive weights": "#f7c1be", "check weights": "#ee9490",
 }  # fmt: skip
 _OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
-_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
-"""Rows from top to bottom; users' roles follow."""
 _SWAP = "load weights"
 _SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10
 """A swap of the weights is drawn at least so long, in the window, but never longer in a step."""
@@ -35,6 +33,10 @@ CAPTION = (
     "Lines: the weights of a step exist. Numbers in bars: the step that answers are generated for. Thin bars: "
     "background threads. Red: an instance takes new weights (drawn wide enough to be seen)."
 )
+
+_ROW_HIGH, _BAR_HIGH, _THIN, _LEFT, _TOP, _GAP_FROM = 22, 15, 3, 120, 26, 6
+_TICK, _NUMBER, _BETWEEN_LINES = 150, 40, 12
+"""Room (pixels) for a time, for a step's number, between two steps' lines."""
 
 
 class Bar(NamedTuple):
@@ -161,20 +163,38 @@ class GanttChart:
         return [number * every for number in range(1 + math.floor(self.duration_s / every + 1e-9))]
 
 
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return processes (or roles) from the top row to the bottom, `rollout-2` before `rollout-10`."""
+def gantt_html(chart: GanttChart, *, width: int) -> str:
+    """Return a chart as an HTML document, which is well-formed XML, too.
 
-    def place(name: str) -> tuple[int, list[str | int]]:
-        role = role_of(name)
-        parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-        return (_ROLES.index(role) if role in _ROLES else len(_ROLES), parts)
-
-    return sorted(names, key=place)
-
-
-def role_of(process: str) -> str:
-    """Return the role of a process, from its name: of `rollout-1-0`, `rollout`."""
-    return process.partition("-")[0]
+    Args:
+        chart: of the run.
+        width: of the whole run (pixels).
+    """
+    scale = width / chart.duration_s
+    bottom = _TOP + round(chart.height * _ROW_HIGH)
+    parts = [
+        f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}" class="step"/>'
+        for x in (_LEFT + moment * scale for moment in chart.lines(at_most=width / _BETWEEN_LINES))
+    ]
+    for row in chart.rows:
+        top = _TOP + row.top * _ROW_HIGH
+        parts.append(f'<text x="4" y="{top + 12:.1f}">{html.escape(row.label)}</text>')
+        parts.extend(_rectangle(bar, top, _BAR_HIGH, scale) for bar in row.bars)
+        parts.extend(_rectangle(bar, top + _BAR_HIGH, _THIN, scale) for bar in row.beside)
+    above = [(seconds, _TOP - 10, f"{step}") for step, seconds in chart.numbers(at_most=width / _NUMBER)]
+    below = [(seconds, bottom + 14, f"{seconds:g} s") for seconds in chart.ticks(at_most=width / _TICK)]
+    for seconds, y, text in [*above, *below]:
+        parts.append(f'<text x="{_LEFT + seconds * scale:.1f}" y="{y}" class="number">{text}</text>')
+    return _PAGE.format(
+        title=html.escape(chart.title),
+        legend="".join(_legend_entry(name, colour) for name, colour in chart.legend),
+        width=width + _LEFT + 30,
+        height=bottom + 20,
+        chart="".join(parts),
+        account=_account_table(chart.account),
+        summary=chart.summary,
+        caption=CAPTION,
+    )
 
 
 def _label(process: str, processes: Iterable[str]) -> str:
@@ -212,3 +232,58 @@ def _round_up(value: float) -> float:
     """Return the least of ..., 0.5, 1, 2, 5, 10, ... that is not below."""
     scale = 10.0 ** math.floor(math.log10(value))
     return next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= value * (1 - 1e-9))
+
+
+def _account_table(account: Mapping[str, Mapping[str, float]]) -> str:
+    head = "".join(f"<th>{category}</th>" for category in CATEGORIES)
+    rows = []
+    for role, shares in account.items():
+        cells = "".join(f"<td>{100 * shares[category]:.1f} %</td>" for category in CATEGORIES)
+        rows.append(f"<tr><th>{role}</th>{cells}</tr>")
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _rectangle(bar: Bar, top: float, high: int, scale: float) -> str:
+    x, wide = _LEFT + bar.start * scale, max(0.3, (bar.end - bar.start) * scale)
+    if wide > _GAP_FROM and bar.colour != WAITING:
+        wide -= 1  # so that bars of one colour can be told apart
+    place = f'x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high}"'
+    drawn = f'<rect {place} fill="{bar.colour}"><title>{html.escape(bar.told)}</title></rect>'
+    if not bar.number or wide < _NUMBER:
+        return drawn
+    return f'{drawn}<text x="{x + wide / 2:.1f}" y="{top + 11:.1f}" class="inside">{html.escape(bar.number)}</text>'
+
+
+def _legend_entry(name: str, colour: str) -> str:
+    return f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<title>{title}</title>
+<style>
+body {{ font: 13px system-ui, sans-serif; margin: 16px; color: #222 }}
+h1 {{ font-size: 16px }}
+.chart {{ overflow-x: auto; border: 1px solid #ddd }}
+svg text {{ font-size: 11px; fill: #333 }}
+svg .number {{ fill: #888; text-anchor: middle }}
+svg .inside {{ font-size: 10px; fill: #fff; text-anchor: middle; pointer-events: none }}
+svg .step {{ stroke: #999 }}
+.legend span {{ margin-right: 14px; white-space: nowrap }}
+.legend i {{ display: inline-block; width: 11px; height: 11px; margin-right: 4px }}
+table {{ border-collapse: collapse; margin-top: 14px }}
+td, th {{ padding: 2px 10px; text-align: right; font-weight: normal }}
+tr:first-child th {{ color: #777 }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="legend">{legend}</p>
+<div class="chart"><svg width="{width}" height="{height}">{chart}</svg></div>
+<p>{summary}. {caption}</p>
+{account}
+</body>
+</html>
+"""

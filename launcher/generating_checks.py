@@ -6,7 +6,6 @@ from pathlib import Path
 from asyncflow.errors import ConfigError
 from launcher.paths import check_makeable
 from workers.config import RunConfig
-from workers.engines.openai_config import UPDATE_ARGUMENTS
 from workers.model_files import max_positions, read_model_config
 from workers.user_function import check_function
 
@@ -130,4 +129,4 @@ def _check_openai(config: RunConfig) -> None:
         )
     check_makeable(own.weights_dir, "openai.weights_dir")
     if own.update != "vllm":
-        check_function(own.update, field="openai.update", arguments=UPDATE_ARGUMENTS)
+        check_function(own.update, field="openai.update")

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from asyncflow.clock import HostClock
 from asyncflow.job import GangSpec, Job
+from asyncflow.json_lines import VersionTail
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
 from launcher import fork_server
 from launcher.gang_hosts import LocalGangs
 from launcher.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
-from launcher.line_tail import EvaluationTail, MetricsTail
 from launcher.node_options import ONE_NODE, NodePlace
 from launcher.placement import HEAD
 from launcher.progress import Progress, Status, final_lines, print_line
@@ -190,8 +190,8 @@ class _Run:
         self._events = events
         self._progress = progress
         self._status = status
-        self._tail = MetricsTail(run_dir / METRICS_FILE, lineage=job.lineage)
-        self._evaluations = EvaluationTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
+        self._tail = VersionTail(run_dir / METRICS_FILE, lineage=job.lineage)
+        self._evaluations = VersionTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
         self._supervisor = Supervisor(
             job.gangs,
             restarts=RestartBook(

@@ -20,7 +20,6 @@ from launcher.reward_checks import check_reward_model, check_reward_role
 from launcher.rundir import OWN_NAMES
 from tq.policies import load_policy
 from workers.algorithms.config import DAPOConfig, GSPOConfig
-from workers.columns.row import ARGUMENTS
 from workers.config import RunConfig
 from workers.data import PromptRow, read_prompt_rows
 from workers.dataflow import PlacedTask, place_tasks
@@ -32,7 +31,6 @@ from workers.model_files import (
     check_other_model_dir,
     check_trainable,
     read_model_config,
-    read_safetensors_header,
 )
 from workers.module_search import search_beside
 from workers.prompt_check import ShownPrompt, check_prompts
@@ -109,10 +107,12 @@ def count_parameters(model_dir: Path) -> int:
     Raises:
         ConfigError: a header cannot be read.
     """
-    tensors = {}
+    from workers.model_files import tensor_shapes
+
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
-        tensors.update(read_safetensors_header(file))
-    return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+        shapes.update(tensor_shapes(file))
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def check_megatron(config: RunConfig) -> None:
@@ -171,7 +171,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     """
     check_reward(config.reward)
     for number, task in enumerate(config.tasks):
-        check_function(task.function, field=f"tasks.{number}.function", arguments=ARGUMENTS)
+        check_function(task.function, field=f"tasks.{number}.function")
     check_model_dir(Path(config.model.path))
     if config.actor.engine != "sim":
         check_trainable(Path(config.model.path))

@@ -32,7 +32,7 @@ from launcher.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
-from launcher.trial_call import try_reward
+from launcher.trial_call import try_functions, try_reward
 from workers.config import RunConfig
 
 
@@ -61,15 +61,16 @@ class Accepted:
     arguments: tuple[str, ...] = ()
 
     def check_here(self) -> None:
-        """Check that this machine has what the run needs of it, besides devices, and try the user's reward.
+        """Check that this machine has what the run needs of it, besides devices, and try the user's functions.
 
         `doctor` and `sbatch` do without: they run where the job does not.
 
         Raises:
-            ConfigError: a library is not installed, an engine does not compute here, or the reward fails.
+            ConfigError: a library is not installed, an engine does not compute here, or a user's function fails.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
-        try_reward(self.checked.config, self.checked.first_row)
+        try_functions(self.checked.config)
+        try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
     def describe(self) -> str:
         """Return the text of `--dry-run`."""

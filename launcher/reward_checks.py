@@ -10,7 +10,7 @@ from workers.model_files import (
     check_other_model_dir,
     load_raw_tokenizer,
     max_positions,
-    read_safetensors_header,
+    tensor_shapes,
     vocabulary_size,
 )
 
@@ -63,9 +63,9 @@ def check_reward_model(config: RunConfig) -> None:
 def _check_head(path: Path) -> None:
     """Refuse a model whose files have no head, or one of several numbers."""
     shapes = {
-        name: tensor["shape"]
+        name: shape
         for file in path.glob("*.safetensors")
-        for name, tensor in read_safetensors_header(file).items()
+        for name, shape in tensor_shapes(file).items()
         if name == HEAD_WEIGHT
     }
     if not shapes:

@@ -1,4 +1,5 @@
-"""What every process of a run did, from its `timeline/`: read, and accounted for. Pure but for the reading.
+"""What every process of a run did, from its `timeline/`: read, accounted for, and written as text or as a Chrome trace,
+which ui.perfetto.dev shows. Pure but for the reading.
 
 Spans of one process may lie inside each other (a swap of the weights inside a generation); the innermost one counts.
 Spans of background threads (`BESIDE`) are shown and not accounted for: the process does something else meanwhile.
@@ -8,6 +9,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ _WAITS = {
 }
 CATEGORIES = ("busy", *_WAITS.values(), "other")
 """Of an account; `other`: no span covers it."""
+
+_ROLES = ("rollout", "ref", "reward", "critic", "actor_fwd", "advantages", "actor", "evaluate")
+"""Rows from top to bottom; users' roles follow."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,53 @@ def account(spans: Iterable[Span], start: float, end: float) -> dict[str, float]
         category = open_spans[-1].category if open_spans else "other"
         shares[category] += (right - left) / (end - start)
     return shares
+
+
+def chrome_trace(timeline: RunTimeline) -> str:
+    """Return the spans in Chrome's trace format, JSON: a process each, background threads beside it."""
+    start, _ = timeline.window
+    events: list[dict[str, object]] = []
+    for pid, process in enumerate(in_order(timeline.spans), start=1):
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": process}})
+        events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        for span in timeline.spans[process]:
+            times = {"ts": round((span.start - start) * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
+            where = {"pid": pid, "tid": int(span.name in BESIDE)}
+            events.append({"name": span.name, "ph": "X", **where, **times, "args": dict(span.attributes)})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def account_text(account: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the account as a table for a terminal, in per cent."""
+    lines = ["".join([f"{'% of time':12}", *(f"{category:>24}" for category in CATEGORIES), f"{'sum':>8}"])]
+    for role in in_order(account):
+        shares = [100 * account[role][category] for category in CATEGORIES]
+        lines.append("".join([f"{role:12}", *(f"{share:24.1f}" for share in shares), f"{sum(shares):8.1f}"]))
+    return "\n".join(lines)
+
+
+def recording_text(timeline: RunTimeline, span_cost_s: float) -> str:
+    """Say what recording cost, in one line."""
+    share = timeline.overhead(span_cost_s)
+    if math.isnan(share):
+        return "recording: no process has said yet how many spans it recorded"
+    return f"recording: {100 * share:.2f} % of a process's CPU time at most ({1e6 * span_cost_s:.1f} us a span)"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return processes (or roles) from the top row to the bottom, `rollout-2` before `rollout-10`."""
+
+    def place(name: str) -> tuple[int, list[str | int]]:
+        role = role_of(name)
+        parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+        return (_ROLES.index(role) if role in _ROLES else len(_ROLES), parts)
+
+    return sorted(names, key=place)
+
+
+def role_of(process: str) -> str:
+    """Return the role of a process, from its name: of `rollout-1-0`, `rollout`."""
+    return process.partition("-")[0]
 
 
 def _lines(path: Path) -> list[dict[str, object]]:

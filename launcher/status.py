@@ -15,10 +15,10 @@ from typing import Any
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
+from asyncflow.json_lines import LineTail
 from asyncflow.run_files import EVALUATION_FILE, STATUS_FILE
 from asyncflow.size_text import size_text
 from launcher.fork_server import is_stopped
-from launcher.line_tail import LineTail
 from launcher.progress import Status, Statuses, accuracy_text, role_rows, table
 from launcher.restarts import RestartLog
 from launcher.rundir import running_launcher

@@ -1,25 +1,47 @@
-"""One call of the user's reward before a run starts: with the first prompt, and its own answer as the response.
+"""Users' functions, tried before a run starts: each is imported as in the run, in a child process. The reward is called
+once, with the first prompt and its own answer as the response.
 
-A function that cannot score that would fail on every answer of the run. It is called as in the run, in a child process
-with the configured deadline; a scorer behind a URL is not called. Called by the command line alone.
+A reward that cannot score that would fail on every answer of the run. It has the configured deadline; a scorer behind
+a URL is not called. Called by the command line alone.
 """
 
-from pathlib import Path
-
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.chat_template import ChatTemplate
-from workers.config import DataConfig, RunConfig
-from workers.data import PromptRow, conversation, plain_text
+from workers.calls.pool import CallPool, Entry
+from workers.columns.row import ARGUMENTS
+from workers.config import RunConfig
+from workers.data import PromptRow
+from workers.engines.openai_config import UPDATE_ARGUMENTS
+from workers.prompt_check import ShownPrompt
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
 
 
-def try_reward(config: RunConfig, row: PromptRow) -> None:
+def try_functions(config: RunConfig) -> None:
+    """Import the functions of users' tasks, and the one that has servers take new weights.
+
+    Raises:
+        ConfigError: one cannot be imported, or does not take its arguments.
+    """
+    named = [(f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)]
+    if config.rollout.engine == "openai" and config.openai.update != "vllm":
+        named.append(("openai.update", config.openai.update, UPDATE_ARGUMENTS))
+    pools = [_importing(*each) for each in named]  # side by side
+    try:
+        for pool in pools:
+            pool.until_ready()
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
     """Call the reward function once, if it is the user's.
 
     Args:
         config: of the run.
-        row: of its data.
+        row, shown: the first prompt, as the data has it and as the model gets it.
 
     Raises:
         ConfigError: it cannot be imported, or raised, hung, or returned what is no reward.
@@ -29,7 +51,7 @@ def try_reward(config: RunConfig, row: PromptRow) -> None:
     reward = PooledReward(config.reward)
     try:
         reward.until_ready()
-        reward(_prompt_text(row, config.data, Path(config.model.path)), row.answer, row.answer)
+        reward(shown.text, row.answer, row.answer)
     except UserCodeFailed as error:
         raise ConfigError(
             f"{error} (a trial call with {config.data.path}:{row.line}: its prompt, and its answer as the response); "
@@ -39,7 +61,7 @@ def try_reward(config: RunConfig, row: PromptRow) -> None:
         reward.close()
 
 
-def _prompt_text(row: PromptRow, config: DataConfig, model_dir: Path) -> str:
-    """Return what the function gets as the prompt, but for special tokens of a chat template."""
-    template = ChatTemplate.load(model_dir) if config.chat_template else None
-    return plain_text(row.prompt, config) if template is None else template.render(conversation(row.prompt, config))
+def _importing(field: str, name: str, arguments: tuple[str, ...]) -> CallPool:
+    settings = {"name": name, "field": field, "arguments": arguments}
+    entry = Entry("workers.user_function:importable", settings)
+    return CallPool(entry, what=f"{field}: {name}", limit="the deadline", timeout_s=1.0, concurrency=1)

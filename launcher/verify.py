@@ -10,19 +10,26 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.verify_admission import check_admission, check_filtered, check_quarantine
-from launcher.verify_check import Check
 from launcher.verify_ledger import (
+    check_admission,
     check_files,
+    check_filtered,
     check_once,
     check_prompts,
+    check_quarantine,
     check_rows,
     check_staleness,
     check_tokens,
 )
-from launcher.verify_records import RunRecords, read_records
-from launcher.verify_steps import CompleteSteps, check_steps
-from launcher.verify_updates import check_checkpoints, check_metrics, check_updates
+from launcher.verify_records import RunRecords, read_records, readers
+from launcher.verify_steps import (
+    Check,
+    CompleteSteps,
+    check_checkpoints,
+    check_metrics,
+    check_steps,
+    check_updates,
+)
 
 _CHECKS: tuple[Callable[[CompleteSteps], Check], ...] = (
     check_steps,
@@ -92,8 +99,6 @@ def verify_run(run_dir: Path) -> Report:
     Raises:
         ConfigError: it is not a run, or a file of it cannot be read.
     """
-    from launcher.verify_readers import readers  # imports torch
-
     return verify_records(read_records(run_dir, readers()))
 
 

@@ -1,26 +1,37 @@
 """What `asyncflow verify` looks at: a run's lines and checkpoints, parsed, in one consistent look. Only reads.
 
-Called by `launcher.verify`, which has it judged by the checks in `launcher.verify_ledger` and its like.
+Saved counts, saved answers and the data set need torch and the tokenizer: `Readers`.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
+import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 
 from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.json_lines import Lines, read_lines
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, META_FILE, METRICS_FILE, UPDATES_FILE
 from launcher.rundir import began_run, running_launcher
 from launcher.yaml_file import read_yaml
+from tq.batch import PackedBatch
+from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
 from workers.checkpoint_files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
-from workers.json_reader import Lines, read_lines
+from workers.data import read_prompt_rows
+from workers.ledger import prompt_hash, token_hashes
 from workers.ledger_file import Ledger, read_ledger
+from workers.prompt_dataset import PromptDataset
 
 _LOOKS = 5
 """How often a run that is just cut back is looked at again."""
+_NO_GROUP = 2**40
+"""A damaged ledger may name any number; no run admits so many groups."""
 
 
 class StepLine(msgspec.Struct, frozen=True):
@@ -110,7 +121,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Readers:
-    """Those parts of the look that need torch.
+    """Those parts of the look that need torch or the tokenizer.
 
     Attributes:
         saved_updates: number of optimizer updates in a checkpoint's state; raises CheckpointError.
@@ -121,6 +132,11 @@ class Readers:
     saved_updates: Callable[[Path], int]
     saved_groups: Callable[[Path], Mapping[int, str]]
     prompts: Callable[[RunConfig, Ledger], Prompts]
+
+
+def readers() -> Readers:
+    """Return what `read_records` needs."""
+    return Readers(saved_updates=saved_updates, saved_groups=saved_groups, prompts=prompts_of)
 
 
 def read_records(run_dir: Path, readers: Readers) -> RunRecords:
@@ -136,6 +152,66 @@ def read_records(run_dir: Path, readers: Readers) -> RunRecords:
         if _identities(run_dir) == before:
             return records
     raise ConfigError(f"run directory: {run_dir} is cut back again and again; look when it runs steadily")
+
+
+def saved_updates(directory: Path) -> int:
+    """Return how many optimizer updates are in the state that a checkpoint's `dcp/` holds.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    state = {"optimizer_updates": torch.tensor(0)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is one process is no news
+            dcp.load(state, checkpoint_id=directory, no_dist=True)
+    except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        raise CheckpointError(f"{directory} cannot be read ({type(reason).__name__}: {reason})") from error
+    return int(state["optimizer_updates"])
+
+
+def saved_groups(directory: Path) -> Mapping[int, str]:
+    """Return the token hash of each group whose answers all are in a queue's snapshot; nothing without one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not (directory / MANIFEST).exists():
+        return {}
+    sizes: dict[int, int] = {}
+    parts: list[PackedBatch] = []
+    for chunk in read_snapshot(directory):
+        if {"prompts", "responses"} <= chunk.columns.keys():
+            sizes.update(dict.fromkeys(chunk.groups, chunk.group_size))
+            parts.append(_batch(chunk))
+    if not parts:
+        return {}
+    batch = PackedBatch.concatenate(parts)
+    present = Counter(batch.groups)
+    return {group: digest for group, digest in token_hashes(batch).items() if present[group] == sizes[group]}
+
+
+def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
+    """Return the prompts of all groups that the ledger names as trained."""
+    path = Path(config.data.path)
+    try:
+        dataset = PromptDataset(
+            read_prompt_rows(path, config.data), config.data, model_dir=Path(config.model.path), seed=config.seed
+        )
+    except (ConfigError, OSError) as error:
+        return Prompts({}, str(error))
+    expected = {}
+    groups = {line.group for _, line in ledger.trained}
+    for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
+        prompt = dataset.prompt(group)
+        expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))
+    return Prompts(expected)
+
+
+def _batch(chunk: SnapshotChunk) -> PackedBatch:
+    columns = {name: chunk.columns[name] for name in ("prompts", "responses")}
+    return PackedBatch(tuple(chunk.rows), columns, tuple(chunk.groups))
 
 
 def _look(run_dir: Path, config: RunConfig, readers: Readers) -> RunRecords:

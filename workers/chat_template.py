@@ -1,122 +1,92 @@
-"""Renders the chat template of a model directory without transformers, so that `--dry-run` can count tokens.
+"""Renders the chat template of a model directory in a child process, by the tokenizer that makes the prompts of a run
+(`workers.prompt_dataset`). So `--dry-run` counts what the model will see, and the launcher stays without torch.
 
-Finds and renders as transformers' `apply_chat_template` does, which makes the prompts of a run
-(`workers.prompt_dataset`). Templates come with models from strangers: they run in jinja2's sandbox.
+Templates come with models from strangers. Transformers runs them in jinja2's sandbox; one that never ends is killed.
 """
 
-import datetime
-import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
 
-from asyncflow.errors import ConfigError
-from workers.model_files import TOKENIZER_SETTINGS, read_object
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.calls.callee import Callee
+from workers.calls.pool import CallPool, Entry
+from workers.tokenizer import load_tokenizer
 
-JINJA_FILE = "chat_template.jinja"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-Message = Mapping[str, str]
+Conversation = list[dict[str, str]]
+_DEADLINE_S = 60.0
+"""Of one call, which renders a chunk of prompts."""
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name."""
+    """The template of a model directory. Use it as a context manager: leaving it ends the child."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, model_dir: Path) -> None:
-        """Compile `source`; raises ConfigError when it is not a template."""
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-
-        class Generation(jinja2.ext.Extension):
-            """`{% generation %} ... {% endgeneration %}` marks what the model says; here it is its content."""
-
-            tags = {"generation"}  # noqa: RUF012  jinja2 wants a plain set
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return jinja2.nodes.Scope(body, lineno=line)
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    def __init__(self, model_dir: Path) -> None:
+        """Begin to start the child."""
+        self._pool = CallPool(
+            Entry("workers.chat_template:renderer", {"model_dir": str(model_dir)}),
+            what=f"data.chat_template: the chat template of {model_dir}",
+            limit="the deadline",
+            timeout_s=_DEADLINE_S,
+            concurrency=1,
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
-        self._model_dir = model_dir
-        self._special_tokens = special_tokens
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"model.path: the chat template of {model_dir} is broken: {error}; repair it") from error
 
-    @staticmethod
-    def load(model_dir: Path) -> "ChatTemplate | None":
-        """Return the template of a model directory, or None when there is none.
+    def __enter__(self) -> "ChatTemplate":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.close()
+
+    def render(self, conversations: Sequence[Conversation]) -> list[str]:
+        """Return, of each conversation, the text in front of the model's answer.
 
         Raises:
-            ConfigError: a file that should hold it cannot be read, or it is not a template.
-        """
-        file = model_dir / TOKENIZER_SETTINGS
-        settings = read_object(file, "the tokenizer's settings") if file.is_file() else {}
-        source = _find_source(model_dir, settings)
-        if not source:
-            return None
-        tokens = {name: _text_of(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name)}
-        return ChatTemplate(source, tokens, model_dir=model_dir)
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the text in front of the model's answer.
-
-        Raises:
-            ConfigError: the template refuses the messages (many refuse a system message) or fails.
+            ConfigError: the model has no tokenizer or no template; the template is broken, refuses the messages (many
+                refuse a system message), or takes too long.
         """
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"data.chat_template: the chat template of {self._model_dir} fails: {error}; "
-                "leave out what it does not know (a system prompt?), or repair it"
-            ) from error
+            self._pool.until_ready()
+            rendered = self._pool.call(conversations, on=f"{len(conversations)} prompts")
+        except UserCodeFailed as error:
+            raise ConfigError(str(error)) from error
+        if isinstance(rendered, str):
+            raise ConfigError(rendered)
+        return list(rendered)
 
 
-def _find_source(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
-    file = model_dir / JINJA_FILE
-    if file.is_file():
+def missing_chat_template(model_dir: Path) -> ConfigError:
+    """Return the error for a tokenizer without a chat template."""
+    return ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
+
+
+def renderer(model_dir: str) -> Callee:
+    """Load the tokenizer, in the child; what it makes is a list of texts, or what is wrong with the template.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it has no template.
+    """
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # not to be imported: that takes several seconds
+    tokenizer = load_tokenizer(Path(model_dir))
+    if not tokenizer.chat_template:
+        raise missing_chat_template(Path(model_dir))
+
+    def render(conversations: Sequence[Conversation]) -> list[str] | str:
+        from jinja2 import TemplateSyntaxError
+
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path: cannot read {file}: {error}; copy it from the model again") from error
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+            return [
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                for messages in conversations
+            ]
+        except TemplateSyntaxError as error:
+            return f"model.path: the chat template of {model_dir} is broken: {error}; repair it"
+        except Exception as error:  # noqa: BLE001 (a stranger's template raises what it likes)
+            advice = "leave out what it does not know (a system prompt?), or repair it"
+            return f"data.chat_template: the chat template of {model_dir} fails: {error}; {advice}"
 
-
-def _text_of(token: Any) -> str:
-    """Return a special token's text; files hold it plain or as {"content": ...}."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Stand in for jinja2's filter, which escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+    return Callee(render)

@@ -22,8 +22,8 @@ import msgspec
 import xxhash
 
 from asyncflow.errors import CheckpointError
+from asyncflow.run_files import META_FILE
 
-META_FILE = "meta.json"
 DCP, CRITIC, RNG, HF, QUEUE, REFERENCE = "dcp", "critic", "rng", "hf", "queue", "reference"
 FORMAT = 1
 _READ_BYTES = 2**24

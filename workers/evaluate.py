@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.json_lines import JsonLines
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
-from workers.json_lines import JsonLines
 from workers.prompt_dataset import PromptDataset
 from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
 from workers.samples import SampleLog

@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.errors import ConfigError
+from asyncflow.json_lines import Lines, read_lines
+from asyncflow.run_files import LEDGER_FILE
 from tq.config import ScheduleConfig
-from workers.json_reader import Lines, read_lines
-
-LEDGER_FILE = "ledger.jsonl"
 
 
 class TrainedLine(msgspec.Struct, frozen=True):

@@ -1,13 +1,14 @@
 """Checks, before a run starts, that its prompts will be accepted and that the tokenizer knows them. Torch-free.
 
-`--dry-run` and the start call it. `workers.prompt_dataset` makes the prompts of the run, with transformers, and has the
-last word on templates and lengths; the two agree for tokenizers that are a tokenizer.json (nearly all). For others only
-the template is checked.
+`--dry-run` and the start call it. `workers.prompt_dataset` makes the prompts of the run, with transformers. Chat
+templates are rendered by the same tokenizer, in a child process; tokens are counted here, with the tokenizer.json that
+nearly all models have. For others only the template is checked.
 """
 
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,12 +64,14 @@ def check_prompts(rows: list[PromptRow], config: DataConfig, *, model_dir: Path)
             `MAX_LOST` of its characters.
     """
     check_templates(config)
-    template = ChatTemplate.load(model_dir) if config.chat_template else None
-    if config.chat_template and template is None:
-        raise missing_chat_template(model_dir)
+    with ChatTemplate(model_dir) if config.chat_template else nullcontext() as template:
+        return _check(rows, config, model_dir, template)
+
+
+def _check(rows: list[PromptRow], config: DataConfig, model_dir: Path, template: ChatTemplate | None) -> ShownPrompt:
     first, tokenizer = rows[0], load_raw_tokenizer(model_dir)
     if tokenizer is None:
-        return ShownPrompt(_render(first, config, template), first.answer, None)
+        return ShownPrompt(_render([first], config, template)[0], first.answer, None)
     shown, fits = None, False
     for chunk in _samples(rows, config, tokenizer, template):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
@@ -85,27 +88,22 @@ def check_prompts(rows: list[PromptRow], config: DataConfig, *, model_dir: Path)
     return shown
 
 
-def missing_chat_template(model_dir: Path) -> ConfigError:
-    """Return the error for a tokenizer without a chat template."""
-    return ConfigError(f"data.chat_template: the tokenizer of {model_dir} has none; set it to false")
-
-
 def _samples(
     rows: list[PromptRow], config: DataConfig, tokenizer: "Tokenizer", template: ChatTemplate | None
 ) -> Iterator[list[_Sample]]:
     """Yield all rows with their texts and tokens, a chunk at a time."""
     rest = iter(rows)
     while chunk := list(islice(rest, CHUNK)):
-        texts = [_render(row, config, template) for row in chunk]
+        texts = _render(chunk, config, template)
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
         tokens = (encoding.ids for encoding in encodings)
         yield [_Sample(*parts) for parts in zip(chunk, texts, tokens, strict=True)]
 
 
-def _render(row: PromptRow, config: DataConfig, template: ChatTemplate | None) -> str:
+def _render(rows: list[PromptRow], config: DataConfig, template: ChatTemplate | None) -> list[str]:
     if template is None:
-        return plain_text(row.prompt, config)
-    return template.render(conversation(row.prompt, config))
+        return [plain_text(row.prompt, config) for row in rows]
+    return template.render([conversation(row.prompt, config) for row in rows])
 
 
 def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.chat_template import missing_chat_template
 from workers.config import DataConfig
 from workers.data import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
-from workers.prompt_check import missing_chat_template
 from workers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncflow.json_lines import JsonLines
 from tq.batch import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.losses import LossCounts
 from workers.context import WorkerContext
 from workers.dataflow import OBSERVERS, SERVICES, roles_on_device
 from workers.engines.base import StepStats
-from workers.json_lines import JsonLines
 from workers.ledger import refill_lines
 from workers.log_prob_gap import LogProbGap
 from workers.step_totals import StepTotals, UpdateTotals, numbers

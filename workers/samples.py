@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from asyncflow.spare_file import open_spare
+from asyncflow.json_lines import open_spare
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 

@@ -4,23 +4,22 @@ For rewards, users' tasks and the like, which `workers.calls` calls; every messa
 field. Where modules are looked for: `workers.module_search`.
 """
 
-import ast
 import importlib
 import importlib.util
 import inspect
 import reprlib
-import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError, one_line
+from workers.calls.callee import Callee
 from workers.module_search import extend_path, hidden_module
+
+_ABSENT = object()
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
-    """Import `module:function`.
+    """Import `module:function`. In a child process, since a user's module may do anything; see `importable`.
 
     Args:
         name: of the function.
@@ -28,16 +27,23 @@ def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callabl
         arguments: that it is called with, in words.
 
     Raises:
-        ConfigError: there is no such module or function, or importing it fails.
+        ConfigError: there is no such module or function, importing it fails, or it does not take these arguments.
     """
-    check_function(name, field=field, arguments=arguments)
+    check_function(name, field=field)
     module_name, _, attribute = name.partition(":")
     try:
-        value: object = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
+    except SyntaxError as error:
+        raise ConfigError(f"{field}: {error.filename or module_name}:{error.lineno or 1}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # a script may end itself: its role would look as if it were done
         raise ConfigError(f"{field}: importing {module_name!r} raised {one_line(error)}") from error
+    value: object = module
     for part in attribute.split("."):
-        value = getattr(value, part, None)
+        value = getattr(value, part, _ABSENT)
+        if value is _ABSENT:
+            source = getattr(module, "__file__", None) or module_name
+            advice = hidden_module(module_name) or "name a function of that module"
+            raise ConfigError(f"{field}: {source} defines no {attribute!r}; {advice}")
     if not callable(value):
         raise ConfigError(f"{field}: {name!r} is not a function but {reprlib.repr(value)}; name a callable")
     if not _can_be_called(value, len(arguments)):
@@ -45,37 +51,25 @@ def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callabl
     return value
 
 
-def check_function(name: str, *, field: str, arguments: Sequence[str]) -> None:
-    """Check that `module:function` exists, without running the module (parent packages are imported).
+def check_function(name: str, *, field: str) -> None:
+    """Check that there is such a module, without running it (parent packages are imported).
 
     Raises:
-        ConfigError: malformed name, no such module, a syntax error in it, or it does not define the function, or not
-            with so many arguments.
+        ConfigError: malformed name, or no such module.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
-    spec = _find(module_name, field)
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        if module_name in sys.stdlib_module_names and (hidden := hidden_module(module_name)):
-            raise ConfigError(f"{field}: {hidden}")
-        return
-    source = Path(spec.origin)
-    try:
-        module = ast.parse(source.read_bytes())
-    except SyntaxError as error:
-        raise ConfigError(f"{field}: {source}:{error.lineno}: {error.msg}") from error
-    except (OSError, ValueError) as error:  # not readable; null bytes
-        raise ConfigError(f"{field}: {source} cannot be read: {error}; name a Python module") from error
-    defined = _top_level_names(module)
-    if attribute.split(".")[0] not in defined and not defined & {"*", "__getattr__"}:
-        advice = hidden_module(module_name) or "name a function of that module"
-        raise ConfigError(f"{field}: {source} defines no {attribute!r}; {advice}")
-    functions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    last = next((node for node in reversed(functions) if node.name == attribute), None)
-    # What a decorator makes of a function may take other arguments.
-    if last is not None and not last.decorator_list and not _takes(last.args, len(arguments)):
-        raise ConfigError(f"{field}: {source}:{last.lineno}: {attribute} must take {', '.join(arguments)}")
+    _find(module_name, field)
+
+
+def importable(name: str, field: str, arguments: Sequence[str]) -> Callee:
+    """Import a function, in the child that says whether a run could: an entry of `workers.calls`.
+
+    Raises:
+        ConfigError: see `load_function`.
+    """
+    return Callee(load_function(name, field=field, arguments=arguments))
 
 
 def excerpt(text: str) -> str:
@@ -96,14 +90,7 @@ def _can_be_called(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _takes(arguments: ast.arguments, count: int) -> bool:
-    most = len(arguments.posonlyargs) + len(arguments.args)
-    least = most - len(arguments.defaults)
-    keyword_only = any(default is None for default in arguments.kw_defaults)
-    return least <= count and (most >= count or arguments.vararg is not None) and not keyword_only
-
-
-def _find(module_name: str, field: str) -> ModuleSpec:
+def _find(module_name: str, field: str) -> None:
     places = extend_path()
     try:
         spec = importlib.util.find_spec(module_name)
@@ -122,21 +109,3 @@ def _find(module_name: str, field: str) -> ModuleSpec:
         raise ConfigError(
             f"{field}: no module {module_name!r}; install it, or put {module_name.split('.')[0]}.py into {where}"
         )
-    return spec
-
-
-def _top_level_names(module: ast.Module) -> set[str]:
-    """Return every name that a module binds outside functions and classes; `*` for a star import."""
-    names: set[str] = set()
-    pending: list[ast.AST] = [module]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        pending.extend(ast.iter_child_nodes(node))
-    return names

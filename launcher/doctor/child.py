@@ -9,14 +9,74 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
+from asyncflow.errors import ConfigError
 from asyncflow.lifeline import die_with_parent
-from launcher.doctor.checks import Check
-from launcher.doctor.finding import Finding, reason
-from launcher.doctor.messages import Answer, Found, Order, Resolved, decode_order, encode
-from launcher.doctor.needs import Needs
-from launcher.doctor.resolve import resolve
+from asyncflow.size_text import size_text
+from launcher.doctor import devices, disk, host, network, software
+from launcher.doctor.messages import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason
+
+Facts = TypeVar("Facts")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One look at the machine.
+
+    Attributes:
+        name: shown; unique.
+        run: looks and judges.
+        deadline_s: after so long it counts as hanging (s).
+        if_hanging: what to do then.
+    """
+
+    name: str
+    run: Callable[[Needs], list[Finding]]
+    deadline_s: float
+    if_hanging: str
+
+
+def _look(
+    gather: Callable[[Needs], Facts], judge: Callable[[Facts, Needs], list[Finding]]
+) -> Callable[[Needs], list[Finding]]:
+    return lambda needs: judge(gather(needs), needs)
+
+
+_DRIVER = (
+    "try nvidia-smi or npu-smi info: a driver that hangs wants a reboot; or is the disk with Python's packages slow?"
+)
+_PACKAGES = "is the disk with Python's packages reachable? python -m site, df"
+_DISK = "does df answer? A network file system that hangs: umount -l it, or another --run-dir"
+_NAMES = "the resolver hangs: correct /etc/resolv.conf, own name to /etc/hosts"
+_PACKETS = "a firewall swallows packets: iptables -L; or the driver hangs: nvidia-smi"
+
+CHECKS = (
+    Check(software.PACKAGES, software.check_packages, 30, _PACKAGES),
+    Check(host.OPEN_FILES, _look(host.read_limits, host.judge_open_files), 10, "does ls /proc answer?"),
+    Check(host.PROCESSES, _look(host.read_limits, host.judge_processes), 10, "does ls /proc answer?"),
+    Check(host.MEMORY, _look(host.read_memory, host.judge_memory), 10, "does cat /proc/meminfo answer?"),
+    Check(disk.DISK, _look(disk.try_disk, disk.judge_disk), 20, _DISK),
+    Check(host.CLOCK, _look(host.watch_clock, host.judge_clock), 10, "does date answer?"),
+    Check(network.PORTS, _look(network.read_ports, network.judge_ports), 10, "does ss -s answer?"),
+    Check(network.NETWORK, _look(network.try_network, network.judge_network), 15, _NAMES),
+    Check(software.SLURM, _look(software.ask_slurm, software.judge_slurm), 15, "does scontrol ping answer?"),
+    Check(devices.DEVICES, _look(devices.try_devices, devices.judge_devices), 120, _DRIVER),
+    Check(disk.SHARED_MEMORY, _look(disk.try_sharing, disk.judge_sharing), 20, "does ls /proc/self/fd answer?"),
+    Check(devices.GROUPS, _look(devices.try_groups, devices.judge_groups), 60, _PACKETS),
+    Check(
+        network.BACKEND,
+        _look(network.try_backend, network.judge_backend),
+        30,
+        "does its server answer? correct tq.backend.address",
+    ),
+    Check(software.ENGINES, _look(software.import_engines, software.judge_engines), 180, _DRIVER),
+)
+"""In the order in which they run: cheap ones first, then those that import torch, then the engines."""
 
 
 def main() -> None:
@@ -30,18 +90,41 @@ def main() -> None:
     os._exit(0)  # at once: an interpreter that ends by itself waits for the threads of what was tried
 
 
+def resolve(order: Order) -> Answer:
+    """Read the configuration as `asyncflow-launch` does, unless that was done; writes nothing."""
+    if order.needs is not None:
+        return Answer((Finding.ok(RESOLVE, "known"),), order.needs)
+    try:
+        needs = Needs.of_machine(order.run_dir, num_nodes=order.num_nodes)
+        if order.config is None:
+            finding = Finding.ok(RESOLVE, "none given: any run, on this machine")
+            return Answer((finding,), _with_run_dir(needs, order))
+        needs = _needs_of_run(order)
+    except ConfigError as error:
+        return Answer(refused=str(error))
+    except Exception as error:  # noqa: BLE001 (the boundary: with packages missing, the checks are what is wanted)
+        text = f"cannot be read here ({reason(error)}), so this looks at the machine alone"
+        remedy = "do first what the other findings say, `packages` above all"
+        return Answer((Finding.error(RESOLVE, text, remedy),), needs)
+    text = (
+        f"{order.config}: {needs.processes} workers on {needs.device}, up to {needs.threads} threads, "
+        f"{needs.descriptors} files a process, {size_text(needs.memory_bytes)} of memory"
+    )
+    return Answer((Finding.ok(RESOLVE, text),), needs)
+
+
 def _carry_out(order: Order, descriptor: int) -> None:
     first = resolve(order)
-    _say(descriptor, first)
-    if not isinstance(first, Resolved):
+    os.write(descriptor, encode(first))
+    if first.needs is None:
         return
     module, _, name = order.registry.partition(":")
     checks: dict[str, Check] = {check.name: check for check in getattr(importlib.import_module(module), name)}
     for wanted in order.checks:
-        _say(descriptor, Found(wanted, tuple(run_check(checks[wanted], first.needs))))
+        os.write(descriptor, encode(Answer(tuple(_run(checks[wanted], first.needs)))))
 
 
-def run_check(check: Check, needs: Needs) -> list[Finding]:
+def _run(check: Check, needs: Needs) -> list[Finding]:
     """Run one check; what it raises is a finding, too."""
     try:
         return check.run(needs)
@@ -53,13 +136,30 @@ def run_check(check: Check, needs: Needs) -> list[Finding]:
         return [Finding.warning(check.name, text, "look at it by hand, and report what happened")]
 
 
+def _needs_of_run(order: Order) -> Needs:
+    from launcher.doctor.estimate import needs_of
+    from launcher.node_options import ONE_NODE, NodePlace
+    from launcher.request import Request
+    from launcher.rundir import RUNS
+
+    place, run_dir = ONE_NODE, order.run_dir
+    if order.num_nodes > 1:
+        place, run_dir = NodePlace(order.num_nodes), order.run_dir or str(RUNS / "where-nodes-meet")  # it is not made
+    accepted = Request(order.config, order.roles, order.overrides, run_dir, place=place).accept()
+    model_dir = Path(accepted.checked.config.model.path)
+    model_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    return needs_of(accepted, model_bytes=model_bytes, num_nodes=order.num_nodes)
+
+
+def _with_run_dir(needs: Needs, order: Order) -> Needs:
+    from launcher.paths import user_path
+
+    return needs if order.run_dir is None else replace(needs, run_dir=str(user_path(order.run_dir, "--run-dir")))
+
+
 def _leave(number: int, _: FrameType | None) -> None:
     """Unwind, so that what was made for a moment is removed."""
     raise SystemExit(128 + number)
-
-
-def _say(descriptor: int, answer: Answer) -> None:
-    os.write(descriptor, encode(answer))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from asyncflow.job import GangSpec
 from asyncflow.size_text import size_text
-from launcher.doctor.needs import Needs
+from launcher.doctor.messages import Needs
 from launcher.generating_checks import ranks_per_instance
 from launcher.preflight import Preflight
 from launcher.request import Accepted

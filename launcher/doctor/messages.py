@@ -1,19 +1,124 @@
-"""What the command and its checking process say to each other: JSON lines. Pure.
+"""What the doctor's two processes tell each other, as JSON lines, and how findings look on a terminal. Pure.
 
 Only the standard library is imported here, and in all that runs before the first check: where packages are missing, the
 doctor is the one that must be able to say so.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from launcher.doctor.finding import Finding, Level
-from launcher.doctor.needs import Needs
+from launcher.devices import Kind, find_devices
 
 RESOLVE = "configuration"
-"""Name of the first thing that is done: it answers `Resolved` or `Refused`."""
+"""Name of what comes before the checks: its answer has `needs` or `refused`."""
+_LONGEST_REASON = 200
+_CHECK_WIDTH = 15
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_LEVEL_WIDTH = max(len(level) for level in Level)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says.
+
+    Attributes:
+        check: which one found it.
+        level: a run would fail of an error; a warning may cost speed, or hurt later.
+        text: what was found.
+        remedy: what to do, a command where possible; empty if and only if all is well.
+    """
+
+    check: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert bool(self.remedy) == (self.level is not Level.OK), self
+
+    @staticmethod
+    def ok(check: str, text: str) -> "Finding":
+        """All is well."""
+        return Finding(check, Level.OK, text)
+
+    @staticmethod
+    def warning(check: str, text: str, remedy: str) -> "Finding":
+        """May cost speed, or hurt later."""
+        return Finding(check, Level.WARNING, text, remedy)
+
+    @staticmethod
+    def error(check: str, text: str, remedy: str) -> "Finding":
+        """A run would fail of it."""
+        return Finding(check, Level.ERROR, text, remedy)
+
+    def as_text(self) -> str:
+        """Return one line, or two with the remedy."""
+        line = f"{self.level.value:<{_LEVEL_WIDTH}}  {self.check:<{_CHECK_WIDTH}}  {self.text}"
+        return f"{line}\n{'':<{_LEVEL_WIDTH}}  {'':<{_CHECK_WIDTH}}  -> {self.remedy}" if self.remedy else line
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is to run here, which the checks compare this machine with. Numbers are 0 where no CONFIG was given.
+
+    Attributes:
+        run_dir: absolute; need not exist.
+        device: where model ranks run.
+        num_nodes: over how many nodes.
+        engines: names of the engines that the launched roles use.
+        backend, backend_address: where storage units keep values.
+        shared_memory: whether payloads of the queue are to go through shared memory.
+        processes: of the run on this node, without the launcher.
+        connections: TCP connections of those.
+        descriptors: of the process that has most open.
+        threads: of all processes together.
+        channels: of the process that has most.
+        memory_bytes: least host memory on this node, see `launcher.doctor.estimate`.
+        memory_parts: the same as a text, the largest first.
+        checkpoint_bytes: one checkpoint, and what is exported beside.
+        num_checkpoints: that exist at the same time, the one that is being written included.
+    """
+
+    run_dir: str
+    device: Kind = "cpu"
+    num_nodes: int = 1
+    engines: tuple[str, ...] = ()
+    backend: str = "memory"
+    backend_address: str = ""
+    shared_memory: bool = True
+    processes: int = 0
+    connections: int = 0
+    descriptors: int = 0
+    threads: int = 0
+    channels: int = 0
+    memory_bytes: int = 0
+    memory_parts: str = ""
+    checkpoint_bytes: int = 0
+    num_checkpoints: int = 0
+
+    @staticmethod
+    def of_machine(run_dir: str | None, *, num_nodes: int) -> "Needs":
+        """Return what any run needs here; touches no file system but /dev.
+
+        Args:
+            run_dir: as the user wrote it; None: where runs are by default.
+            num_nodes: over how many nodes.
+        """
+        place = str(Path(run_dir or "runs").absolute())
+        return Needs(place, find_devices("auto").kind, num_nodes, engines=("hf", "fsdp"))
 
 
 @dataclass(frozen=True)
@@ -25,7 +130,7 @@ class Order:
         num_nodes: over how many nodes.
         registry: `module:NAME` of the tuple of checks.
         checks: names of those to run, in order.
-        needs: what `Resolved` said, or None: resolve first.
+        needs: what the first answer said; None: resolve first.
     """
 
     config: str | None = None
@@ -33,67 +138,74 @@ class Order:
     overrides: tuple[str, ...] = ()
     run_dir: str | None = None
     num_nodes: int = 1
-    registry: str = "launcher.doctor.checks:CHECKS"
+    registry: str = "launcher.doctor.child:CHECKS"
     checks: tuple[str, ...] = ()
     needs: Needs | None = None
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """The configuration was accepted, or there is none."""
+class Answer:
+    """What one check found, or `RESOLVE`.
 
-    needs: Needs
-    finding: Finding
+    Attributes:
+        findings: at least one, unless the order was refused.
+        needs: of the run; with `RESOLVE` alone.
+        refused: why the user's input cannot be used; nothing follows.
+    """
 
-
-@dataclass(frozen=True)
-class Refused:
-    """The user's input cannot be used; nothing else follows."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """A check ended."""
-
-    check: str
-    findings: tuple[Finding, ...]
-
-
-Answer = Resolved | Refused | Found
-_ANSWERS: Mapping[str, type[Answer]] = {kind.__name__: kind for kind in (Resolved, Refused, Found)}
+    findings: tuple[Finding, ...] = ()
+    needs: Needs | None = None
+    refused: str = ""
 
 
 def encode(message: Order | Answer) -> bytes:
     """Return a message as a line."""
-    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode() + b"\n"
+    return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def decode_order(line: bytes) -> Order:
     """Read an order."""
-    fields = _fields(line)
-    fields["overrides"], fields["checks"] = tuple(fields["overrides"]), tuple(fields["checks"])
-    return Order(**fields)
+    fields = json.loads(line)
+    lists = {name: tuple(fields[name]) for name in ("overrides", "checks")}
+    return Order(**{**fields, **lists, "needs": _needs(fields["needs"])})
 
 
 def decode_answer(line: bytes) -> Answer:
     """Read an answer."""
-    kind = _ANSWERS[json.loads(line)["type"]]
-    return kind(**_fields(line))
+    fields = json.loads(line)
+    findings = tuple(Finding(**{**each, "level": Level(each["level"])}) for each in fields["findings"])
+    return Answer(findings, _needs(fields["needs"]), fields["refused"])
 
 
-def _fields(line: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(line)
-    del fields["type"]
-    if (needs := fields.get("needs")) is not None:
-        fields["needs"] = Needs(**{**needs, "engines": tuple(needs["engines"])})
-    if "finding" in fields:
-        fields["finding"] = _finding(fields["finding"])
-    if "findings" in fields:
-        fields["findings"] = tuple(_finding(each) for each in fields["findings"])
-    return fields
+def summary(findings: Sequence[Finding], seconds: float) -> str:
+    """Return the report's last line."""
+    errors, warnings = _count(findings, Level.ERROR), _count(findings, Level.WARNING)
+    parts = [f"{errors} error{'s' * (errors != 1)}", f"{warnings} warning{'s' * (warnings != 1)}"]
+    return f"{', '.join(parts)}, {_count(findings, Level.OK)} ok, {seconds:.1f} s"
 
 
-def _finding(fields: Mapping[str, Any]) -> Finding:
-    return Finding(**{**fields, "level": Level(fields["level"])})
+def as_json(findings: Sequence[Finding], seconds: float) -> str:
+    """Return the report as one JSON object."""
+    counts = {f"num_{level.name.lower()}": _count(findings, level) for level in Level}
+    return json.dumps({"findings": [asdict(finding) for finding in findings], **counts, "time_s": round(seconds, 3)})
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    """Return whether a check found an error."""
+    return _count(findings, Level.ERROR) > 0
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception in one line of bearable length."""
+    known = error.strerror if isinstance(error, OSError) else None  # without the path, which the finding names
+    text = " ".join(str(known or error).split())
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+
+
+def _count(findings: Sequence[Finding], level: Level) -> int:
+    return sum(each.level is level for each in findings)
+
+
+def _needs(fields: Mapping[str, Any] | None) -> Needs | None:
+    return None if fields is None else Needs(**{**fields, "engines": tuple(fields["engines"])})

@@ -1,12 +1,12 @@
-"""Runs the checks in a process of their own, with a deadline for each, and tells their findings as they come.
+"""`asyncflow doctor`: runs the checks in a process of their own, each with a deadline, and prints what they find.
 
-    Runner                         child 1                          child 2
+    runner                         child 1                          child 2
       |-- order: a b c d ----------->|
-      |<-- Resolved, Found(a) -------|
+      |<-- needs, found a -----------|
       |   (b does not answer in time)|
       |-- SIGTERM, SIGKILL --------->X
       |-- order: c d, needs known ------------------------------------>|
-      |<-- Found(c), Found(d) -----------------------------------------|
+      |<-- found c, found d -------------------------------------------|
 
 So imports are shared by all checks, and one that hangs in a driver or in a file system costs its deadline alone.
 """
@@ -23,17 +23,51 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+import click
+
 from asyncflow.errors import ConfigError
-from launcher.doctor.checks import CHECKS, Check
-from launcher.doctor.finding import Finding
-from launcher.doctor.messages import RESOLVE, Answer, Found, Order, Refused, Resolved, decode_answer, encode
-from launcher.doctor.needs import needs_of_machine
+from launcher.doctor.child import CHECKS, Check
+from launcher.doctor.messages import (
+    RESOLVE,
+    Answer,
+    Finding,
+    Level,
+    Needs,
+    Order,
+    as_json,
+    decode_answer,
+    encode,
+    failed,
+    summary,
+)
 from launcher.fork_server import environment
 
 START_S = 60.0
 """Deadline of what comes before the first check: Python starts, CONFIG is read."""
 _LEAVE_S = 2.0
 _LOOK_S = 0.02
+_COLOURS = {Level.OK: None, Level.WARNING: "yellow", Level.ERROR: "red"}
+
+
+def print_report(order: Order, *, json: bool) -> bool:
+    """Run all checks and print what they find, as it comes; returns whether a run would fail.
+
+    Args:
+        order: what the user gave.
+        json: print one JSON object at the end instead.
+
+    Raises:
+        ConfigError: the user's input cannot be used.
+    """
+    began = time.monotonic()
+    findings: list[Finding] = []
+    for finding in examine(order):
+        findings.append(finding)
+        if not json:
+            click.secho(finding.as_text(), fg=_COLOURS[finding.level])
+    seconds = time.monotonic() - began
+    click.echo(as_json(findings, seconds) if json else summary(findings, seconds))
+    return failed(findings)
 
 
 def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = START_S) -> Iterator[Finding]:
@@ -50,19 +84,20 @@ def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = 
     todo = list(checks)
     while todo:
         with _Child(replace(order, checks=tuple(check.name for check in todo))) as child:
-            first = child.answer(start_s)
-            if isinstance(first, Refused):
-                raise ConfigError(first.text)
             known = order.needs is not None
-            if not isinstance(first, Resolved):
-                yield _no_start(first)
+            try:
+                first = child.answer(start_s)
+            except _NoAnswer as what:
+                yield Finding.error(RESOLVE, str(what), _start_remedy(what))
                 if known:
                     return
                 # The machine itself may show why.
-                order = replace(order, needs=needs_of_machine(order.run_dir, num_nodes=order.num_nodes))
+                order = replace(order, needs=Needs.of_machine(order.run_dir, num_nodes=order.num_nodes))
                 continue
+            if first.refused:
+                raise ConfigError(first.refused)
             if not known:
-                yield first.finding
+                yield from first.findings
                 order = replace(order, needs=first.needs)
             yield from _ask(child, todo)
 
@@ -71,45 +106,31 @@ def _ask(child: "_Child", todo: list[Check]) -> Iterator[Finding]:
     """Take checks off `todo` until all are done, or one does not answer."""
     while todo:
         check = todo.pop(0)
-        answer = child.answer(check.deadline_s)
-        if not isinstance(answer, Found):
-            yield Finding.error(check.name, _what_happened(answer), check.if_hanging)
+        try:
+            answer = child.answer(check.deadline_s)
+        except _NoAnswer as what:
+            yield Finding.error(check.name, str(what), check.if_hanging)
             return
         yield from answer.findings
 
 
-def _no_start(answer: "Answer | _Silence | _Death") -> Finding:
-    remedy = "does ls answer in the directories of CONFIG, model and data? Is one on a file system that hangs?"
-    if isinstance(answer, _Death):
-        remedy = (
-            f"see what it says: {Path(sys.executable).name} -X faulthandler -m launcher.doctor.child 1 $$ < /dev/null"
-        )
-    return Finding.error(RESOLVE, _what_happened(answer), remedy)
+def _start_remedy(what: "_NoAnswer") -> str:
+    if what.died:
+        python = Path(sys.executable).name
+        return f"see what it says: {python} -X faulthandler -m launcher.doctor.child 1 $$ < /dev/null"
+    return "does ls answer in the directories of CONFIG, model and data? Is one on a file system that hangs?"
 
 
-def _what_happened(answer: "Answer | _Silence | _Death") -> str:
-    if isinstance(answer, _Silence):
-        return f"timed out after {answer.after_s:g} s"
-    return f"the process that looks {answer}"
+class _NoAnswer(Exception):
+    """What happened instead of an answer.
 
+    Attributes:
+        died: the process ended; else its deadline passed.
+    """
 
-class _Silence:
-    """No answer came within the deadline."""
-
-    def __init__(self, after_s: float) -> None:
-        self.after_s = after_s
-
-
-class _Death:
-    """The process ended in the middle of it."""
-
-    def __init__(self, code: int | None) -> None:
-        self.code = code
-
-    def __str__(self) -> str:
-        if self.code is None:
-            return "closed its pipe"
-        return f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+    def __init__(self, text: str, *, died: bool) -> None:
+        super().__init__(text)
+        self.died = died
 
 
 class _Child:
@@ -152,18 +173,22 @@ class _Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_S)
 
-    def answer(self, timeout_s: float) -> "Answer | _Silence | _Death":
-        """Wait for the next answer."""
+    def answer(self, timeout_s: float) -> Answer:
+        """Wait for the next answer.
+
+        Raises:
+            _NoAnswer: none came in time, or the process ended.
+        """
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         while b"\n" not in self._unread:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return _Silence(timeout_s)
+                raise _NoAnswer(f"timed out after {timeout_s:g} s", died=False)
             piece = os.read(self._pipe, 2**16)
             if not piece:
                 self._ended(_LEAVE_S)
-                return _Death(self._code())
+                raise _NoAnswer(f"the process that looks {_ending(self._code())}", died=True)
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         return decode_answer(line)
@@ -186,6 +211,12 @@ class _Child:
         if end is None:
             return None
         return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.doctor.checks import CHECKS
+from launcher.doctor.child import CHECKS
 from launcher.doctor.messages import RESOLVE
 
 COMMAND = Path(sys.executable).parent / "asyncflow"

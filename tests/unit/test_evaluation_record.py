@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncflow.json_lines import JsonLines
 from weightsync.version import Version
 from workers.engines.base import Generation
 from workers.evaluate import FILE_NAME, evaluated_steps, evaluation_line, wilson_interval
-from workers.json_lines import JsonLines
 from workers.rewards.scorer import ScoredAnswer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.json_lines import JsonLines
+from asyncflow.json_lines import JsonLines
 
 
 class FullDisk:
@@ -17,7 +17,7 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room = 10**9
         self._write = os.write
-        monkeypatch.setattr("workers.json_lines.os.write", self.write)
+        monkeypatch.setattr("asyncflow.json_lines.os.write", self.write)
 
     def write(self, descriptor: int, data: bytes) -> int:
         if not self.room:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.json_lines import JsonLines
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleConfig
 from tq.refill import QuarantineCause, Refill
-from workers.json_lines import JsonLines
 from workers.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
 from workers.ledger_file import FilteredLine, QuarantinedLine, filtered_groups, read_ledger, trained_groups
 

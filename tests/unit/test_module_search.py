@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.module_search import search_beside
-from workers.user_function import check_function, load_function
+from workers.user_function import load_function
 
 ARGUMENTS = ("prompt", "response", "answer")
 
@@ -38,7 +38,7 @@ def score(name: str) -> object:
 
 def refusal(name: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_function(name, field="reward.function", arguments=ARGUMENTS)
+        load_function(name, field="reward.function", arguments=ARGUMENTS)
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What is refused before a run starts is what its prompts would be refused for, and templates render alike."""
+"""What is refused before a run starts is what its prompts would be refused for."""
 
 import json
 import shutil
@@ -107,14 +107,22 @@ def test_template_renders_as_transformers_does(model_dir: Path, place: str, syst
     messages = [{"role": "user", "content": " 3 < 5 & 'x'\n"}]
     if system:
         messages.insert(0, {"role": "system", "content": "ünïcode"})
-    template = ChatTemplate.load(model_dir)
-    assert template is not None
     expected = load_tokenizer(model_dir).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert template.render(messages) == expected
+    with ChatTemplate(model_dir) as template:
+        assert template.render([messages, messages]) == [expected, expected]
 
 
 def test_model_without_a_template_has_none() -> None:
-    assert ChatTemplate.load(QUICKSTART) is None
+    with ChatTemplate(QUICKSTART) as template, pytest.raises(ConfigError, match="has none; set it to false"):
+        template.render([])
+
+
+def test_template_that_never_ends_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (model_dir / "chat_template.jinja").write_text(endless)
+    monkeypatch.setattr("workers.chat_template._DEADLINE_S", 1.0)
+    with pytest.raises(ConfigError, match=r"data.chat_template: the chat template of .* took longer than the deadline"):
+        check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
 
 
 @pytest.mark.parametrize(

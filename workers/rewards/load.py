@@ -9,7 +9,7 @@ from workers.rewards.base import ScoreFunction
 from workers.rewards.config import RewardConfig
 from workers.rewards.digits import digits_reward
 from workers.rewards.exact import exact_reward
-from workers.rewards.in_child import ARGUMENTS, FIELD
+from workers.rewards.in_child import FIELD
 from workers.rewards.math import math_reward
 from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
@@ -45,7 +45,7 @@ def check_reward(config: RewardConfig) -> None:
     """Check that `load_reward` will find the function, without running a user's module.
 
     Raises:
-        ConfigError: unknown name, or no such module or function.
+        ConfigError: unknown name, or no such module.
     """
     name = config.function
     if config.pattern is not None and name != "regex":
@@ -57,7 +57,7 @@ def check_reward(config: RewardConfig) -> None:
     elif is_url(name):
         check_url(name)
     elif ":" in name:
-        check_function(name, field=FIELD, arguments=ARGUMENTS)
+        check_function(name, field=FIELD)
     elif name not in BUILT_IN:
         known = (*BUILT_IN, *ISOLATED)
         near = get_close_matches(name, known, n=1)

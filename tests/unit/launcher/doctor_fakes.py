@@ -8,9 +8,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from launcher.doctor.checks import Check
-from launcher.doctor.finding import Finding
-from launcher.doctor.needs import Needs
+from launcher.doctor.child import Check
+from launcher.doctor.messages import Finding, Needs
 
 PLACE = "ASYNCFLOW_TEST_PLACE"
 """Environment variable: a directory where checks leave word of what they do."""

@@ -467,8 +467,9 @@ def test_recipe_name_that_is_wrong_names_the_right_one(tmp_path: Path) -> None:
     assert "did you mean quickstart.yaml?" in result.stderr
 
 
-@pytest.mark.parametrize("option", ["--help", "--dry-run"])
-def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig, option: str) -> None:
+@pytest.mark.parametrize(("option", "imported"), [("--help", "[]"), ("--dry-run", "['numpy']")])
+def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig, option: str, imported: str) -> None:
+    """Numpy comes with safetensors' own reading of headers."""
     code = (
         "import sys\n"
         "from launcher.cli import launch\n"
@@ -481,7 +482,7 @@ def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig
     line = [sys.executable, "-c", code, str(write_config()), option]
     result = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "[]"
+    assert result.stdout.splitlines()[-1] == imported
 
 
 def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:

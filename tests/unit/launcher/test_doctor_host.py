@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor import clock, disk, limits, memory, ports
-from launcher.doctor.cgroup import Allowance, memory_allowance, process_allowance
-from launcher.doctor.clock import ClockFacts
-from launcher.doctor.disk import DiskFacts
-from launcher.doctor.file_systems import FileSystem, file_system_of
-from launcher.doctor.finding import Finding, Level
-from launcher.doctor.limits import LimitFacts
-from launcher.doctor.memory import MemoryFacts
-from launcher.doctor.needs import Needs
-from launcher.doctor.ports import PortFacts, parse_ranges
+from launcher.doctor import disk, host
+from launcher.doctor.disk import DiskFacts, FileSystem, Mount, file_system_of
+from launcher.doctor.host import Allowance, ClockFacts, LimitFacts, MemoryFacts, memory_allowance, process_allowance
+from launcher.doctor.messages import Finding, Level, Needs
+from launcher.doctor.network import PortFacts, judge_ports, parse_ranges, read_ports
 
 ANY = Needs("/runs/one")
 RUN = replace(
@@ -64,7 +59,7 @@ def level(findings: list[Finding]) -> Level:
     ],
 )
 def test_open_files(facts: LimitFacts, needs: Needs, expected: Level, remedy: str) -> None:
-    (finding,) = limits.judge_files(facts, needs)
+    (finding,) = host.judge_open_files(facts, needs)
     assert finding.level is expected
     assert remedy in finding.remedy
 
@@ -84,13 +79,13 @@ def test_open_files(facts: LimitFacts, needs: Needs, expected: Level, remedy: st
     ],
 )
 def test_processes(facts: LimitFacts, needs: Needs, expected: Level, remedy: str) -> None:
-    (finding,) = limits.judge_processes(facts, needs)
+    (finding,) = host.judge_processes(facts, needs)
     assert finding.level is expected
     assert remedy in finding.remedy
 
 
 def test_limits_of_this_host_can_be_read() -> None:
-    facts = limits.gather()
+    facts = host.read_limits(ANY)
     assert facts.files > 0
     assert facts.threads_used > 0
     assert facts.threads_left > 0
@@ -110,13 +105,13 @@ def test_limits_of_this_host_can_be_read() -> None:
     ],
 )
 def test_memory(facts: MemoryFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = memory.judge(facts, needs)
+    (finding,) = host.judge_memory(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_memory_in_a_job_is_asked_of_slurm() -> None:
-    (finding,) = memory.judge(MemoryFacts(64 * GB, 60 * GB, Allowance(GB, 0)), RUN)
+    (finding,) = host.judge_memory(MemoryFacts(64 * GB, 60 * GB, Allowance(GB, 0)), RUN)
     assert "sbatch --mem=0" in finding.remedy
 
 
@@ -187,14 +182,14 @@ DISK = DiskFacts("/runs", EXT4, 100 * GB, 10**6)
     ],
 )
 def test_disk(facts: DiskFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = disk.judge(facts, needs)
+    (finding,) = disk.judge_disk(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_a_read_only_mount_is_mounted_again() -> None:
     facts = replace(DISK, file_system=FileSystem("ext4", "/runs", read_only=True), errors={"write": "OSError: no"})
-    (finding,) = disk.judge(facts, RUN)
+    (finding,) = disk.judge_disk(facts, RUN)
     assert "remount,rw /runs" in finding.remedy
 
 
@@ -207,20 +202,20 @@ def test_a_place_that_may_not_be_looked_into_cannot_be_written(tmp_path: Path, m
 
 
 def test_trying_a_place_leaves_nothing(tmp_path: Path) -> None:
-    facts = disk.gather(tmp_path / "runs" / "one")
+    facts = disk.try_disk(Needs(str(tmp_path / "runs" / "one")))
     assert facts.place == str(tmp_path)
     assert facts.errors == {}
     assert facts.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
 
 
-MOUNTS = """\
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-28 27 0:30 / /scratch rw shared:5 - lustre 10.0.0.1@tcp:/fs rw,flock
-29 28 0:31 / /scratch/my\\040runs ro - nfs4 server:/x rw
-30 27 0:32 / /home rw - fuse.juicefs JuiceFS:x rw
-31 27 0:33 / /home ro - tmpfs tmpfs ro
-"""
+MOUNTS = (
+    Mount("/", "ext4", "rw,relatime"),
+    Mount("/scratch", "lustre", "rw,flock"),
+    Mount("/scratch/my runs", "nfs4", "ro"),
+    Mount("/home", "fuse.juicefs", "rw"),
+    Mount("/home", "tmpfs", "ro"),
+)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +252,13 @@ GOOD_CLOCK = ClockFacts(1.8e9, 0.0001, True, 0.02)
     ],
 )
 def test_clock(facts: ClockFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = clock.judge(facts, needs)
+    (finding,) = host.judge_clock(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_the_clock_of_this_host_can_be_read() -> None:
-    facts = clock.gather()
+    facts = host.watch_clock(ANY)
     assert facts.now > 1.7e9
     assert facts.synchronised in (True, False, None)
 
@@ -288,7 +283,7 @@ REDIS = replace(ANY, backend="redis", backend_address="redis://:secret@127.0.0.1
     ],
 )
 def test_ports(facts: PortFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = ports.judge(facts, needs)
+    (finding,) = judge_ports(facts, needs)
     assert finding.level is expected
     assert text in finding.text
     assert "secret" not in finding.text + finding.remedy
@@ -300,6 +295,6 @@ def test_reserved_ports_are_single_or_ranges() -> None:
 
 
 def test_ports_of_this_host_can_be_read() -> None:
-    facts = ports.gather()
+    facts = read_ports(ANY)
     assert 0 < facts.low < facts.high
     assert facts.used >= 0

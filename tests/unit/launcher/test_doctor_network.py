@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.doctor import groups, interfaces, sharing
-from launcher.doctor.finding import Finding, Level
-from launcher.doctor.groups import GroupFacts
-from launcher.doctor.interfaces import Interface, NetworkFacts, chosen, find_interfaces
-from launcher.doctor.needs import Needs
-from launcher.doctor.sharing import SharingFacts, hidepid
+from launcher.doctor.devices import GroupFacts, judge_groups, try_groups
+from launcher.doctor.disk import Mount, SharingFacts, hidepid, judge_sharing
+from launcher.doctor.messages import Finding, Level, Needs
+from launcher.doctor.network import Interface, NetworkFacts, chosen, find_interfaces, judge_network, try_network
 
 ANY = Needs("/runs/one")
 NODES = replace(ANY, num_nodes=2)
@@ -57,13 +55,13 @@ def with_variables(**variables: str) -> NetworkFacts:
     ],
 )
 def test_network(facts: NetworkFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = interfaces.judge(facts, needs)
+    (finding,) = judge_network(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_the_remedy_for_a_name_is_a_line_for_the_hosts_file() -> None:
-    (finding,) = interfaces.judge(replace(NET, host_addresses=()), NODES)
+    (finding,) = judge_network(replace(NET, host_addresses=()), NODES)
     assert finding.remedy == "echo '10.0.0.5 node5' >> /etc/hosts"
 
 
@@ -85,27 +83,27 @@ def test_patterns_of_the_vendors_libraries(pattern: str, expected: list[str]) ->
 def test_the_network_of_this_host_can_be_read() -> None:
     loopback = next(each for each in find_interfaces() if each.loopback)
     assert loopback == Interface("lo", up=True, loopback=True, address="127.0.0.1")
-    facts = interfaces.gather({"NCCL_SOCKET_IFNAME": "eth", "HCCL_SOCKET_IFNAME": ""})
+    facts = try_network(ANY, {"NCCL_SOCKET_IFNAME": "eth", "HCCL_SOCKET_IFNAME": ""})
     assert facts.loopback_error == ""
     assert facts.variables == {"NCCL_SOCKET_IFNAME": "eth"}
 
 
 def test_groups_that_fail_are_named_with_the_interface() -> None:
     facts = [GroupFacts("gloo", "lo"), GroupFacts("gloo", "eth0", "RuntimeError: no"), GroupFacts("nccl", "2 x cuda")]
-    (finding,) = groups.judge(facts, CUDA)
+    (finding,) = judge_groups(facts, CUDA)
     assert finding.level is Level.ERROR
     assert finding.text == "no group over gloo on eth0 (RuntimeError: no)"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
-    (finding,) = groups.judge([GroupFacts("nccl", "2 x cuda", "RuntimeError: no")], CUDA)
+    (finding,) = judge_groups([GroupFacts("nccl", "2 x cuda", "RuntimeError: no")], CUDA)
     assert "NCCL_DEBUG=INFO" in finding.remedy
-    assert groups.judge([GroupFacts("gloo", "lo")], ANY) == [
+    assert judge_groups([GroupFacts("gloo", "lo")], ANY) == [
         Finding.ok("groups", "two ranks met and added up: gloo on lo")
     ]
 
 
 def test_two_ranks_meet_over_loopback_and_the_environment_stays() -> None:
     before = os.environ.get("GLOO_SOCKET_IFNAME")
-    assert groups.gather(ANY) == [GroupFacts("gloo", "lo")]
+    assert try_groups(ANY) == [GroupFacts("gloo", "lo")]
     assert os.environ.get("GLOO_SOCKET_IFNAME") == before
 
 
@@ -133,13 +131,13 @@ SHARED = SharingFacts(arena_bytes=8 * GIB, shm_free=16 * GIB, shm_total=16 * GIB
     ],
 )
 def test_shared_memory(facts: SharingFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = sharing.judge(facts, needs)
+    (finding,) = judge_sharing(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_a_proc_that_hides_processes_is_the_remedy() -> None:
-    (finding,) = sharing.judge(replace(SHARED, peer_error="no", hides_processes="hidepid=2"), ANY)
+    (finding,) = judge_sharing(replace(SHARED, peer_error="no", hides_processes="hidepid=2"), ANY)
     assert "remount,hidepid=0 /proc (now hidepid=2)" in finding.remedy
 
 
@@ -148,13 +146,14 @@ def test_a_proc_that_hides_processes_is_the_remedy() -> None:
     [("rw", ""), ("rw,hidepid=0", ""), ("rw,hidepid=off", ""), ("rw,hidepid=invisible", "hidepid=invisible")],
 )
 def test_how_proc_is_mounted(options: str, expected: str) -> None:
-    assert hidepid(f"/dev/vda / ext4 rw 0 0\nproc /proc proc {options} 0 0\n") == expected
+    assert hidepid([Mount("/", "ext4", "rw"), Mount("/proc", "proc", options)]) == expected
 
 
 def test_another_process_maps_memory_of_this_one() -> None:
     """In a process with one thread, as the doctor's is: what forks with several may hang."""
     script = (
-        "import json; from launcher.doctor import sharing; facts = sharing.gather();"
+        "import json; from launcher.doctor.disk import try_sharing; from launcher.doctor.messages import Needs;"
+        "facts = try_sharing(Needs('/runs'));"
         "print(json.dumps([facts.own_error, facts.peer_error, facts.arena_bytes > 0]))"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)

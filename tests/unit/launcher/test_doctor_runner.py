@@ -9,10 +9,8 @@ import psutil
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.doctor.checks import Check
-from launcher.doctor.finding import Finding, Level
-from launcher.doctor.messages import RESOLVE, Found, Order, Refused, Resolved, decode_answer, decode_order, encode
-from launcher.doctor.needs import Needs
+from launcher.doctor.child import Check
+from launcher.doctor.messages import RESOLVE, Answer, Finding, Level, Needs, Order, decode_answer, decode_order, encode
 from launcher.doctor.runner import examine
 
 HERE = Path(__file__).parent
@@ -133,7 +131,7 @@ def test_messages_survive_the_way() -> None:
     order = Order("a.yaml", overrides=("x=1",), checks=("disk",), needs=needs)
     assert decode_order(encode(order)) == order
     finding = Finding.error("disk", "full", "make room")
-    for answer in (Resolved(needs, finding), Refused("no"), Found("disk", (finding, Finding.ok("disk", "fine")))):
+    for answer in (Answer((finding,), needs), Answer(refused="no"), Answer((finding, Finding.ok("disk", "fine")))):
         assert decode_answer(encode(answer)) == answer
 
 

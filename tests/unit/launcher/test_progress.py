@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from asyncflow.job import GangSpec
-from launcher.line_tail import EvaluationTail, MetricsTail
+from asyncflow.json_lines import VersionTail
 from launcher.progress import (
     Progress,
     Status,
@@ -123,7 +123,7 @@ def test_evaluations_are_told_and_the_newest_one_stays(capsys: pytest.CaptureFix
 
 def test_evaluations_of_this_start_are_read_once_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.jsonl"
-    tail = EvaluationTail(path, lineage=1)
+    tail = VersionTail(path, lineage=1)
     found = [{"step": step, "lineage": lineage} for step, lineage in ((0, 0), (20, 1), (10, 1))]
     path.write_text("".join(json.dumps(line) + "\n" for line in found))
     assert tail.read() == found[1:]
@@ -177,7 +177,7 @@ def test_resume_line_can_be_pasted_into_a_shell() -> None:
 
 def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path, lineage=0)
+    tail = VersionTail(path, lineage=0)
     assert tail.read() == []
     path.write_text('{"step": 1}\n{"st')
     assert tail.read() == [{"step": 1}]
@@ -191,7 +191,7 @@ def test_tail_skips_steps_of_earlier_lineages_and_survives_the_cut(tmp_path: Pat
     path = tmp_path / "metrics.jsonl"
     old = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
     path.write_text("".join(json.dumps(line) + "\n" for line in old))
-    tail = MetricsTail(path, lineage=1)
+    tail = VersionTail(path, lineage=1)
     assert tail.read() == []
     beside = tmp_path / "cut"
     new = {"step": 3, "lineage": 1}
@@ -256,7 +256,7 @@ def test_tails_follow_a_run_that_goes_back_to_a_checkpoint(tmp_path: Path) -> No
     path = tmp_path / "lines.jsonl"
     before = [{"step": step, "lineage": 0} for step in (1, 2, 3)]
     path.write_text("".join(json.dumps(line) + "\n" for line in before))
-    steps, evaluations = MetricsTail(path, lineage=0), EvaluationTail(path, lineage=0)
+    steps, evaluations = VersionTail(path, lineage=0), VersionTail(path, lineage=0)
     assert steps.read() == before and evaluations.read() == before
     after = [*before[:1], {"step": 2, "lineage": 1}]
     path.with_suffix(".new").write_text("".join(json.dumps(line) + "\n" for line in after))

@@ -165,7 +165,7 @@ def test_run_that_was_killed_on_this_host_is_over_whatever_it_wrote_last(tmp_pat
 
 
 def test_timeline_imports_neither_torch_nor_the_configuration() -> None:
-    code = "import sys, launcher.commands, launcher.gantt_chart, launcher.run_timeline, launcher.trace_files\n"
+    code = "import sys, launcher.commands, launcher.gantt_chart, launcher.run_timeline\n"
     code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -8,7 +8,7 @@ from asyncflow.errors import ConfigError
 from launcher.config import load_config
 from launcher.preflight import check_run
 from launcher.recipes import find_recipe
-from launcher.trial_call import try_reward
+from launcher.trial_call import try_functions, try_reward
 
 SOURCE = """
 import time, pathlib
@@ -28,6 +28,9 @@ def text(prompt, response, answer):
 
 async def nothing(prompt, response, answer):
     return None
+
+def keep(row):
+    return 1.0
 """
 
 
@@ -40,7 +43,8 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(*settings: str) -> None:
     config = load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", *settings))
-    try_reward(config, check_run(config).first_row)
+    checked = check_run(config)
+    try_reward(config, checked.first_row, checked.first_prompt)
 
 
 def test_it_is_called_with_the_first_prompt_and_its_own_answer() -> None:
@@ -64,3 +68,20 @@ def test_a_function_that_cannot_score_it_is_refused(function: str, message: str)
 
 def test_a_scorer_behind_a_url_is_not_called() -> None:
     check("reward.function=http://127.0.0.1:9/score")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("absent", "tried_rewards.py defines no 'absent'; name a function of that module"),
+        ("raises", "tried_rewards:raises must take row"),
+    ],
+)
+def test_functions_of_tasks_are_imported(function: str, message: str) -> None:
+    def try_task(name: str) -> None:
+        task = f"{{name: safety, function: 'tried_rewards:{name}', output: loss_masks}}"
+        try_functions(load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", f"tasks=[{task}]")))
+
+    try_task("keep")
+    with pytest.raises(ConfigError, match=rf"^tasks.0.function: .*{message}"):
+        try_task(function)

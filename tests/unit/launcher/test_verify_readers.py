@@ -9,8 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import CheckpointError
+from asyncflow.json_lines import JsonLines
 from launcher.config import load_config
-from launcher.verify_readers import prompts_of, saved_groups, saved_updates
+from launcher.verify_records import prompts_of, saved_groups, saved_updates
 from tq.backends.backend import MemoryBackend
 from tq.batch import Column, PackedBatch
 from tq.snapshot import write_manifest
@@ -19,7 +20,6 @@ from tq.unit.snapshot_files import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 from workers.data import read_prompt_rows
-from workers.json_lines import JsonLines
 from workers.ledger import ledger_lines, token_hashes
 from workers.ledger_file import Ledger, read_ledger
 from workers.prompt_dataset import PromptDataset

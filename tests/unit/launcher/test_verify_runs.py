@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from made_run import MadeRun, fake_readers, make_run
 
 from asyncflow.errors import ConfigError
-from launcher import verify_readers, verify_records
+from launcher import verify, verify_records
 from launcher.commands import main
 from launcher.verify import Report
 from launcher.verify import verify_records as judge
-from launcher.verify_check import Check, named
 from launcher.verify_records import read_records
+from launcher.verify_steps import Check, named
 
 
 def report_of(run_dir: Path, **options: Any) -> Report:
@@ -161,7 +161,7 @@ def test_lost_file_is_found(tmp_path: Path) -> None:
 
 
 def test_command_reports_as_text_or_json_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_readers, "readers", fake_readers)
+    monkeypatch.setattr(verify, "readers", fake_readers)
     run = make_run(8)
     run_dir = run.write(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

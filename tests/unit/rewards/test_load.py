@@ -91,7 +91,6 @@ def test_checking_does_not_run_the_module(module: Path) -> None:
         ("my rewards:f", "is not of the form module:function"),
         ("my_missing:f", "no module 'my_missing'; install it, or put my_missing.py into"),
         ("my_missing.sub:f", "no module 'my_missing.sub'; install it, or put my_missing.py into"),
-        ("my_rewards:lenght", "my_rewards.py defines no 'lenght'"),
     ],
 )
 def test_wrong_names_are_refused(module: Path, function: str, message: str) -> None:
@@ -99,24 +98,30 @@ def test_wrong_names_are_refused(module: Path, function: str, message: str) -> N
         check_reward(RewardConfig(function=function))
 
 
-def test_syntax_errors_are_refused_by_line(module: Path) -> None:
+@pytest.mark.parametrize("name", ["lenght", "Judge.jugde"])
+def test_a_function_that_its_module_does_not_have_is_refused(module: Path, load: Load, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^reward.function: .*my_rewards.py defines no '{name}'"):
+        load(f"my_rewards:{name}")
+
+
+def test_syntax_errors_are_refused_by_line(module: Path, load: Load) -> None:
     module.write_text("x = 1\ndef f(:\n")
     with pytest.raises(ConfigError, match=r"my_rewards.py:2: "):
-        check_reward(RewardConfig(function="my_rewards:f"))
+        load("my_rewards:f")
 
 
 @pytest.mark.parametrize("signature", ["(response)", "(p, r, a, extra)", "(p, r, a, *, weight)"])
-def test_functions_that_cannot_take_three_texts_are_refused(module: Path, signature: str) -> None:
+def test_functions_that_cannot_take_three_texts_are_refused(module: Path, load: Load, signature: str) -> None:
     module.write_text(f"def f{signature}: ...\n")
-    with pytest.raises(ConfigError, match=r"my_rewards.py:1: f must take prompt, response, answer"):
-        check_reward(RewardConfig(function="my_rewards:f"))
+    with pytest.raises(ConfigError, match=r"my_rewards:f must take prompt, response, answer"):
+        load("my_rewards:f")
 
 
 @pytest.mark.parametrize("signature", ["(p, r, a)", "(p, r, a, weight=1)", "(*texts)", "(p, *rest, weight=1)"])
-def test_functions_that_can_take_three_texts_are_accepted(module: Path, signature: str) -> None:
+def test_functions_that_can_take_three_texts_are_accepted(module: Path, load: Load, signature: str) -> None:
     module.write_text(f"def f{signature}: ...\nasync def g{signature}: ...\n")
-    check_reward(RewardConfig(function="my_rewards:f"))
-    check_reward(RewardConfig(function="my_rewards:g"))
+    load("my_rewards:f")
+    load("my_rewards:g")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +166,10 @@ def test_a_package_that_cannot_be_imported_says_why(module: Path, source: str, m
         check_reward(RewardConfig(function="my_package.judge:f"))
 
 
-def test_a_file_that_is_no_module_is_refused(module: Path) -> None:
+def test_a_file_that_is_no_module_is_refused(module: Path, load: Load) -> None:
     module.write_bytes(b"x = 1\0")
-    with pytest.raises(ConfigError, match=r"my_rewards.py"):
-        check_reward(RewardConfig(function="my_rewards:f"))
+    with pytest.raises(ConfigError, match=r"my_rewards.* null bytes"):
+        load("my_rewards:f")
 
 
 def test_what_is_no_function_is_refused(module: Path) -> None:

@@ -1,0 +1,314 @@
+"""Software: the packages that AsyncFlow needs, in the versions that it names; the libraries of the run's engines; and,
+inside a Slurm job, the tools by which a run that is preempted puts itself back into the queue.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncflow.extras import DISTRIBUTION
+from launcher.doctor.messages import Finding, Needs, reason
+from launcher.engine_libraries import install, is_installed
+
+PACKAGES, ENGINES, SLURM = "packages", "engines", "slurm"
+_OWN_NAMES = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs")
+_ANSWER_S = 8.0
+_SLURM_TOOLS = ("sbatch", "srun", "scontrol")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of engines.
+
+    Attributes:
+        module: whose import says whether it works.
+        install: the command.
+    """
+
+    module: str
+    install: str
+
+
+_TRANSFORMERS = Library("transformers.models.auto.modeling_auto", "pip install 'transformers>=5.16,<6'")
+_FSDP = Library("torch.distributed.fsdp", "pip install 'torch>=2.10'")
+_VLLM = Library("vllm", install("vllm", "cuda"))
+_VLLM_CPU = Library("vllm", install("vllm", "cpu"))
+_HTTPX = Library("httpx2", install("openai", "cpu"))
+_VLLM_ASCEND = Library("vllm_ascend", install("vllm", "npu"))
+_MEGATRON = Library("megatron.core", install("megatron", "cuda"))
+_MINDSPEED = Library("mindspeed", "pip install git+https://github.com/Ascend/MindSpeed (PyPI's is a placeholder)")
+_TORCH_NPU = Library("torch_npu", "pip install torch==2.10.0 torch-npu==2.10.0")
+
+_OF_ENGINE = {
+    "hf": (_TRANSFORMERS,),
+    "fsdp": (_FSDP, _TRANSFORMERS),
+    "vllm": (_VLLM,),
+    "openai": (_HTTPX,),
+    "megatron": (_MEGATRON,),
+}
+_ON_NPU = {"vllm": (_VLLM_ASCEND,), "megatron": (_MINDSPEED,)}
+_OPTIONAL = {"cuda": (_VLLM, _MEGATRON), "npu": (_VLLM, _VLLM_ASCEND, _MEGATRON, _MINDSPEED)}
+"""What other engines of that device would need."""
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """What is installed.
+
+    Attributes:
+        python: version.
+        requirements: of AsyncFlow's own metadata, as `name specifier`; None: it is not installed as a package.
+        installed: version of each required package, and of `torch` and `torch-npu`; None: it is not there.
+        foreign: AsyncFlow's import names that lead elsewhere -> where.
+        cann: the environment of Ascend's toolkit is set.
+    """
+
+    python: str
+    requirements: tuple[str, ...] | None
+    installed: dict[str, str | None]
+    foreign: dict[str, str]
+    cann: bool
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What was imported.
+
+    Attributes:
+        errors: module -> why it cannot be imported; empty: it can.
+        seconds: that all of them took.
+        installed: optional modules that are there, not imported.
+        absent: optional modules that are not.
+    """
+
+    errors: dict[str, str]
+    seconds: float = 0.0
+    installed: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """What is there.
+
+    Attributes:
+        job: its number; empty: this is no job.
+        tools: those of `_SLURM_TOOLS` that are on PATH.
+        job_text: what `scontrol show job` says; empty: it was not asked.
+        error: why it said nothing.
+    """
+
+    job: str
+    tools: tuple[str, ...]
+    job_text: str = ""
+    error: str = ""
+
+
+def check_packages(needs: Needs) -> list[Finding]:
+    """Look and judge."""
+    if importlib.util.find_spec("packaging") is None:
+        text = "packaging is not installed, so versions cannot be compared"
+        return [Finding.error(PACKAGES, text, "pip install -e . in AsyncFlow's clone, which brings all that it needs")]
+    return judge_packages(read_packages(needs), needs)
+
+
+def read_packages(needs: Needs) -> PackageFacts:
+    """Read the metadata of what is installed; imports nothing of it."""
+    from packaging.requirements import Requirement
+
+    try:
+        texts = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        texts = None
+    requirements = None
+    if texts is not None:
+        parsed = [Requirement(text) for text in texts]
+        wanted = [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+        requirements = tuple(f"{each.name} {each.specifier}" for each in wanted)
+    names = {text.split(" ", 1)[0] for text in requirements or ()} | {"torch", "torch-npu"}
+    cann = any(os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"))
+    return PackageFacts(
+        platform.python_version(), requirements, {name: _version(name) for name in names}, _foreign(), cann
+    )
+
+
+def judge_packages(facts: PackageFacts, needs: Needs) -> list[Finding]:
+    """Compare what is installed with what is required."""
+    findings = [
+        Finding.error(
+            PACKAGES,
+            f"`import {name}` finds {place}, not AsyncFlow's",
+            f"remove what is in the way: pip uninstall the distribution that owns {place}, or correct PYTHONPATH",
+        )
+        for name, place in facts.foreign.items()
+    ]
+    if facts.requirements is None:
+        remedy = "pip install -e . in AsyncFlow's clone"
+        findings.append(
+            Finding.warning(PACKAGES, f"{DISTRIBUTION} is not installed, so its needs are not known", remedy)
+        )
+    findings += [found for text in facts.requirements or () if (found := _judge_one(text, facts)) is not None]
+    if needs.device == "npu":
+        findings += _judge_npu(facts)
+    if not findings:
+        many = len(facts.requirements or ())
+        text = f"Python {facts.python}, torch {facts.installed['torch']}, all {many} required packages fit"
+        findings.append(Finding.ok(PACKAGES, text))
+    return findings
+
+
+def needed_libraries(needs: Needs) -> tuple[Library, ...]:
+    """Return what the engines need on this device, each once."""
+    libraries = [library for engine in needs.engines for library in _OF_ENGINE.get(engine, ())]
+    if needs.device == "cpu":  # another build of it
+        libraries = [_VLLM_CPU if library is _VLLM else library for library in libraries]
+    if needs.device == "npu":
+        libraries += [_TORCH_NPU, *(library for engine in needs.engines for library in _ON_NPU.get(engine, ()))]
+    return tuple(dict.fromkeys(libraries))
+
+
+def import_engines(needs: Needs) -> EngineFacts:
+    """Import what is needed, and look for the rest."""
+    began = time.monotonic()
+    needed = [library.module for library in needed_libraries(needs)]
+    errors = {module: _import_error(module) for module in needed}
+    optional = [library.module for library in _OPTIONAL.get(needs.device, ()) if library.module not in needed]
+    there = tuple(module for module in optional if is_installed(module))
+    absent = tuple(module for module in optional if module not in there)
+    return EngineFacts(errors, time.monotonic() - began, there, absent)
+
+
+def judge_engines(facts: EngineFacts, needs: Needs) -> list[Finding]:
+    """Say what is missing."""
+    install = {library.module: library.install for library in needed_libraries(needs)}
+    findings = [
+        Finding.error(ENGINES, f"{module} cannot be imported ({error})", install[module])
+        for module, error in facts.errors.items()
+        if error
+    ]
+    if findings:
+        return findings
+    names = " ".join(needs.engines)
+    others = [f"{module} is there" for module in facts.installed] + [f"no {module}" for module in facts.absent]
+    extra = f"; for other engines: {', '.join(others)}" if others else ""
+    imported = f", {' '.join(facts.errors)} imported in {facts.seconds:.1f} s" if facts.errors else ""
+    return [Finding.ok(ENGINES, f"{names}{imported}{extra}")]
+
+
+def nodes_of_job(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of nodes of the Slurm job that this is part of; 1 outside of one."""
+    text = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+def ask_slurm(needs: Needs, env: Mapping[str, str] = os.environ) -> SlurmFacts:
+    """Look for the tools; inside a job ask for it."""
+    job = env.get("SLURM_JOB_ID", "")
+    paths = {name: path for name in _SLURM_TOOLS if (path := shutil.which(name, path=env.get("PATH")))}
+    tools = tuple(paths)
+    if not job or "scontrol" not in paths:
+        return SlurmFacts(job, tools)
+    command = [paths["scontrol"], "show", "job", "--oneliner", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return SlurmFacts(job, tools, error=reason(error))
+    return SlurmFacts(job, tools, done.stdout.strip(), "" if done.returncode == 0 else done.stderr.strip())
+
+
+def judge_slurm(facts: SlurmFacts, needs: Needs) -> list[Finding]:
+    """Say what would keep the job from being requeued."""
+    if not facts.job:
+        there = f"not inside a job, {' '.join(facts.tools)} are there" if facts.tools else "not inside a job"
+        return [Finding.ok(SLURM, there)]
+    job = f"job {facts.job}"
+    if "scontrol" not in facts.tools:
+        text = f"{job}: scontrol is not on PATH, so a run that is preempted cannot requeue itself"
+        return [
+            Finding.warning(
+                SLURM, text, "add Slurm's bin directory to PATH; in a container, mount it and its munge socket"
+            )
+        ]
+    if facts.error or not facts.job_text:
+        text = f"{job}: scontrol says nothing of it ({' '.join(facts.error.split()) or 'no such job'})"
+        return [Finding.warning(SLURM, text, f"scontrol show job {facts.job}; does munge run on this node?")]
+    if "Requeue=0" in facts.job_text.split():
+        text = f"{job} was submitted without --requeue, so Slurm does not start it again when a node fails"
+        return [
+            Finding.warning(SLURM, text, f"scontrol update JobId={facts.job} Requeue=1; next time #SBATCH --requeue")
+        ]
+    return [Finding.ok(SLURM, f"{job} can be requeued")]
+
+
+def _judge_one(requirement: str, facts: PackageFacts) -> Finding | None:
+    from packaging.specifiers import SpecifierSet
+
+    name, specifier = requirement.split(" ", 1)
+    installed = facts.installed[name]
+    remedy = f"pip install '{name}{specifier}'"
+    if installed is None:
+        return Finding.error(PACKAGES, f"{name} is not installed", remedy)
+    if SpecifierSet(specifier).contains(installed, prereleases=True):
+        return None
+    return Finding.error(PACKAGES, f"{name} {installed} is installed, AsyncFlow needs {specifier}", remedy)
+
+
+def _judge_npu(facts: PackageFacts) -> list[Finding]:
+    findings = []
+    torch, torch_npu = facts.installed["torch"], facts.installed["torch-npu"]
+    if torch and torch_npu and _release(torch) != _release(torch_npu):
+        findings.append(
+            Finding.error(
+                PACKAGES,
+                f"torch {torch} and torch-npu {torch_npu} are of different releases",
+                f"pip install 'torch=={_release(torch_npu)}.*'",
+            )
+        )
+    if not facts.cann:
+        findings.append(
+            Finding.error(
+                PACKAGES,
+                "the environment of CANN is not set (ASCEND_TOOLKIT_HOME), without it torch cannot be imported",
+                "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
+            )
+        )
+    return findings
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _foreign() -> dict[str, str]:
+    """Return AsyncFlow's import names whose package does not lie beside this one."""
+    home = Path(__file__).resolve().parents[2]
+    foreign = {}
+    for name in _OWN_NAMES:
+        spec = importlib.util.find_spec(name)
+        places = [Path(place).resolve() for place in (spec.submodule_search_locations or ()) if spec] if spec else []
+        if places != [home / name]:
+            foreign[name] = str(places[0]) if places else "nothing"
+    return foreign
+
+
+def _import_error(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 (third-party code at import raises anything)
+        return reason(error)
+    return ""
