@@ -16,8 +16,8 @@ import msgspec
 from asyncflow.json_lines import Lines
 from launcher.verify_records import RunRecords
 from launcher.verify_steps import Check, CompleteSteps, named
-from tq.control.admission import AdmissionMark, AdmissionState
-from tq.refill import Refill
+from tq.refill import AdmissionMark, Refill
+from workers.admission.state import AdmissionState
 from workers.ledger_file import FilteredLine, ReplacedLine, TrainedLine
 
 _HASH = re.compile(r"[0-9a-f]{16}")

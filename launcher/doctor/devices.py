@@ -202,7 +202,7 @@ def _try(kind: str, index: int) -> Device:
 def _gloo_error(interface: str) -> str:
     import torch
 
-    from asyncflow.transport.channel import gloo_device
+    from asyncflow.transport.gloo import gloo_device
 
     with variables_set({GLOO_INTERFACE: interface}):
         gloo_device.cache_clear()

@@ -164,10 +164,9 @@ def judge_disk(facts: DiskFacts, needs: Needs) -> list[Finding]:
 
 def try_sharing(needs: Needs) -> SharingFacts:
     """Make a channel's memory and have another process map it, as channels do."""
-    from asyncflow.transport.hello import wants_sharing
-
     from asyncflow.transport.arena import Arena
     from asyncflow.transport.frame import Limits
+    from asyncflow.transport.meeting import wants_sharing
 
     own_error = peer_error = ""
     arena_bytes = Limits().arena_bytes
