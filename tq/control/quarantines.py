@@ -5,20 +5,32 @@ begin -> rows withheld, Quarantine told to the units -> each unit reports its ro
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tq.control.events import Quarantine, Quarantined, Shrunk
-from tq.control.rows import Row, RowState
+from tq.control.events import Instruction, Quarantine, Quarantined, Shrunk
+from tq.control.rows import Row, Rows, RowState
+from tq.control.task_state import TaskState
 from tq.refill import UNKNOWN, QuarantineCause
 
-if TYPE_CHECKING:
-    from tq.control.row_table import RowTable
+
+class Table(Protocol):
+    """What is needed of a `RowTable`."""
+
+    rows: Rows
+    tasks: dict[str, TaskState]
+    out: list[Instruction]
+
+    def refresh(self, number: int) -> None:
+        """What tasks may be given of a row changed."""
+
+    def remove(self, number: int) -> None:
+        """A row leaves before all tasks are done with it."""
 
 
 class Quarantines:
     """Part of a `RowTable`."""
 
-    def __init__(self, book: "RowTable", *, refill: bool) -> None:
+    def __init__(self, book: Table, *, refill: bool) -> None:
         """Args:
         book: rows and tasks.
         refill: admission replaces groups, so partitions keep their size; else they get smaller.

@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Collection, Iterable, Sequence
 
 from asyncflow.errors import PeerRefused, Superseded
-from tq import lease_tokens
 from tq.control.events import (
     Answer,
     DeadlinePassed,
@@ -42,6 +41,7 @@ from tq.control.rows import RowState
 from tq.control.stats import count_rows
 from tq.control.unit_registry import UnitRegistry
 from tq.control.wait_reasons import WaitReasons
+from tq.lease_tokens import first_token as first_lease_token
 from tq.messages import (
     AckLost,
     ClearPartition,
@@ -102,7 +102,7 @@ class ControlState:
         self._book = RowTable(tasks, served=served, first_token=first_token, refill=refill)
         self._reasons = WaitReasons(self._book)
         self._fetches = Fetches(self._book, self._reasons, version=version, lineage=lineage, published=published)
-        self._oldest_token = lease_tokens.first_token(lineage)
+        self._oldest_token = first_lease_token(lineage)
         self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
         self._arrivals = Arrivals(self._book)
         self._puts = PutQueue(self._book, self._arrivals, self._room)
