@@ -236,7 +236,7 @@ class Actor:
 
         def saved() -> None:
             if self._keeps_rows:
-                client.commit(trained)
+                client.release_checkpointed(trained)
 
         words, timeout_s = self._save_words, config.checkpoint.timeout_s
         return Contents(

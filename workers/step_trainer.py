@@ -120,11 +120,10 @@ class StepTrainer:
             self._report(record, num_arrived=len(batch))
             yield self._prepared(batch, record)
 
-    def _next(self, rounds: Iterator[tuple[PackedBatch, tuple[int, ...]]], step: int) -> PackedBatch | None:
+    def _next(self, rounds: Iterator[PackedBatch], step: int) -> PackedBatch | None:
         self._context.report("waiting for rows", step=step)
         with self._context.timeline.span("wait for rows", step=step):
-            batch, _ = next(rounds, (None, ()))
-        return batch
+            return next(rounds, None)
 
     def _prepared(self, batch: PackedBatch, record: StepRecord) -> Round:
         """Compute the columns of a round, and count its rows, once."""

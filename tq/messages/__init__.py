@@ -13,6 +13,7 @@ from tq.messages.base import Done, Message
 from tq.messages.clients_to_controllers import (
     NEW_ROWS,
     AckLost,
+    CloseWriting,
     FetchRound,
     FetchRows,
     GetQueueStats,
@@ -44,6 +45,7 @@ from tq.messages.of_units import (
     UNIT_REPLIES,
     UNIT_REQUESTS,
     ClearPartition,
+    ClearRows,
     Columns,
     CommitPartitions,
     CutSnapshot,
@@ -52,9 +54,12 @@ from tq.messages.of_units import (
     GetColumns,
     GetUnitStats,
     HoldPuts,
+    ListRows,
     PutOutputs,
     PutRows,
     QuarantineRows,
+    RowInfo,
+    RowList,
     SnapshotWritten,
     Stored,
     UnitStats,
@@ -90,6 +95,7 @@ CONTROLLER_REQUESTS = (
     | ClearPartition
     | CommitPartitions
     | Stop
+    | CloseWriting
     | TellLost
     | GetQueueStats
 )
@@ -106,6 +112,8 @@ __all__ = [
     "AckLost",
     "Alive",
     "ClearPartition",
+    "ClearRows",
+    "CloseWriting",
     "Columns",
     "CommitPartitions",
     "CutSnapshot",
@@ -124,6 +132,7 @@ __all__ = [
     "HoldPuts",
     "Join",
     "Joined",
+    "ListRows",
     "LostRows",
     "Message",
     "NoRows",
@@ -138,6 +147,8 @@ __all__ = [
     "QueueStats",
     "RegisterUnit",
     "RemovalReason",
+    "RowInfo",
+    "RowList",
     "RowRecords",
     "RowsAccepted",
     "RowsConfirmed",

@@ -174,6 +174,10 @@ class PublishVersion(Message):
     refills_known: int = 0
 
 
+class CloseWriting(Message):
+    """Refuse new rows; answer fetches with `NoRows(closed)` where the task is done with all rows that are there."""
+
+
 class Stop(Message):
     """Answer all parked and later fetches with `NoRows(stop)`."""
 

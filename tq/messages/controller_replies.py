@@ -76,12 +76,13 @@ class Granted(Message):
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows."""
+    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows."""
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
     PARTITION_DONE = "partition_done"
     STOP = "stop"
+    CLOSED = "closed"
 
 
 class NoRows(Message):

@@ -41,10 +41,14 @@ class RowRecords(msgspec.Struct):
 
 
 class RemovalReason(StrEnum):
-    """Why rows left a unit before every task was done with them; dropped: a controller said that they are elsewhere."""
+    """Why rows left a unit before every task was done with them.
+
+    dropped: a controller said that they are elsewhere; cleared: with their partition; removed: by their index.
+    """
 
     DROPPED = "dropped"
     CLEARED = "cleared"
+    REMOVED = "removed"
     REFUSED = "refused"
     QUARANTINED = "quarantined"
 

@@ -287,9 +287,11 @@ class UnitState:
         """What survives of `old`, which is pinned, is in `new` now, at `positions` of `old`."""
         self.books.moved(old, new, positions, self._rows)
 
-    def rows(self) -> Iterable[tuple[int, Row]]:
-        """Return all rows that are here."""
-        return self._rows.items()
+    def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, Row]]:
+        """Return the rows that are here: all (None), or those that are named."""
+        if numbers is None:
+            return self._rows.items()
+        return [(number, self._rows[number]) for number in dict.fromkeys(numbers) if number in self._rows]
 
     def finished(self) -> dict[int, list[int]]:
         """Return partition -> rows that went because every task was done with them."""

@@ -13,9 +13,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
@@ -31,6 +32,7 @@ from tq.futures import Outcome, when_all, when_settled
 from tq.messages import (
     UNIT_REQUESTS,
     ClearPartition,
+    ClearRows,
     Columns,
     CommitPartitions,
     CutSnapshot,
@@ -40,11 +42,14 @@ from tq.messages import (
     GetColumns,
     GetUnitStats,
     HoldPuts,
+    ListRows,
+    Message,
     PutOutputs,
     PutRows,
     QuarantineRows,
     RegisterUnit,
     RemovalReason,
+    RowList,
     RowsConfirmed,
     RowsRemoved,
     UnitAccepted,
@@ -58,7 +63,7 @@ from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
 from tq.unit.controller_links import ControllerLinks
 from tq.unit.holds import Holds
-from tq.unit.inventory import take_inventory
+from tq.unit.inventory import list_rows, take_inventory
 from tq.unit.puts import UnitPuts
 from tq.unit.snapshots import UnitSnapshots
 from tq.unit.state import UnitState
@@ -200,6 +205,12 @@ class StorageUnit:
             case QuarantineRows():
                 self._quarantine(message)
                 call.reply(Done())
+            case ListRows():
+                with self._lock:
+                    records = list_rows(self._state, message.rows, message.partition)
+                call.reply(RowList(records))
+            case ClearRows():
+                self._clear_rows(message, call)
             case ClearPartition():
                 self._clear(message, call)
             case CommitPartitions():
@@ -279,14 +290,27 @@ class StorageUnit:
             rows = self._state.clear(message.partition)
             removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
             told = self._links.tell(removal, self._timeout_s)  # without rows, too: the partition may be declared
+        self._confirm_clearing(list(told.values()), call, Done())
+
+    def _clear_rows(self, message: ClearRows, call: Call) -> None:
+        told: list[Future[Any]] = []
+        with self._lock:
+            records = list_rows(self._state, message.rows, None)
+            for partition, rows in self._state.remove([row for record in records for row in record.rows]).items():
+                removal = RowsRemoved(self.name, partition, rows, RemovalReason.REMOVED)
+                told += self._links.tell(removal, self._timeout_s).values()
+        self._confirm_clearing(told, call, RowList(records))
+
+    def _confirm_clearing(self, told: "list[Future[Any]]", call: Call, reply: Message) -> None:
+        """Reply when every controller knows of it."""
         self._upkeep.poke()
-        when_all(list(told.values()), partial(self._cleared, call))
+        when_all(told, partial(self._cleared, call, reply))
         self._links.flush()
 
     @staticmethod
-    def _cleared(call: Call, outcome: Outcome) -> None:
+    def _cleared(call: Call, reply: Message, outcome: Outcome) -> None:
         if isinstance(outcome, list):
-            call.reply(Done())
+            call.reply(reply)
         else:
             call.refuse(outcome if isinstance(outcome, TransportError) else TransportError(str(outcome)))
 
