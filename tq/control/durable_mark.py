@@ -45,12 +45,14 @@ class Mark(msgspec.Struct):
         newest_version: newest published weights.
         partitions: number -> rows as declared, the newest ones.
         stopped: the queue was stopped.
+        writing_closed: the queue was closed for writing.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
     stopped: bool = False
+    writing_closed: bool = False
     admission: AdmissionMark | None = None
 
 

@@ -11,7 +11,7 @@ from tq.control.admission import AdmissionMark, AdmissionState
 from tq.control.durable_mark import KEPT_PARTITIONS, DurableMark, Finished
 from tq.control.events import Event, RowsFinished, RowsLost, RowsQuarantined
 from tq.control.row_set import RowSet
-from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
+from tq.messages import CloseWriting, OpenPartition, PublishVersion, RowRecords, Stop
 
 
 class Memory:
@@ -69,10 +69,12 @@ class Memory:
                 yield RowsFinished(partition, rows)
         if lost := self._durable.load_lost():
             yield RowsLost(tuple(lost))
+        if self._mark.writing_closed:
+            yield CloseWriting()
         if self._mark.stopped:
             yield Stop()
 
-    def remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
+    def remember(self, event: OpenPartition | PublishVersion | Stop | CloseWriting) -> None:
         """Make durable what the control state was told, or found out."""
         with self._lock:
             match event:
@@ -82,6 +84,8 @@ class Memory:
                     self._mark.newest_version = max(self._mark.newest_version, event.step)
                 case Stop():
                     self._mark.stopped = True
+                case CloseWriting():
+                    self._mark.writing_closed = True
             self._durable.save(self._mark)
 
     def remember_admission(self, mark: AdmissionMark) -> None:
