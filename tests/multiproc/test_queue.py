@@ -115,7 +115,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     for index in range(2):
         for rank, one in enumerate(trainers):
             share = one.fetch_round(round_of(index, rank))
-            batch = one.get(share, ["doubled", "x"])
+            batch = one.data.get(share, ["doubled", "x"])
             assert torch.equal(batch["doubled"].values, batch["x"].values * 2)
             assert batch.indices == tuple(share.rows)
             held.append((one, share))
@@ -124,7 +124,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     ends = [one.fetch_round(round_of(2, rank)) for rank, one in enumerate(trainers)]
     assert [end.reason for end in ends] == [NoRowsReason.PARTITION_DONE] * 2
     for one, share in held:
-        one.ack("train", share)
+        one.data.ack(share, share.rows)
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
     assert source.stats()[0].live_rows == 0
 

@@ -214,8 +214,8 @@ class DataPlane:
     ) -> None:
         """Try to put or ack; when the lease is void for one of the rows, the work on all of them is dropped.
 
-        The other rows return. The controller may also count all of them as this client's, and then nobody would get
-        them: one that is recovering rebuilds the leases that it was told of when this client joined.
+        The other rows return. The controller may also count all of them as this client's, and then they would never be
+        handed out: one that recovers rebuilds the leases that it was told of when this client joined.
         """
         try:
             self._session.patiently(attempt, deadline)

@@ -17,9 +17,7 @@ that thread broadcasts (`tq.client.replica`), so nothing but taking a finished b
 
 import random
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -29,6 +27,7 @@ from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportErro
 from tq.balance import split_by_tokens, split_evenly
 from tq.batch import PackedBatch
 from tq.client.arguments import as_columns, check_names
+from tq.client.lease import AckThread
 from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
 from tq.client.replica import Replica, Round
@@ -85,8 +84,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
             token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
             rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say who fetches, the
-                client's config does, so every rank needs its client.
+            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which
+                ranks fetch, the client's config does, so every rank needs its client.
             prefetch: rounds read ahead.
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
             producers_timeout_s: error when no producer of the missing rows has been connected for so long (s); longer
@@ -129,10 +128,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._tokens: dict[int, int] = {}
         self._held: list[Granted] = []
         self._owes_put = False
-        self._to_ack: deque[Granted] = deque()
-        self._acks: ThreadPoolExecutor | None = None
-        self._acking: Future[None] | None = None
-        self._lost: deque[Superseded] = deque()  # of acks, to be raised in the caller's thread
+        self._acks = AckThread(f"ack-{task}", self._ack)
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
@@ -240,9 +236,8 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             TransportError: some are still to be acked.
             ConfigError: the last round's outputs could not be put.
         """
-        self._begin_acks().result()
-        self._acking = None
-        self._raise_lost()
+        self._hand_over()
+        self._acks.wait()
 
     def ack_soon(self) -> None:
         """As `ack`, in a thread of its own; call `ack` to wait until it is done.
@@ -250,18 +245,15 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         Raises:
             AsyncFlowError: one of those begun so far failed, see `ack`. The others go on.
         """
-        before = self._acking
-        self._begin_acks()
-        if before is not None and before.done():
-            before.result()
-        self._raise_lost()
+        self._hand_over()
+        self._acks.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the partition to begin with. Rows of it that are acked already do not come again.
 
         What `ack_soon` has not done yet counts as not acked: call `ack` before a checkpoint.
         """
-        finished = self._read_to_end and not self._held and not self._to_ack
+        finished = self._read_to_end and not self._held and self._acks.idle
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,11 +272,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
         self._closing.set()
         self.stopped = True
-        acks, self._acks = self._acks, None
-        if acks is not None:
-            acks.shutdown(wait=False)  # what it was given is still acked
-            if self._acking is not None:
-                wait([self._acking], timeout=_JOIN_S)
+        self._acks.close()
         ahead, replica = self._ahead, self._replica
         if ahead is None:
             return
@@ -335,35 +323,19 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch
 
-    def _begin_acks(self) -> Future[None]:
+    def _hand_over(self) -> None:
         self._refuse_owed_put()
-        self._to_ack.extend(self._held)
+        self._acks.add(self._held)
         self._held.clear()
-        if self._acks is None:
-            self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{self._request.task}")
-        self._acking = self._acks.submit(self._ack_all)
-        return self._acking
 
-    def _raise_lost(self) -> None:
-        lost = [self._lost.popleft() for _ in range(len(self._lost))]
-        if lost:
-            raise lost[0]
-
-    def _ack_all(self) -> None:
-        """In the thread of acks: oldest first; one that fails stays, unless it can never succeed."""
-        while self._to_ack:
-            try:
-                if self._client is not None:
-                    self._ack(self._client, self._to_ack[0])
-            except Superseded as error:
-                self._lost.append(error)
-            self._to_ack.popleft()
-
-    def _ack(self, client: QueueClient, granted: Granted) -> None:
+    def _ack(self, granted: Granted) -> None:
+        """In the thread of acks."""
+        if self._client is None:
+            return
         if self._replica is not None and not self._replica.acks:
-            client.data.forget(granted)  # else a restarted controller would keep it for this client
+            self._client.data.forget(granted)  # else a restarted controller would keep it for this client
         elif granted.rows:
-            client.data.ack(granted, granted.rows)
+            self._client.data.ack(granted, granted.rows)
 
     # In the read-ahead thread
 

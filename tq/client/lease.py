@@ -11,7 +11,9 @@ fetched ahead -> lease -> keep()                  another thread, say, puts or r
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -311,6 +313,74 @@ class LeaseStream(Iterable[Lease]):
             )
         finally:
             self._asking = False
+
+
+class AckThread:
+    """Acks leases in a thread of its own, oldest first. One that fails stays for the next time, unless it is void."""
+
+    def __init__(self, name: str, ack: Callable[[Granted], None]) -> None:
+        """Args:
+        name: of the thread; it starts with the first lease.
+        ack: acks one lease; runs in the thread.
+        """
+        self._name = name
+        self._ack = ack
+        self._waiting: deque[Granted] = deque()
+        self._void: deque[Superseded] = deque()  # to be raised in the caller's thread
+        self._thread: ThreadPoolExecutor | None = None
+        self._latest: Future[None] | None = None
+        self._before: Future[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all leases were acked."""
+        return not self._waiting
+
+    def add(self, grants: Iterable[Granted]) -> None:
+        """Ack these leases, and those that failed before."""
+        self._waiting.extend(grants)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._before, self._latest = self._latest, self._thread.submit(self._run)
+
+    def wait(self) -> None:
+        """Wait until all are acked.
+
+        Raises:
+            Superseded: some leases were void, so their rows were trained for nothing; raised once.
+            AsyncFlowError: some are still to be acked.
+        """
+        if self._latest is not None:
+            self._latest.result()
+        self._latest = None
+        self._raise_void()
+
+    def check(self) -> None:
+        """Raise what went wrong before the last `add`; does not wait."""
+        if self._before is not None and self._before.done():
+            self._before.result()
+        self._raise_void()
+
+    def close(self) -> None:
+        """Ack what was added, within some seconds. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False)
+            if self._latest is not None:
+                wait([self._latest], timeout=_JOIN_S)
+
+    def _run(self) -> None:
+        while self._waiting:
+            try:
+                self._ack(self._waiting[0])
+            except Superseded as error:
+                self._void.append(error)
+            self._waiting.popleft()
+
+    def _raise_void(self) -> None:
+        void = [self._void.popleft() for _ in range(len(self._void))]
+        if void:
+            raise void[0]
 
 
 def _release_quietly(lease: Lease) -> None:

@@ -368,7 +368,7 @@ class QueueClient:
 
     def restore(self, directory: Path) -> int:
         """Put the rows of a snapshot; see `restore_snapshot`."""
-        return restore_snapshot(self, self._session, Path(directory))
+        return restore_snapshot(self.put_rows, self._session, Path(directory))
 
     def checkpoint_wanted(self) -> bool:
         """Whether rows that only wait for a checkpoint take so much room that one should be saved soon.

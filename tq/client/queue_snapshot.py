@@ -9,17 +9,13 @@ when it is complete. Restoring puts the rows again, spread over however many uni
 
 import secrets
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import CheckpointError, TransportError
 from tq.client.session import QueueSession
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.snapshot import last_rows, read_manifest, read_snapshot, write_manifest
-
-if TYPE_CHECKING:
-    from tq.client.queue_client import QueueClient
 
 _HOLD_S = 10.0
 _WRITE_TIMEOUT_S = 3600.0
@@ -61,12 +57,17 @@ def take_snapshot(
     return num_rows
 
 
-def restore_snapshot(client: "QueueClient", session: QueueSession, directory: Path) -> int:
+def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSession, directory: Path) -> int:
     """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
 
     New rows that are put without indices of their own get later ones than these.
 
-    Partitions are declared (`open_partition`) by whoever declared them before.
+    Partitions are not declared here: those that were must be declared again (`open_partition`).
+
+    Args:
+        put_rows: of the client; puts the rows of one chunk.
+        session: the client's.
+        directory: the snapshot.
 
     Returns:
         The number of rows.
@@ -81,7 +82,7 @@ def restore_snapshot(client: "QueueClient", session: QueueSession, directory: Pa
     num_rows = 0
     for chunk in read_snapshot(directory):
         num_rows += len(
-            client.put_rows(
+            put_rows(
                 chunk.columns,
                 partition=chunk.partition,
                 rows=chunk.rows,

@@ -89,7 +89,7 @@ class QueueSession:
 
     @cached_property
     def directory(self) -> Directory:
-        """Who serves which task."""
+        """Which controller serves which task."""
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
 
@@ -217,7 +217,7 @@ class QueueSession:
                     raise
 
     def new_rows(self, number: int) -> range:
-        """Return row indices that nobody else has; asks the store once per block."""
+        """Return row indices that no other client has; asks the store once per block."""
         with self._rows_lock:
             if len(self._rows) < number:
                 with self._credentials.borrowed_store() as store:

@@ -9,25 +9,6 @@
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
 """
 
-from tq.messages.base import Done, Message
-from tq.messages.clients_to_controllers import (
-    NEW_ROWS,
-    AckLost,
-    CloseWriting,
-    FetchRound,
-    FetchRows,
-    GetQueueStats,
-    GiveBack,
-    Heartbeat,
-    Held,
-    Join,
-    OpenPartition,
-    PublishVersion,
-    Stop,
-    TellLost,
-    UnitLoss,
-    WatchLost,
-)
 from tq.messages.controller_replies import (
     Alive,
     Granted,
@@ -65,15 +46,33 @@ from tq.messages.of_units import (
     UnitStats,
     WriteSnapshot,
 )
-from tq.messages.units_to_controllers import (
+from tq.messages.to_controllers import (
+    NEW_ROWS,
+    AckLost,
+    CloseWriting,
+    Done,
+    FetchRound,
+    FetchRows,
+    GetQueueStats,
+    GiveBack,
+    Heartbeat,
+    Held,
+    Join,
+    Message,
+    OpenPartition,
     OutputsWritten,
+    PublishVersion,
     RegisterUnit,
     RemovalReason,
     RowRecords,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
+    Stop,
+    TellLost,
     UnitAlive,
+    UnitLoss,
+    WatchLost,
 )
 
 CONTROLLER_REQUESTS = (

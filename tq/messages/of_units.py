@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tq.messages.base import Done, Message
-from tq.messages.units_to_controllers import RowRecords
+from tq.messages.to_controllers import Done, Message, RowRecords
 from tq.refill import UNKNOWN, QuarantineCause
 from tq.wire import ColumnHeader
 
@@ -87,7 +86,7 @@ class QuarantineRows(Message):
 
 
 class ClearPartition(Message):
-    """Remove all rows of a partition, whoever works on them.
+    """Remove all rows of a partition; leases on them are void.
 
     Controllers hear of it last: its rows may come anew, and one that was away may take finished ones for repeated.
     """

@@ -1,7 +1,7 @@
 """A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
 
-Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). Never decides who gets what,
-and no handler waits for a controller.
+Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). It never decides which
+consumer gets what, and no handler waits for a controller.
 
     StorageUnit   dispatches; reads, fences, removals
     UnitState     rows and commits (pure)            BlockStore, backends   values
@@ -24,11 +24,10 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
-from tq.backends.backend import Backend
-from tq.backends.files import FileBackend
+from tq.backends.backend import Backend, FileBackend
 from tq.backends.load import agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
-from tq.futures import Outcome, when_all, when_settled
+from tq.futures import Outcome, when_all, when_completed
 from tq.messages import (
     UNIT_REQUESTS,
     ClearPartition,
@@ -62,12 +61,10 @@ from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
 from tq.unit.controller_links import ControllerLinks
-from tq.unit.holds import Holds
 from tq.unit.inventory import list_rows, take_inventory
 from tq.unit.puts import UnitPuts
-from tq.unit.snapshots import UnitSnapshots
+from tq.unit.snapshots import Holds, UnitSnapshots
 from tq.unit.state import UnitState
-from tq.unit.traffic import UnitTraffic
 from tq.unit.upkeep import UnitUpkeep
 
 logger = logging.getLogger(__name__)
@@ -150,7 +147,7 @@ class StorageUnit:
         )
 
     def close(self) -> None:
-        """Stop serving; rows are gone. Idempotent; takes some seconds at most, whoever does not answer."""
+        """Stop serving; rows are gone. Idempotent; takes some seconds at most."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -164,7 +161,7 @@ class StorageUnit:
         self._blocks.close()
 
     def disconnected(self, session: Session) -> None:
-        """Rows belong to nobody's channel; only cuts do."""
+        """A channel ended. Only cuts belong to one; rows do not."""
         self._traffic.left(session.number)
         self._snapshots.abandon(session.number)
 
@@ -268,7 +265,7 @@ class StorageUnit:
             else:
                 self._state.fence_task(message.task, message.token, message.alive)
             unknown = self._links.written_in_flight(message.task, rows, asker)
-        when_settled(unknown, partial(self._fenced, call))
+        when_completed(unknown, partial(self._fenced, call))
 
     def _fenced(self, call: Call, errors: list[BaseException]) -> None:
         unheard = [error for error in errors if not is_refusal(error)]  # a refusal shows that it was heard
@@ -332,6 +329,46 @@ class StorageUnit:
                 wire,
                 self._blocks.backend.name,
             )
+
+
+class UnitTraffic:
+    """What came and went since the start, and how clients are connected. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[int, bool] = {}
+        self.puts = 0
+        self.gets = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def met(self, session: int, *, shared: bool) -> None:
+        """A client sent something; its payloads come through shared memory, or over the wire."""
+        with self._lock:
+            self._channels[session] = shared
+
+    def left(self, session: int) -> None:
+        """A client is gone."""
+        with self._lock:
+            self._channels.pop(session, None)
+
+    def put(self, num_bytes: int) -> None:
+        """A put arrived."""
+        with self._lock:
+            self.puts += 1
+            self.bytes_in += num_bytes
+
+    def got(self, num_bytes: int) -> None:
+        """A read was answered."""
+        with self._lock:
+            self.gets += 1
+            self.bytes_out += num_bytes
+
+    def channels(self) -> tuple[int, int]:
+        """Return how many clients (share memory, use the wire)."""
+        with self._lock:
+            shared = sum(self._channels.values())
+            return shared, len(self._channels) - shared
 
 
 def _block_store(

@@ -13,7 +13,7 @@ from tq.control.admission import AdmittedGroup
 from tq.control.saved_rows import KeepRule, Kept, SavedRow, SavedRows
 from tq.snapshot import SnapshotChunk, write_manifest
 from tq.unit.block import BlockStore
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 
