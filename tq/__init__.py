@@ -2,9 +2,10 @@
 
     import tq
 
-    with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue:
-        client = queue.client("me")
-        client.put_rows({"prompt": tq.column(["1 + 1 =", "2 + 2 ="])})
+    with tq.start({"score": ["prompt"], "train": ["prompt", "score"]}) as queue, queue.client("me") as client:
+        client.put_rows({"prompt": ["1 + 1 =", "2 + 2 ="]})
+        for lease in client.stream("score", ["prompt"]):
+            lease.put({"score": [float(len(prompt)) for prompt in lease["prompt"]]})
 
 Names are loaded on first use, so that `tq.config` stays torch-free. Silent unless the program sets up logging.
 """
@@ -14,11 +15,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncflow.errors import ConfigError, ProducersGone, QueueFull, RowsExist, Superseded, TransportError
+    from asyncflow.errors import (
+        CheckpointError,
+        ConfigError,
+        DeadlineExceeded,
+        PeerRefused,
+        ProducersGone,
+        PutPending,
+        QueueFull,
+        RowsExist,
+        Superseded,
+        TransportError,
+    )
     from tq.batch import PackedBatch
-    from tq.client.async_client import AsyncQueueClient
+    from tq.client.async_client import AsyncLease, AsyncQueueClient
     from tq.client.dataloader import StreamingDataLoader
-    from tq.client.lease_stream import Lease, stream
+    from tq.client.lease import Lease, LeaseStream
     from tq.client.queue_client import QueueClient
     from tq.client.replica import Replica
     from tq.columns import Column
@@ -27,27 +39,33 @@ if TYPE_CHECKING:
     from tq.control.controller import ControllerService
     from tq.local import LocalQueue, connect
     from tq.local import LocalQueue as start  # noqa: N813
-    from tq.messages import Granted, LostRows, NoRows, NoRowsReason
+    from tq.messages import LostRows, NoRows, NoRowsReason, RowInfo
     from tq.task_spec import TaskSpec
     from tq.unit.storage import StorageUnit
 
 __all__ = [
+    "AsyncLease",
     "AsyncQueueClient",
+    "CheckpointError",
     "Column",
     "ConfigError",
     "ControllerService",
-    "Granted",
+    "DeadlineExceeded",
     "Lease",
+    "LeaseStream",
     "LocalQueue",
     "LostRows",
     "NoRows",
     "NoRowsReason",
     "PackedBatch",
+    "PeerRefused",
     "ProducersGone",
+    "PutPending",
     "QueueClient",
     "QueueConfig",
     "QueueFull",
     "Replica",
+    "RowInfo",
     "RowsExist",
     "StorageUnit",
     "StreamingDataLoader",
@@ -58,26 +76,31 @@ __all__ = [
     "column",
     "connect",
     "start",
-    "stream",
 ]
 
 _HOMES = {
+    "AsyncLease": "tq.client.async_client",
     "AsyncQueueClient": "tq.client.async_client",
+    "CheckpointError": "asyncflow.errors",
     "Column": "tq.columns",
     "ConfigError": "asyncflow.errors",
     "ControllerService": "tq.control.controller",
-    "Granted": "tq.messages",
-    "Lease": "tq.client.lease_stream",
+    "DeadlineExceeded": "asyncflow.errors",
+    "Lease": "tq.client.lease",
+    "LeaseStream": "tq.client.lease",
     "LocalQueue": "tq.local",
     "LostRows": "tq.messages",
     "NoRows": "tq.messages",
     "NoRowsReason": "tq.messages",
     "PackedBatch": "tq.batch",
+    "PeerRefused": "asyncflow.errors",
     "ProducersGone": "asyncflow.errors",
+    "PutPending": "asyncflow.errors",
     "QueueClient": "tq.client.queue_client",
     "QueueConfig": "tq.config",
     "QueueFull": "asyncflow.errors",
     "Replica": "tq.client.replica",
+    "RowInfo": "tq.messages",
     "RowsExist": "asyncflow.errors",
     "StorageUnit": "tq.unit.storage",
     "StreamingDataLoader": "tq.client.dataloader",
@@ -88,14 +111,13 @@ _HOMES = {
     "column": "tq.columns:column_of",
     "connect": "tq.local",
     "start": "tq.local:LocalQueue",
-    "stream": "tq.client.lease_stream",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ class QueueAddress:
         """Connect to the store.
 
         Raises:
-            TransportError: nobody answers there.
+            TransportError: the store does not answer.
         """
         timeout_s = self.config.request_timeout_s
         try:

@@ -23,7 +23,7 @@ def split_evenly(weights: Sequence[int], num_parts: int, *, equal_counts: bool) 
 
     Source: Karmarkar & Karp 1982; k parts and equal counts: Michiels et al. 2003 (balanced LDM).
     """
-    # A part's count breaks ties between sums, so that weights of zero (lengths nobody knows) are spread out as well.
+    # A part's count breaks ties between sums, so that weights of zero (unknown lengths) are spread out as well.
     scaled = [weight * (len(weights) + 1) + 1 for weight in weights]
     order = sorted(range(len(weights)), key=lambda i: -scaled[i])
     step = num_parts if equal_counts else 1

@@ -10,7 +10,8 @@ were taken from. Never padded, never on a device.
 Legend of shapes: N rows, V values (the sum of the lengths), R dimensions of each row.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -141,6 +142,23 @@ class Column:
 
     def __len__(self) -> int:
         return self.lengths.numel()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each row as it was put: a tensor of the row's shape, a string, bytes, or a JSON value."""
+        match self.kind:
+            case ColumnKind.TENSOR:
+                return iter(self.rows())
+            case ColumnKind.TEXT:
+                return iter(self.texts())
+            case ColumnKind.BYTES:
+                return iter(self.bytes_rows())
+            case ColumnKind.JSON:
+                return iter(self.objects())
+
+    def __getitem__(self, position: int) -> Any:
+        """Return one row as it was put."""
+        place = range(len(self))[operator.index(position)]
+        return next(iter(self.select(range(place, place + 1))))
 
     @property
     def rank(self) -> int:

@@ -73,7 +73,7 @@ class ScheduleConfig(Settings):
 
 
 class ReplicaFetch(StrEnum):
-    """Who of a data-parallel replica (the TP and PP ranks that train on the same rows) talks to the queue."""
+    """Which ranks of a data-parallel replica (TP and PP ranks that train on the same rows) talk to the queue."""
 
     BROADCAST = "broadcast"
     EACH = "each"

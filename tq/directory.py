@@ -1,4 +1,4 @@
-"""Who serves the queue: published in the job store once, read by every client. Names only, nothing secret.
+"""Which services a queue has: published in the job store once, read by every client. Names only, nothing secret.
 
 Called by controllers (`publish`) and by clients (`read`). Units are not listed: they come and
 go, and the lead controller's heartbeat answers name those that are up.
@@ -59,7 +59,7 @@ class Directory:
         """Wait for it.
 
         Raises:
-            TransportError: nobody published it within the store's timeout, or somebody else did.
+            TransportError: it was not published within the store's timeout, or not by this job.
         """
         try:
             return msgpack_decoder(Directory).decode(store.get(_KEY))
@@ -68,7 +68,7 @@ class Directory:
 
 
 def allocate_rows(store: SealedStore, number: int) -> range:
-    """Return global row indices that nobody else has or will have (queues without admission)."""
+    """Return global row indices that no other client has or will have (queues without admission)."""
     end = store.add(_NEXT_ROW, number)
     return range(end - number, end)
 

@@ -32,7 +32,7 @@ def when_all(
         future.add_done_callback(partial(gathering.completed, k))
 
 
-def when_settled(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseException]], None]) -> None:
+def when_completed(futures: "Sequence[Future[Any]]", done: Callable[[list[BaseException]], None]) -> None:
     """Call `done` once, with the errors of those that failed, when all are completed. See `when_all`."""
 
     def sort_out(results: Outcome) -> None:

@@ -2,7 +2,7 @@
 
     lineage (11 bits) | start of the controller (12 bits) | count (40 bits)
 
-A queue that begins anew for the next lineage knows nothing of the leases before, and nobody may put under them.
+A queue that begins anew for the next lineage knows nothing of the leases before, and refuses puts under them.
 """
 
 from asyncflow.errors import TransportError

@@ -1,7 +1,7 @@
 """What a consumer is called where its leases are known: its name, and which incarnation of it. Pure.
 
 trainer@5ba7898b          others may have the same name at the same time
-rollout-0/0@2.5ba7898b    the process is there once under its name, and this is its third start: whoever was there
+rollout-0/0@2.5ba7898b    the process is there once under its name, and this is its third start: what was there
                           before is gone, however that end may have gone unnoticed
 """
 

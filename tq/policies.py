@@ -53,7 +53,7 @@ class Want:
 
 
 class Policy(Protocol):
-    """Decides which parcels go out together and who gets which."""
+    """Decides which parcels go out together and to which ranks."""
 
     def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
         """Choose parcels from the front of the queue; at least one when there is any. What is not returned stays."""

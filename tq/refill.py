@@ -4,10 +4,10 @@ import msgspec
 
 
 class QuarantineCause(msgspec.Struct, frozen=True, array_like=True):
-    """Why a group is in quarantine: a task failed on it too often, or whoever saw its rewards has no use for it.
+    """Why a group is in quarantine: a task failed on it too often, or a filter found its rewards useless.
 
     Attributes:
-        task: that failed on it, or judged it; "": nobody who knew is left.
+        task: that failed on it, or judged it; "": not known any more.
         deliveries: how often one of its rows came back from that task.
         filtered: it was judged: it is fine, and would teach nothing.
     """

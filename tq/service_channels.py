@@ -89,7 +89,7 @@ class ServiceChannels:
         return None if connection is None or connection.closed else connection
 
     def give_up_waiting(self, service: str) -> None:
-        """The service started anew: who still connects to its earlier life gets an error, and delays nobody."""
+        """The service started anew: calls that still connect to its earlier life fail, and delay no others."""
         with self._lock:
             self._connecting.pop(service, None)
             stop = self._stops.pop(service, None)
@@ -97,7 +97,7 @@ class ServiceChannels:
             stop.set()
 
     def close(self) -> None:
-        """Say goodbye everywhere, and open no more: whoever waits for a service gets an error. Idempotent."""
+        """Close all channels and open no more: calls that wait for a service fail. Idempotent."""
         with self._lock:
             self._closing.set()
             for stop in self._stops.values():

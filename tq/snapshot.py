@@ -1,6 +1,6 @@
 """A snapshot of a queue on disk: one directory, files of every unit, a manifest that makes them a snapshot.
 
-    DIRECTORY/storage-0-0000-CHECKSUM.safetensors ...    written by the units (`tq.unit.snapshot_files`)
+    DIRECTORY/storage-0-0000-CHECKSUM.safetensors ...    written by the units (`tq.unit.snapshots`)
     DIRECTORY/queue.json                                 written last, by the client that took the snapshot
 
 A file is safetensors: per chunk k of rows `k/values/COLUMN` (as narrow as they were stored) and, where rows

@@ -1,4 +1,4 @@
-"""A task of a queue as controllers know it. Made from configs, by whoever starts the queue; plain data."""
+"""A task of a queue as controllers know it. Made from configs when the queue starts; plain data."""
 
 from dataclasses import dataclass, field
 
@@ -30,8 +30,8 @@ class TaskSpec:
         max_staleness: rows of step s go only to consumers whose weights are of a version v with
             (s - 1) - v <= max_staleness; None: weights do not matter.
         barrier: rows of a partition are handed out only when all of them are ready (`sync`).
-        in_order: rows go out in ascending order, as many as asked for or the partition's rest; whoever asks waits for
-            the next ones. So who gets which rows together does not depend on when they became ready.
+        in_order: rows go out in ascending order, as many as asked for or the partition's rest; a fetch waits for
+            the next ones. So which rows go out together does not depend on when they became ready.
         keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
         max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
         policy: which ready rows make a lease, and how a round is shared.

@@ -90,10 +90,11 @@ def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[Colum
             raise TransportError(
                 f"column {name}: rank {column.rank} on {values.device}; only ranks up to {_MAX_RANK} on the CPU travel"
             )
-        if int(column.lengths.numpy().sum(dtype=np.int64)) != values.numel():
+        lengths = column.lengths.numpy()
+        if (int(lengths[0]) if len(lengths) == 1 else int(lengths.sum(dtype=np.int64))) != values.numel():
             raise TransportError(f"column {name}: lengths do not add up to {values.numel()} values")
         wire_dtype = _narrowest(values) if narrow else values.dtype
-        shapes = column.lengths.numpy()[:, None] if column.shapes is None else column.shapes.numpy()
+        shapes = lengths[:, None] if column.shapes is None else column.shapes.numpy()
         header, shape_pieces = _header(name, values.dtype, wire_dtype, column.kind, values.numel(), shapes)
         headers.append(header)
         pieces += [Piece((values,), wire_dtype), *shape_pieces]
@@ -127,6 +128,12 @@ def describe_stored(
     tensors = _joined([part if part.dtype is held else part.to(held) for part in tensors])
     wire_dtype = first.dtype if wide else held
     num_values = sum(tensor.numel() for tensor in tensors)
+    shape = first.shape
+    if shape is not None and num_values and all(stored.shape == shape for stored, _ in parts):  # needs no array
+        names = _NAMES[first.dtype], _NAMES[wire_dtype]
+        num_rows = sum(len(positions) for _, positions in parts)
+        header = ColumnHeader(name, *names, first.kind, num_rows, num_values, first.rank, list(shape))
+        return header, [Piece(tensors, wire_dtype)]
     shapes = [stored.shapes_of(positions) for stored, positions in parts]
     all_shapes = shapes[0] if len(shapes) == 1 else np.concatenate(shapes)
     header, shape_pieces = _header(name, first.dtype, wire_dtype, first.kind, num_values, all_shapes)
@@ -189,7 +196,6 @@ def _parts(
     """
     if payload.data_ptr() % ALIGN or payload.storage_offset() % ALIGN:
         payload = payload.clone()
-    data = payload.numpy()
     found = []
     offset = 0
     for header in headers:
@@ -199,7 +205,7 @@ def _parts(
         sizes, lengths = None, None
         if header.shape is None:
             start, end, offset = _take(payload, offset, header.num_rows * header.rank * 4)
-            sizes = data[start:end].view(np.int32).reshape(header.num_rows, header.rank)
+            sizes = payload.numpy()[start:end].view(np.int32).reshape(header.num_rows, header.rank)
             lengths = _checked_lengths(header, sizes)
         found.append((header, dtype, values, sizes, lengths))
     if offset != payload.numel():
@@ -251,6 +257,8 @@ def _header(
 
 
 def _all_equal(shapes_NR: NDArray[Any]) -> bool:
+    if len(shapes_NR) == 1:
+        return True
     if shapes_NR.shape[1] and shapes_NR[0, 0] != shapes_NR[-1, 0]:
         return False  # what most columns are: one look instead of all
     return bool((shapes_NR == shapes_NR[0]).all())

@@ -237,7 +237,7 @@ class Actor:
 
         def saved() -> None:
             if self._keeps_rows:
-                client.commit(trained)
+                client.release_checkpointed(trained)
 
         return Contents(
             make_durable=recorder.sync,

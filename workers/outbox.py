@@ -11,7 +11,6 @@ Where groups are filtered (`workers.group_filter`), the responses of a group wai
 none. It never decides what is generated or which weights are used.
 """
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -22,16 +21,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from asyncflow.errors import Superseded
 from tq.batch import Column, PackedBatch
-from tq.client.queue_client import QueueClient
-from tq.messages import Granted
+from tq.client.lease import Lease
 from workers.engines.base import Generation
 from workers.group_filter import uniform_groups
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.samples import SampleLog
-
-logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2
 
@@ -41,11 +36,11 @@ class RolloutLease:
     """A lease of prompts, with their tokens.
 
     Attributes:
-        granted: the lease.
+        lease: of the queue.
         batch: columns `prompts` and `answers` of its rows.
     """
 
-    granted: Granted
+    lease: Lease
     batch: PackedBatch
 
     @cached_property
@@ -53,9 +48,14 @@ class RolloutLease:
         """Where each row is in the lease, by its index."""
         return {index: k for k, index in enumerate(self.batch.indices)}
 
+    @property
+    def partition(self) -> int:
+        """The step that its rows were admitted for."""
+        return self.lease.partition
+
     def group_of(self, index: int) -> int:
         """Return the id of a row's group."""
-        return self.granted.groups[self.position[index]]
+        return self.lease.groups[self.position[index]]
 
     @cached_property
     def prompts(self) -> Sequence[Tensor]:
@@ -73,7 +73,6 @@ class Outbox:
 
     def __init__(
         self,
-        client: QueueClient,
         *,
         scorer: Scorer | None,
         samples: SampleLog,
@@ -84,7 +83,6 @@ class Outbox:
         """Start the thread that puts.
 
         Args:
-            client: holds the leases.
             scorer: None when a role of its own computes rewards.
             samples: shows scored responses to a person.
             rows_per_put: responses of a lease that are put together, while more of it are to come.
@@ -92,7 +90,6 @@ class Outbox:
             failed: is called, by the outbox's thread, when `check` would raise.
         """
         self._failed = failed
-        self._client = client
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
@@ -199,13 +196,10 @@ class Outbox:
         if scores and self._scorer is not None:
             columns |= self._scorer.columns(scores)
             self._show(lease, generations, scores)
-        try:
-            if self._teaches_nothing(lease, rows, scores):
-                self._client.filter_groups("actor_rollout", lease.granted, rows)
-            else:
-                self._client.put("actor_rollout", lease.granted, rows, columns)
-        except Superseded as error:
-            logger.warning("dropped %d answers: %s", len(generations), error)
+        if self._teaches_nothing(lease, rows, scores):
+            lease.lease.filter(rows)
+        else:
+            lease.lease.put(columns, rows)
 
     def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
         """Whether these rows, of one group, are to be filtered out."""
@@ -217,7 +211,7 @@ class Outbox:
     def _show(self, lease: RolloutLease, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
         for generation, score in zip(generations, scores, strict=True):
             group = lease.group_of(generation.index)
-            self._samples.write(generation, score, step=lease.granted.partition, group=group)
+            self._samples.write(generation, score, step=lease.partition, group=group)
 
 
 @dataclass(frozen=True)
@@ -230,7 +224,7 @@ class _Lot:
     @property
     def num_rows(self) -> int:
         """Rows of the lease that belong to it."""
-        groups = self.lease.granted.groups
+        groups = self.lease.lease.groups
         return len(groups) if self.group is None else groups.count(self.group)
 
 

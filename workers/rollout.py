@@ -84,7 +84,6 @@ class Rollout:
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
         self._feeder = Feeder(self._client, wake=self._wake)
         self._outbox = Outbox(
-            self._client,
             scorer=self._scorer,
             samples=self._samples,
             # A lease that ends early is generated again as a whole, so that the same responses share a batch.
@@ -136,7 +135,7 @@ class Rollout:
             return
         if self._weights.abandoned:
             self._abandon()
-        boundary = any(lease.granted.partition > self._step for lease, _ in self._waiting)
+        boundary = any(lease.partition > self._step for lease, _ in self._waiting)
         may = partial(
             may_swap,
             self._config.schedule.mode,
@@ -183,7 +182,7 @@ class Rollout:
         if number:
             taken = [self._waiting.popleft() for _ in range(number)]
             self._running |= {request.ticket: lease for lease, request in taken}
-            self._note_busy(max(lease.granted.partition for lease, _ in taken))
+            self._note_busy(max(lease.partition for lease, _ in taken))
             self._engine.submit([request for _, request in taken])
         version = self._weights.version
         assert version is not None, "no prompts are asked for before there are weights"

@@ -11,7 +11,7 @@ from yaml import YAMLError
 from asyncflow.errors import ConfigError
 from tq.batch import Column
 from tq.control.controller import ControllerService
-from tq.process_settings import serve_only
+from tq.service_process import serve_only
 from tq.unit.storage import StorageUnit
 from weightsync.agent.service import WeightAgent
 from weightsync.export import WeightExporter

@@ -140,7 +140,7 @@ class Trainer:
         while True:
             self._context.report("waiting for rows", step=record.step)
             with self._context.timeline.span("wait for rows", step=record.step):
-                batch, _ = next(rounds, (None, ()))
+                batch = next(rounds, None)
             if batch is None:
                 return
             record.arrived()

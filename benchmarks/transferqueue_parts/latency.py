@@ -10,7 +10,6 @@ import torch
 
 import tq
 from tq.batch import column_of
-from tq.messages import Granted
 from transferqueue_parts.child import Child
 from transferqueue_parts.gloo_pair import GlooPair
 from transferqueue_parts.part import Result, Settings
@@ -73,9 +72,9 @@ def _consume(pipe: Any, address: str) -> None:
     while True:
         pipe.send("asking")
         granted = client.fetch("train", num_rows=1, timeout_s=60)
-        assert isinstance(granted, Granted)
-        batch = client.get(granted, ["response"])
+        assert isinstance(granted, tq.Lease)
+        batch = granted.read(["response"])
         assert int(batch["response"].values[-1]) == _TOKENS - 1
         delivered = time.monotonic_ns()
-        client.ack("train", granted)
+        granted.ack()
         pipe.send(delivered)

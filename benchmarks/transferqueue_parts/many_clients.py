@@ -13,7 +13,6 @@ import torch
 import tq
 from asyncflow.errors import AsyncFlowError
 from tq.batch import Column
-from tq.messages import Granted
 from transferqueue_parts import service_times
 from transferqueue_parts.child import Child
 from transferqueue_parts.our_queue import COLUMNS, TASK, OurQueue
@@ -107,9 +106,9 @@ def _cycle(client: tq.QueueClient, columns: dict[str, Column], ends: float, rows
         try:
             client.put_rows(columns)
             granted = client.fetch(TASK, num_rows=_MICRO_BATCH, timeout_s=max(0.1, ends - time.monotonic()))
-            if isinstance(granted, Granted):
-                client.get(granted, COLUMNS)
-                client.ack(TASK, granted)
+            if isinstance(granted, tq.Lease):
+                granted.read(COLUMNS)
+                granted.ack()
                 rows[index] += len(granted.rows)
         except AsyncFlowError as error:
             raise SystemExit(f"client {index}: {error}") from error

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import tq
 from tq.batch import Column, column_of
-from tq.client.lease_stream import Lease, stream
-from tq.messages import Granted
 from transferqueue_parts.workload import checksum, dense_columns, micro_batches
 
 COLUMNS = ("prompt", "response", "logprobs")
@@ -43,16 +41,16 @@ class OurQueue:
         self.client.put_rows(columns)
         return time.perf_counter() - began
 
-    def fetch(self, num_rows: int) -> Granted:
+    def fetch(self, num_rows: int) -> tq.Lease:
         """Lease rows that must be there or come."""
         granted = self.client.fetch(TASK, num_rows=num_rows, timeout_s=_FETCH_S)
-        assert isinstance(granted, Granted), f"no rows came: {granted}"
+        assert isinstance(granted, tq.Lease), f"no rows came: {granted}"
         return granted
 
-    def get(self, granted: Granted) -> tuple[float, tq.PackedBatch]:
+    def get(self, granted: tq.Lease) -> tuple[float, tq.PackedBatch]:
         """Return the seconds of one get, and what came."""
         began = time.perf_counter()
-        batch = self.client.get(granted, self._columns)
+        batch = granted.read(self._columns)
         return time.perf_counter() - began, batch
 
     def move(self, columns: Mapping[str, Column]) -> dict[str, float]:
@@ -63,7 +61,7 @@ class OurQueue:
         fetch_s = time.perf_counter() - began
         get_s, batch = self.get(granted)
         total = _sum([batch])
-        self.client.ack(TASK, granted)
+        granted.ack()
         return {"put_s": put_s, "get_s": get_s, "fetch_s": fetch_s, "checksum": total}
 
     def close(self) -> None:
@@ -85,7 +83,7 @@ class RowRounds:
         self._log_dir = log_dir
         self._queue = OurQueue(COLUMNS, log_dir)
         self._streamed = OurQueue(COLUMNS, log_dir)
-        self._stream: Iterator[Lease] | None = None
+        self._stream: Iterator[tq.Lease] | None = None
         self._stream_rows = 0
         self._batches: dict[int, list[dict[str, Column]]] = {}
 
@@ -96,18 +94,18 @@ class RowRounds:
         for columns in self._columns(micro_batch):
             ours.client.put_rows(columns)
         put_s = time.perf_counter() - began
-        received: list[tuple[Granted, tq.PackedBatch]] = []
+        received: list[tuple[tq.Lease, tq.PackedBatch]] = []
         num_received = 0
         began = time.perf_counter()
         while num_received < self._num_rows:
             granted = ours.fetch(micro_batch)
-            received.append((granted, ours.client.get(granted, COLUMNS)))
+            received.append((granted, granted.read(COLUMNS)))
             num_received += len(granted.rows)
         get_s = time.perf_counter() - began
         total = _sum([batch for _, batch in received])
         began = time.perf_counter()
         for granted, _ in received:
-            ours.client.ack(TASK, granted)
+            granted.ack()
         return {"put_s": put_s, "get_s": get_s, "ack_s": time.perf_counter() - began, "checksum": total}
 
     def stream_round(self, micro_batch: int) -> float:
@@ -115,7 +113,7 @@ class RowRounds:
         if self._stream is None or self._stream_rows != micro_batch:
             self._end_stream()
             self._stream_rows = micro_batch
-            self._stream = iter(stream(self._streamed.client, TASK, COLUMNS, num_rows=micro_batch))
+            self._stream = iter(self._streamed.client.stream(TASK, COLUMNS, num_rows=micro_batch))
         for columns in self._columns(micro_batch):
             self._streamed.client.put_rows(columns)
         next(self._stream).ack()

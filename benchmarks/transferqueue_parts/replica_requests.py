@@ -68,8 +68,8 @@ def _rank(pipe: Any, address: str, port: int, rank: int, fetch: str) -> None:
     )
     began = time.perf_counter()
     total = 0.0
-    for batch, indices in loader:
-        total += sum(checksum(batch[name].values) for name in COLUMNS) if indices else 0.0
+    for batch in loader:
+        total += sum(checksum(batch[name].values) for name in COLUMNS) if len(batch) else 0.0
     seconds = time.perf_counter() - began
     loader.ack()
     pipe.send({"requests": loader.requests, "seconds": seconds, "checksum": total})

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tq.messages import Granted
-from transferqueue_parts.our_queue import TASK, OurQueue
+import tq
+from transferqueue_parts.our_queue import OurQueue
 from transferqueue_parts.queue_simulation import ServiceTimes
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -53,7 +53,7 @@ def measure(ours: OurQueue, put: Callable[[], object], *, requests: int, micro_b
         micro_batch: rows per request.
     """
     units, controllers = by_kind(ours.queue.pids())
-    granted: list[Granted] = []
+    granted: list[tq.Lease] = []
 
     def phase(request: Callable[[int], object]) -> tuple[float, float]:
         before = cpu_s(units), cpu_s(controllers)
@@ -64,5 +64,5 @@ def measure(ours: OurQueue, put: Callable[[], object], *, requests: int, micro_b
     unit_put, created = phase(lambda _: put())
     _, fetched = phase(lambda _: granted.append(ours.fetch(micro_batch)))
     unit_get, _ = phase(lambda number: ours.get(granted[number]))
-    unit_ack, written = phase(lambda number: ours.client.ack(TASK, granted[number]))
+    unit_ack, written = phase(lambda number: granted[number].ack())
     return ServiceTimes(unit_put, unit_get, unit_ack, (created + written) / 2, fetched)

@@ -7,7 +7,7 @@ are reported lost are put again, an ack whose end is unknown is repeated until i
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 import tq
 from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded, TransportError
-from tq.messages import Granted
 from transferqueue_parts.storm_ledger import Deed, LedgerFile, Record, read_ledger, unfinished_puts
 from transferqueue_parts.storm_rows import (
     INPUTS,
@@ -35,7 +34,7 @@ _PUT_EVERY_S = 0.01
 _FETCH_S = 2.0
 _PATIENCE_S = 60.0
 _RETRY_S = 0.1
-_GIVE_BACK_SHARE = 0.03
+_RELEASED_SHARE = 0.03
 
 
 def produce(pipe: Any, address: str, ledger: str, slot: int) -> None:
@@ -122,13 +121,13 @@ class _Consumer:
     def step(self) -> None:
         """One lease."""
         try:
-            granted = self._client.fetch(self._task, num_rows=_ROWS_PER_FETCH, timeout_s=_FETCH_S)
-            if not isinstance(granted, Granted):
+            lease = self._client.fetch(self._task, num_rows=_ROWS_PER_FETCH, timeout_s=_FETCH_S)
+            if not isinstance(lease, tq.Lease):
                 return
-            if self._random.random() < _GIVE_BACK_SHARE:
-                self._client.give_back(self._task, granted)
+            if self._random.random() < _RELEASED_SHARE:
+                lease.release()
                 return
-            batch = self._read(granted)
+            batch = self._read(lease)
         except PeerRefused:
             raise
         except TransportError:
@@ -136,17 +135,17 @@ class _Consumer:
             return
         if batch is not None:
             self._check(batch)
-            for unit in dict.fromkeys(granted.units):
-                rows = [row for row, home in zip(granted.rows, granted.units, strict=True) if home == unit]
-                self._settle(granted, rows)
+            for unit in dict.fromkeys(lease.units):
+                rows = [row for row, home in zip(lease.rows, lease.units, strict=True) if home == unit]
+                self._finish(lease, rows)
 
-    def _read(self, granted: Granted) -> tq.PackedBatch | None:
+    def _read(self, lease: tq.Lease) -> tq.PackedBatch | None:
         try:
-            return self._client.get(granted, self._columns)
+            return lease.read(self._columns)
         except PeerRefused:
             raise
-        except (Superseded, TransportError):  # rows went with their unit, or belong to somebody else
-            self._client.give_back(self._task, granted)
+        except TransportError:  # rows went with their unit, or other consumers have them
+            lease.release()
             return None
 
     def _check(self, batch: tq.PackedBatch) -> None:
@@ -160,23 +159,16 @@ class _Consumer:
         if wrong:
             self._ledger.write(Record(Deed.CORRUPT, wrong, self._task))
 
-    def _settle(self, granted: Granted, rows: Sequence[int]) -> None:
+    def _finish(self, lease: tq.Lease, rows: list[int]) -> None:
         """One ack, or one put of outputs, for the rows of one unit: it counts for all of them or for none."""
-        rows = list(rows)
-        self._ledger.write(Record(Deed.INTENT, rows, self._task, granted.token))
-        try:
-            if not _until_known(lambda: self._commit(granted, rows), self._pipe.poll):
-                return
-            deed = Deed.CONFIRMED
-        except Superseded:
-            deed = Deed.SUPERSEDED
-        self._ledger.write(Record(deed, rows, self._task, granted.token))
+        token = lease.grant.token
+        self._ledger.write(Record(Deed.INTENT, rows, self._task, token))
+        mine: list[bool] = []
+        if _until_known(lambda: mine.append(self._commit(lease, rows)), self._pipe.poll):
+            self._ledger.write(Record(Deed.CONFIRMED if mine[-1] else Deed.SUPERSEDED, rows, self._task, token))
 
-    def _commit(self, granted: Granted, rows: list[int]) -> None:
-        if self._task == SCORE:
-            self._client.put(self._task, granted, rows, scores_of(rows, granted.token))
-        else:
-            self._client.ack(self._task, granted, rows)
+    def _commit(self, lease: tq.Lease, rows: list[int]) -> bool:
+        return lease.put(scores_of(rows, lease.grant.token), rows) if self._task == SCORE else lease.ack(rows)
 
 
 def _until_known(attempt: Callable[[], None], told_to_end: Callable[[float], bool]) -> bool:

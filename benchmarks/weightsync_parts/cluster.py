@@ -16,7 +16,7 @@ from asyncflow.errors import TransportError
 from asyncflow.network import LOOPBACK
 from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import serve_store
-from tq.process_settings import serve_only
+from tq.service_process import serve_only
 from weightsync.agent.service import WeightAgent
 from weightsync.config import WeightSyncConfig
 from weightsync.messages import AgentStatus

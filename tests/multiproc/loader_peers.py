@@ -68,10 +68,10 @@ class CountingQueue:
         batch = batch_of(granted)
         return PackedBatch(batch.indices, {name: batch[name] for name in names}, batch.groups)
 
-    def ack(self, task: str, granted: Granted) -> None:
+    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
         self.acked += granted.rows
 
-    def forget(self, task: str, granted: Granted) -> None:
+    def forget(self, granted: Granted) -> None:
         """Nothing is remembered here."""
 
 
@@ -112,9 +112,9 @@ def read_rank(port: int, pipe: Pipe, rank: int, size: int, fetch: str, behaviour
     error = ""
     try:
         while partition := loader.next_partition():
-            for batch, indices in loader:
+            for batch in loader:
                 check(batch)
-                rounds.append((partition, indices, loader.round_rows, batch.groups, list(batch.columns)))
+                rounds.append((partition, batch.indices, loader.round_rows, batch.groups, list(batch.columns)))
             if not loader.stopped:
                 loader.ack()
     except TransportError as caught:
@@ -130,7 +130,7 @@ def dying_rank(port: int, pipe: Pipe, rank: int, size: int) -> None:
     """Read one round and wait to be killed."""
     loader = loader_of(replica_of(port, rank, size), CountingQueue())
     loader.next_partition()
-    pipe.send(next(iter(loader))[1])
+    pipe.send(next(iter(loader)).indices)
     pipe.recv()
 
 
@@ -138,7 +138,7 @@ def surviving_rank(port: int, pipe: Pipe, rank: int, size: int) -> None:
     """Read one round, then, when told, the rest; report the error and how long it took to come."""
     loader = loader_of(replica_of(port, rank, size), CountingQueue())
     loader.next_partition()
-    pipe.send(next(iter(loader))[1])
+    pipe.send(next(iter(loader)).indices)
     pipe.recv()
     began = time.monotonic()
     try:
@@ -155,7 +155,7 @@ def closing_rank(port: int, pipe: Pipe, rank: int, size: int) -> None:
     client = CountingQueue(park_at=2)
     loader = loader_of(replica_of(port, rank, size), client)
     loader.next_partition()
-    rounds = [indices for _, indices in loader]
+    rounds = [batch.indices for batch in loader]
     pipe.send(rounds)
     pipe.recv()
     loader.close()

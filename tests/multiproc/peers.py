@@ -8,10 +8,9 @@ from echo_peers import Credentials as Credentials
 from echo_peers import credentials
 
 import tq
-from asyncflow.errors import Superseded
 from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
-from tq.messages import Granted, NoRowsReason
+from tq.messages import NoRowsReason
 from workers.admission.admitter import prompt_admission
 from workers.admission.state import AdmittedGroup
 
@@ -69,10 +68,7 @@ def sleeper(_port: int, pipe: Pipe, address: str) -> None:
     lease = client.fetch("score", num_rows=1)
     pipe.send(lease.rows)
     pipe.recv()
-    try:
-        client.put("score", lease, lease.rows, {"score": tq.column(torch.tensor([1.0]))})
-    except Superseded as error:
-        pipe.send(type(error).__name__)
+    pipe.send(lease.put({"score": torch.tensor([1.0])}))
 
 
 def trainer(port: int, pipe: Pipe, rank: int, num_ranks: int, last_partition: int, stop_after: int) -> None:
@@ -85,12 +81,12 @@ def trainer(port: int, pipe: Pipe, rank: int, num_ranks: int, last_partition: in
     seen: dict[int, list[list[int]]] = {}
     while partition := loader.next_partition():
         rounds = []
-        for batch, indices in loader:
-            if indices:
+        for batch in loader:
+            if len(batch):
                 assert torch.equal(batch["doubled"].values, batch["x"].values * 2)
                 assert batch["x"].lengths.tolist() == [group + 1 for group in batch.groups]
-            assert len(indices) <= loader.round_rows
-            rounds.append(list(indices))
+            assert len(batch) <= loader.round_rows
+            rounds.append(list(batch.indices))
         if loader.stopped:
             break
         seen[partition] = rounds
@@ -110,9 +106,9 @@ def doubler(port: int, pipe: Pipe) -> None:
     total = 0
     while True:
         granted = client.fetch("double", num_rows=3)
-        if isinstance(granted, Granted):
-            x = client.get(granted, ["x"])["x"]
-            client.put("double", granted, granted.rows, {"doubled": Column(x.values * 2, x.lengths)})
+        if isinstance(granted, tq.Lease):
+            x = granted["x"]
+            granted.put({"doubled": Column(x.values * 2, x.lengths)})
             total += len(granted.rows)
         elif granted.reason is NoRowsReason.STOP:
             break

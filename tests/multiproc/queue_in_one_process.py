@@ -38,7 +38,7 @@ def main() -> None:
     units = [StorageUnit(credentials, name, config, controllers=config.controllers) for name in names]
     client = QueueClient(credentials, "client", config=config)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))}, partition=1)
-    client.get(client.fetch("train", num_rows=1), ["x"])
+    client.fetch("train", num_rows=1).read(["x"])
     parked = threading.Event()
     loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=9, rows_per_round=1)
     loader.next_partition()

@@ -12,9 +12,8 @@ from fake_controller import FakeController, UnitClient, done, numbers, same
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column, StorageUnit
-from tq.backends.backend import Backend
+from tq.backends.backend import Backend, FileBackend
 from tq.backends.config import BackendConfig, BackendKind
-from tq.backends.files import FileBackend
 from tq.backends.load import load_backend
 from tq.config import QueueConfig
 from tq.messages import GetUnitStats, RegisterUnit

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 import tq
-from asyncflow.errors import Superseded
-from tq.messages import Granted
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=4, unit_timeout_s=1, unit_grace_s=0.5)
 WAIT_S = 60.0
@@ -49,8 +47,8 @@ def until_back(queue: tq.LocalQueue, service: str, pid: int) -> None:
 
 def unit_of(queue: tq.LocalQueue, client: tq.QueueClient, task: str) -> str:
     granted = client.fetch(task, num_rows=1, timeout_s=WAIT_S)
-    assert isinstance(granted, Granted)
-    client.give_back(task, granted)
+    assert isinstance(granted, tq.Lease)
+    granted.release()
     return granted.units[0]
 
 
@@ -59,8 +57,8 @@ def finish(client: tq.QueueClient, task: str, number: int) -> list[int]:
     rows: list[int] = []
     while len(rows) < number:
         granted = client.fetch(task, num_rows=number, timeout_s=WAIT_S)
-        assert isinstance(granted, Granted)
-        client.ack(task, granted)
+        assert isinstance(granted, tq.Lease)
+        granted.ack()
         rows += granted.rows
     return sorted(rows)
 
@@ -92,8 +90,8 @@ def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controll
         client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
         unit = unit_of(queue, client, "work")
         look = client.fetch("look", num_rows=1, timeout_s=WAIT_S)
-        assert isinstance(look, Granted)
-        client.ack("look", look)
+        assert isinstance(look, tq.Lease)
+        look.ack()
         for name, pid in {name: kill(queue, name) for name in ("controller-0", unit)}.items():
             until_back(queue, name, pid)
         lost = client.lost_rows(timeout_s=WAIT_S)
@@ -105,12 +103,12 @@ def test_losses_of_a_unit_that_died_with_the_lead_are_told_by_the_other_controll
         until(lambda: not any(stats.live_rows for stats in client.stats()))
 
 
-def leased_over_restarts(queue: tq.LocalQueue) -> tuple[tq.QueueClient, Granted]:
+def leased_over_restarts(queue: tq.LocalQueue) -> tuple[tq.QueueClient, tq.Lease]:
     """Return a consumer with rows 1 and 2, whose unit started empty, while the next controller is still waiting."""
     client, late = queue.client("me"), queue.client("late")
     client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
     granted = client.fetch("work", num_rows=2, timeout_s=WAIT_S)
-    assert isinstance(granted, Granted) and granted.rows == [1, 2]
+    assert isinstance(granted, tq.Lease) and granted.rows == [1, 2]
     late.fetch("work", num_rows=1, timeout_s=0.1)
     until_back(queue, "storage-0", kill(queue, "storage-0"))
     kill(queue, "controller-0")
@@ -124,8 +122,7 @@ def test_consumer_that_dropped_its_work_while_the_controller_recovers_keeps_no_l
     recovering = CONFIG.model_copy(update={"lease_timeout_s": 15})  # long enough for all that happens meanwhile
     with tq.start({"work": ["x"]}, num_units=1, config=recovering, log_dir=tmp_path) as queue:
         client, granted = leased_over_restarts(queue)
-        with pytest.raises(Superseded):
-            client.put("work", granted, granted.rows, {"y": tq.column([1.0, 2.0])})
+        assert not granted.put({"y": [1.0, 2.0]})
         client.put_rows({"x": tq.column(["a", "b"])}, rows=[1, 2])
         assert finish(queue.client("other"), "work", 2) == [1, 2]
 
@@ -133,5 +130,5 @@ def test_consumer_that_dropped_its_work_while_the_controller_recovers_keeps_no_l
 def test_ack_while_the_controller_recovers_counts_though_the_unit_started_empty(tmp_path: Path) -> None:
     with tq.start({"work": ["x"]}, num_units=1, config=CONFIG, log_dir=tmp_path) as queue:
         client, granted = leased_over_restarts(queue)
-        client.ack("work", granted)
+        granted.ack()
         assert client.stats()[0].live_rows == 0

@@ -23,7 +23,6 @@ from asyncflow.errors import (
     PeerRefused,
     QueueFull,
     RowsExist,
-    Superseded,
     TransportError,
 )
 from asyncflow.transport.connection import Connection
@@ -32,7 +31,6 @@ from tq.messages import (
     CONTROLLER_REPLIES,
     FetchRound,
     FetchRows,
-    Granted,
     Heartbeat,
     Join,
     NoRows,
@@ -55,11 +53,11 @@ def prompts(*texts: str) -> dict[str, tq.Column]:
     return {"prompt": tq.column(list(texts))}
 
 
-def take(client: tq.QueueClient, task: str, num_rows: int) -> Granted:
+def take(client: tq.QueueClient, task: str, num_rows: int) -> tq.Lease:
     """Fetch, whatever a restart in between answers; fails after the deadline."""
     for _ in range(int(DEADLINE_S)):
         answer = client.fetch(task, num_rows=num_rows, timeout_s=1)
-        if isinstance(answer, Granted):
+        if isinstance(answer, tq.Lease):
             return answer
     raise AssertionError(f"nothing was ready for {task}")
 
@@ -86,15 +84,55 @@ def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
     client = queue.client("me")
     rows = client.put_rows(prompts("1 + 1 =", "2 + 2 =", "3 + 3 ="))
     lease = take(client, "score", 3)
-    batch = client.get(lease, ["prompt"])
+    batch = lease.read(["prompt"])
     assert batch["prompt"].texts() == ["1 + 1 =", "2 + 2 =", "3 + 3 ="]
-    client.put("score", lease, batch.indices, {"score": tq.column(torch.tensor([1.0, 2.0, 3.0]))})
+    lease.put({"score": tq.column(torch.tensor([1.0, 2.0, 3.0]))})
     lease = take(client, "train", 3)
-    batch = client.get(lease, ["prompt", "score"])
+    batch = lease.read(["prompt", "score"])
     assert batch.indices == rows
     assert batch["score"].values.tolist() == [1.0, 2.0, 3.0]
-    client.ack("train", lease)
+    lease.ack()
     wait_for(lambda: client.stats()[0].live_rows == 0, "empty queue")
+
+
+@pytest.mark.gate
+def test_rows_are_listed_read_and_cleared_without_a_lease(queue: tq.LocalQueue) -> None:
+    with queue.client("operator") as client:
+        rows = [client.put_rows({"prompt": [text]}, partition=3)[0] for text in "abc"]
+        lease = take(client, "score", 1)
+        lease.put({"score": torch.ones(1)})
+        listed = client.list_rows(partition=3)
+        assert [row.index for row in listed] == sorted(rows)
+        assert {row.unit for row in listed} == {"storage-0", "storage-1"}
+        assert [(row.columns, row.done) for row in listed if row.index in lease.rows] == [
+            (("prompt", "score"), ("score",))
+        ]
+        assert list(client.read_rows(rows[::-1], ["prompt"])["prompt"]) == ["c", "b", "a"]
+        assert client.clear_rows([rows[0], rows[2], 10**9]) == sorted([rows[0], rows[2]])
+        with pytest.raises(PeerRefused, match="not in the queue"):
+            client.read_rows(rows, ["prompt"])
+        assert [row.index for row in client.list_rows(partition=3)] == [rows[1]]
+        assert client.stats()[0].live_rows == 1
+        client.put_rows({"prompt": ["a"]}, partition=3, rows=[rows[0]])
+        assert client.read_rows([rows[0]], ["prompt"])["prompt"][0] == "a"
+        client.clear_partition(3)
+
+
+def test_streams_end_when_the_queue_is_closed_for_writing_though_controllers_restart() -> None:
+    with tq.start(TASKS, num_controllers=2, config=FAST) as queue, queue.client("me") as client:
+        client.put_rows({"prompt": ["a", "bb", "ccc"]})
+        client.close_writing()
+        with pytest.raises(PeerRefused, match="closed for writing"):
+            client.put_rows({"prompt": ["d"]})
+        for service in ("controller-0", "controller-1"):
+            kill_and_wait(queue, service)
+        for lease in client.stream("score", ["prompt"], num_rows=2):
+            assert lease.put({"score": [len(prompt) for prompt in lease["prompt"]]})
+        trained: dict[str, int] = {}
+        for lease in client.stream("train", ["prompt", "score"]):
+            trained |= zip(lease["prompt"], lease["score"], strict=True)
+            lease.ack()
+        assert trained == {"a": 1, "bb": 2, "ccc": 3}
 
 
 @pytest.mark.gate
@@ -163,7 +201,7 @@ def test_a_row_that_exists_is_refused_and_nothing_is_lost(queue: tq.LocalQueue) 
     for _ in range(4):  # whichever unit is asked
         with pytest.raises(RowsExist):
             client.put_rows(prompts("again"), partition=8, rows=[row])
-    assert client.get(take(client, "score", 1), ["prompt"])["prompt"].texts() == ["first"]
+    assert take(client, "score", 1)["prompt"].texts() == ["first"]
     client.clear_partition(8)
 
 
@@ -172,8 +210,7 @@ def test_clearing_a_partition_supersedes_work_on_it(queue: tq.LocalQueue) -> Non
     client.put_rows(prompts("a", "b"), partition=9)
     lease = take(client, "score", 2)
     client.clear_partition(9)
-    with pytest.raises(Superseded):
-        client.put("score", lease, lease.rows, {"score": tq.column(torch.zeros(2))})
+    assert not lease.put({"score": torch.zeros(2)})
     assert client.stats()[0].live_rows == 0
 
 
@@ -191,9 +228,9 @@ def test_a_full_queue_says_what_it_waits_for() -> None:
         waiting = threading.Thread(target=lambda: client.put_rows(prompts("d")))
         waiting.start()
         wait_for(lambda: client.stats()[0].waiting_puts == 1, "waiting put")
-        client.ack("train", take(client, "train", 2))
+        take(client, "train", 2).ack()
         waiting.join(DEADLINE_S)
-        assert client.get(take(client, "train", 2), ["prompt"])["prompt"].texts() == ["d"]
+        assert take(client, "train", 2)["prompt"].texts() == ["d"]
 
 
 def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
@@ -202,18 +239,18 @@ def test_each_of_two_controllers_serves_its_tasks_and_survives_kill_9() -> None:
         client.put_rows(prompts("a", "b", "c", "d"))
         held = take(client, "score", 2)
         done = take(client, "score", 1)
-        client.put("score", done, done.rows, {"score": tq.column(torch.ones(1))})
+        done.put({"score": tq.column(torch.ones(1))})
         for name in ("controller-0", "controller-1"):
             os.kill(queue.pids()[name], signal.SIGKILL)
-        client.put("score", held, held.rows, {"score": tq.column(torch.zeros(2))})
+        held.put({"score": tq.column(torch.zeros(2))})
         rest = take(client, "score", 4)
         assert sorted(rest.rows) == [3]
-        client.put("score", rest, rest.rows, {"score": tq.column(torch.zeros(1))})
+        rest.put({"score": tq.column(torch.zeros(1))})
         trained: list[int] = []
         while len(trained) < 4:
             lease = take(client, "train", 4)
             trained += lease.rows
-            client.ack("train", lease)
+            lease.ack()
         assert sorted(trained) == [0, 1, 2, 3]
         served = [[task.task for task in stats.tasks] for stats in client.stats()]
         assert served == [["score"], ["train"]]
@@ -225,7 +262,7 @@ def test_rows_lost_with_a_unit_come_back_only_to_tasks_that_had_not_acked_them()
         client = queue.client("me")
         rows = [client.put_rows(prompts(text))[0] for text in "abcd"]
         seen = take(client, "look", 4)
-        client.ack("look", seen)
+        seen.ack()
         victim = seen.units[0]
         gone = {row for row, unit in zip(seen.rows, seen.units, strict=True) if unit == victim}
         os.kill(queue.pids()[victim], signal.SIGKILL)
@@ -237,8 +274,8 @@ def test_rows_lost_with_a_unit_come_back_only_to_tasks_that_had_not_acked_them()
         trained: dict[int, str] = {}
         while len(trained) < 4:
             lease = take(client, "train", 4)
-            trained |= zip(lease.rows, client.get(lease, ["prompt"])["prompt"].texts(), strict=True)
-            client.ack("train", lease)
+            trained |= zip(lease.rows, lease["prompt"].texts(), strict=True)
+            lease.ack()
         assert trained == text_of
         assert isinstance(client.fetch("look", num_rows=1, timeout_s=0.2), NoRows)
 
@@ -249,8 +286,8 @@ def test_an_ack_of_rows_in_hand_counts_though_their_unit_died() -> None:
         client.put_rows(prompts("a"))
         lease = take(client, "train", 1)
         os.kill(queue.pids()["storage-0"], signal.SIGKILL)
-        client.ack("train", lease)
-        client.ack("train", lease)
+        assert lease.ack()
+        assert lease.ack(lease.rows)
         queue.wait_until_up(DEADLINE_S)
         assert client.lost_rows(timeout_s=1) is None
         assert client.stats()[0].live_rows == 0
@@ -262,7 +299,7 @@ def test_finished_rows_that_are_put_again_are_not_worked_on_again(victims: list[
     with tq.start({"train": ["prompt"]}, num_units=1, config=FAST) as queue:
         client = queue.client("me")
         rows = client.put_rows(prompts("a", "b"))
-        client.ack("train", take(client, "train", 2))
+        take(client, "train", 2).ack()
         for victim in victims:
             kill_and_wait(queue, victim)
         client.put_rows(prompts("a", "b"), rows=rows)
@@ -275,8 +312,8 @@ def test_rows_that_a_checkpoint_covers_stay_done_though_units_forget_them() -> N
     with tq.start({"train": ["prompt"]}, num_units=1, config=config) as queue:
         client = queue.client("me")
         rows = client.put_rows(prompts("a", "b"), partition=1)
-        client.ack("train", take(client, "train", 2))
-        client.commit(1)
+        take(client, "train", 2).ack()
+        client.release_checkpointed(1)
         kill_and_wait(queue, "controller-0")
         client.put_rows(prompts("a", "b"), rows=rows, partition=1)
         (newer,) = client.put_rows(prompts("c"), partition=2)
@@ -289,7 +326,7 @@ def test_cleared_partition_begins_anew_though_a_controller_was_away() -> None:
         client = queue.client("me")
         rows = client.put_rows(prompts("a", "b"), partition=1)
         for task in ("score", "train"):
-            client.ack(task, take(client, task, 2))
+            take(client, task, 2).ack()
         kill_and_wait(queue, "storage-0")  # now the controllers alone know of finished rows
         os.kill(queue.pids()["controller-1"], signal.SIGKILL)
         client.clear_partition(1)
@@ -350,11 +387,11 @@ def test_a_stopped_consumer_loses_its_leases_and_its_late_put_is_superseded(star
         assert stopped.hear() == [0]
         stopped.signal(signal.SIGSTOP)
         lease = take(client, "score", 1)
-        client.put("score", lease, lease.rows, {"score": tq.column(torch.tensor([2.0]))})
+        lease.put({"score": tq.column(torch.tensor([2.0]))})
         stopped.signal(signal.SIGCONT)
         stopped.tell("put")
-        assert stopped.hear() == "Superseded"
-        assert client.get(take(client, "train", 1), ["score"])["score"].values.tolist() == [2.0]
+        assert stopped.hear() is False
+        assert take(client, "train", 1)["score"].values.tolist() == [2.0]
 
 
 @pytest.mark.gate
@@ -398,7 +435,7 @@ def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tm
         client = queue.client("me")
         client.put_rows(prompts(*"abcdefgh"))
         lease = take(client, "score", 4)
-        client.put("score", lease, lease.rows, {"score": tq.column(torch.arange(4.0))})
+        lease.put({"score": tq.column(torch.arange(4.0))})
         busy = threading.Event()
         traffic = threading.Thread(target=_keep_putting, args=(queue.client("producer"), busy))
         traffic.start()
@@ -413,7 +450,7 @@ def test_a_snapshot_taken_under_traffic_restores_into_another_number_of_units(tm
         assert stats["train"].ready == 4
         assert stats["score"].ready == num_rows - 4
         lease = take(client, "train", 4)
-        batch = client.get(lease, ["prompt", "score"])
+        batch = lease.read(["prompt", "score"])
         assert dict(zip(batch.indices, batch["score"].values.tolist(), strict=True)) == scored
         assert client.restore(whole) == num_rows, "putting the same again changes nothing"
         assert client.stats()[0].live_rows == num_rows
@@ -490,14 +527,12 @@ def test_rows_and_columns_beside_a_lease_are_refused_and_the_lease_stays(queue: 
     lease = take(client, "score", 2)
     one = {"score": tq.column(torch.ones(1))}
     with pytest.raises(ConfigError, match="not in the lease"):
-        client.put("score", lease, [lease.rows[-1] + 1], one)
+        lease.put(one, [lease.rows[-1] + 1])
     with pytest.raises(ConfigError, match="not in the lease"):
-        client.ack("score", lease, [lease.rows[-1] + 1])
+        lease.ack([lease.rows[-1] + 1])
     with pytest.raises(ConfigError, match="2 rows are named"):
-        client.put("score", lease, lease.rows, one)
-    with pytest.raises(ConfigError, match="is score's, not scoer's"):
-        client.put("scoer", lease, lease.rows[:1], one)
-    client.put("score", lease, lease.rows, {"score": tq.column(torch.ones(2))})
+        lease.put(one)
+    lease.put({"score": tq.column(torch.ones(2))})
     client.clear_partition(10)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from peers import QUEUE, Credentials, controller, doubler, holder, storage_unit, trainer
 
-from asyncflow.errors import Superseded, TransportError
+import tq
+from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
 from tq.config import ScheduleConfig, ScheduleMode
@@ -102,10 +103,10 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     mapped = 0
     granted = parked[0]
     while mapped < 8:
-        assert isinstance(granted, Granted)
-        x = client.get(granted, ["x"])["x"]
+        assert isinstance(granted, tq.Lease)
+        x = granted["x"]
         assert x.lengths.tolist() == [group + 1 for group in granted.groups]
-        client.put("double", granted, granted.rows, {"doubled": Column(x.values * 2, x.lengths)})
+        granted.put({"doubled": Column(x.values * 2, x.lengths)})
         mapped += len(granted.rows)
         if mapped < 8:
             granted = client.fetch("double", num_rows=8)
@@ -114,7 +115,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     for index in range(2):
         for rank, one in enumerate(trainers):
             share = one.fetch_round(round_of(index, rank))
-            batch = one.get(share, ["doubled", "x"])
+            batch = one.data.get(share, ["doubled", "x"])
             assert torch.equal(batch["doubled"].values, batch["x"].values * 2)
             assert batch.indices == tuple(share.rows)
             held.append((one, share))
@@ -123,7 +124,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
     ends = [one.fetch_round(round_of(2, rank)) for rank, one in enumerate(trainers)]
     assert [end.reason for end in ends] == [NoRowsReason.PARTITION_DONE] * 2
     for one, share in held:
-        one.ack("train", share)
+        one.data.ack(share, share.rows)
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
     assert source.stats()[0].live_rows == 0
 
@@ -162,16 +163,14 @@ def test_late_put_of_a_former_owner_is_superseded(queue: Any, connect: Any) -> N
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._services._links.get("controller-0", CONTROLLER_REPLIES).close()
+    former._session._links.get("controller-0", CONTROLLER_REPLIES).close()
     granted = heir.fetch("double", num_rows=2)
     assert granted.rows == lost.rows
     outputs = {"doubled": Column.of_scalars(torch.zeros(2, dtype=torch.int64))}
-    with pytest.raises(Superseded):
-        former.put("double", lost, lost.rows, outputs)
-    heir.put("double", granted, granted.rows, outputs)
-    heir.put("double", granted, granted.rows, outputs)
-    with pytest.raises(Superseded):
-        former.put("double", lost, lost.rows, outputs)
+    assert not lost.put(outputs, lost.rows)
+    assert granted.put(outputs)
+    assert granted.put(outputs, granted.rows)
+    assert not lost.put(outputs, lost.rows)
 
 
 def test_late_put_to_rows_that_were_freed_is_superseded(queue: Any, connect: Any, credentials: Credentials) -> None:
@@ -179,12 +178,11 @@ def test_late_put_to_rows_that_were_freed_is_superseded(queue: Any, connect: Any
     former, heir = connect("former"), connect("heir")
     put_source(heir, range(2))
     lost = former.fetch("double", num_rows=2)
-    former._services._links.get("controller-0", CONTROLLER_REPLIES).close()
+    former._session._links.get("controller-0", CONTROLLER_REPLIES).close()
     granted = heir.fetch("double", num_rows=2)
-    heir.ack("double", granted)
+    granted.ack()
     eventually(lambda: unit_stats(credentials) == [(0, 0), (0, 0)], "rows were not freed")
-    with pytest.raises(Superseded):
-        former.ack("double", lost)
+    assert not lost.ack()
 
 
 def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> None:
@@ -192,9 +190,9 @@ def test_client_whose_channel_broke_opens_another(queue: Any, connect: Any) -> N
     client = connect()
     put_source(client, range(2))
     assert client.stats()[0].live_rows == 2
-    for link in list(client._services._links._links.values()):
+    for link in list(client._session._links._links.values()):
         link.close()
-    assert client.get(client.fetch("double", num_rows=2), ["x"])["x"].values.tolist() == [0, 0]
+    assert client.fetch("double", num_rows=2)["x"].values.tolist() == [0, 0]
 
 
 def test_dead_unit_is_an_error_within_the_deadline_of_whoever_needs_it(queue: Any, credentials: Credentials) -> None:
@@ -204,12 +202,12 @@ def test_dead_unit_is_an_error_within_the_deadline_of_whoever_needs_it(queue: An
     put_source(client, range(4))
     granted = client.fetch("double", num_rows=4)
     assert set(granted.units) == set(UNITS)
-    client.get(granted, ["x"])
+    granted.read(["x"])
     services["storage-1"].signal(signal.SIGKILL)
     services["storage-1"].end_by_signal()
     began = time.monotonic()
     with pytest.raises(TransportError):
-        client.put("double", granted, granted.rows, {"doubled": client.get(granted, ["x"])["x"]})
+        granted.put({"doubled": granted["x"]})
     assert time.monotonic() - began < 5
     assert client.stats()[0].newest_version == 0
     client.close()

@@ -30,7 +30,10 @@ def run(program: str, tmp_path: Path) -> "subprocess.CompletedProcess[str]":
 
 def test_pages_show_how_to_write_read_and_put_again() -> None:
     shown = "".join(program for _, program in programs())
-    assert all(f"{call}(" in shown for call in ("put_rows", "stream", "fetch", "get", "ack", "lost_rows"))
+    assert all(
+        f"{call}(" in shown
+        for call in ("put_rows", "stream", "fetch", "put", "ack", "lost_rows", "close_writing", "StreamingDataLoader")
+    )
 
 
 @pytest.mark.parametrize(("page", "program"), programs())
@@ -47,7 +50,7 @@ import tq
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     with tq.start({"train": ["prompt"]}, num_units=1) as queue:
-        queue.client("me").put_rows({"prompt": tq.column(["1 + 1 ="])})
+        queue.client("me").put_rows({"prompt": ["1 + 1 ="]})
 """
 
 

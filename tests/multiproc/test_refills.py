@@ -40,16 +40,16 @@ def _start_controller(credentials: Credentials) -> Iterator[Start]:
 
 
 def judge(client: QueueClient, *, groups: set[int], refused: int | None = None) -> None:
-    """Score groups; give the refused one back until nobody gets it any more."""
+    """Score groups; release the refused one until it does not come any more."""
     left, failures = set(groups), 0
     while left or (refused is not None and failures < 2):
         lease = client.fetch("judge", num_rows=2, timeout_s=20)
         group = lease.groups[0]
         if group == refused:
-            client.give_back("judge", lease)
+            lease.release()
             failures += 1
             continue
-        client.put("judge", lease, lease.rows, {"score": client.get(lease, ["x"])["x"]})
+        lease.put({"score": lease["x"]})
         left.discard(group)
 
 
@@ -61,7 +61,7 @@ def test_step_is_full_and_the_trainer_hears_of_the_refill(credentials: Credentia
     judge(client, groups={0, 2, 3, 4}, refused=1)
     loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=2, rows_per_round=2)
     loader.next_partition()
-    assert sorted(group for batch, _ in loader for group in batch.groups) == [0, 0, 4, 4]
+    assert sorted(group for batch in loader for group in batch.groups) == [0, 0, 4, 4]
     refill = Refill(4, 1, 1, QuarantineCause("judge", 2))
     assert client.publish_version(1) == [refill]
     assert client.publish_version(1, refills_known=1) == []
@@ -81,8 +81,8 @@ def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
     filtered: list[int] = []
     while len(filtered) < 2:  # the first groups that come
         lease = client.fetch("judge", num_rows=2, timeout_s=20)
-        client.filter_groups("judge", lease, lease.rows)
-        client.filter_groups("judge", lease, lease.rows)
+        lease.filter(lease.rows)
+        lease.filter(lease.rows)
         filtered.append(lease.groups[0])
         if len(filtered) == 1:
             wait_until(lambda: client.publish_version(0), "no refill", deadline_s=20)  # else the group comes again
@@ -92,7 +92,7 @@ def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
     judge(client, groups={2, 3, 4, 5})
     loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=2, rows_per_round=2)
     loader.next_partition()
-    assert sorted(group for batch, _ in loader for group in batch.groups) == [4, 4, 5, 5]
+    assert sorted(group for batch in loader for group in batch.groups) == [4, 4, 5, 5]
     refills = client.publish_version(1)
     # Which one came first, a restarted lead learns from the other controller.
     assert [(refill.group, refill.step) for refill in refills] == [(4, 1), (5, 1)]
@@ -120,7 +120,7 @@ def test_many_filtered_groups_are_known_to_the_next_lead(credentials: Credential
     filtered = 0
     while filtered < number:
         lease = client.fetch("judge", num_rows=number - filtered, timeout_s=20)
-        client.filter_groups("judge", lease, lease.rows)
+        lease.filter(lease.rows)
         filtered += len(lease.rows)
     wait_until(lambda: len(client.publish_version(0)) == number, "not all were replaced", deadline_s=20)
     known = client.publish_version(0)

@@ -10,10 +10,9 @@ import torch
 from failing_services import of_queue, weight_agent
 from torch.distributed import TCPStore
 
-from tq import Column, QueueClient
+from tq import Column, Lease, QueueClient
 from tq.address import QueueAddress
 from tq.config import QueueConfig, TaskConfig
-from tq.messages import Granted
 
 CONFIG = QueueConfig(num_storage_units=1, request_timeout_s=20, unit_timeout_s=1)
 WHY = "KeyError: 'nobody thought of this'"
@@ -55,8 +54,8 @@ def test_controller_whose_thread_dies_ends_and_names_it(start: Start, address: P
     client = QueueClient(QueueAddress.load(address).credentials(), "me", config=CONFIG)
     client.put_rows({"x": Column.of_scalars(torch.ones(1))})
     lease = client.fetch("train", num_rows=1)
-    assert isinstance(lease, Granted)
-    client.give_back("train", lease)  # the unit is to be told
+    assert isinstance(lease, Lease)
+    lease.release()  # the unit is to be told
     assert controller.hear() == f"controller-0: thread orders-storage-0 died: {WHY}"
     client.close()
 

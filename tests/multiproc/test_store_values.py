@@ -11,7 +11,6 @@ import torch
 
 import tq
 from tq.address import QueueAddress
-from tq.messages import Granted
 
 NUM_ROWS, ROWS_PER_PUT = 100_000, 10_000
 ROWS = range(2**40, 2**40 + NUM_ROWS)
@@ -61,7 +60,7 @@ def test_rows_lost_with_a_unit_are_asked_for_by_the_next_controller_too(queue: t
     left = NUM_ROWS
     while left:
         granted = client.fetch("train", num_rows=ROWS_PER_PUT, timeout_s=DEADLINE_S)
-        assert isinstance(granted, Granted)
-        client.ack("train", granted)
+        assert isinstance(granted, tq.Lease)
+        granted.ack()
         left -= len(granted.rows)
     assert client.stats()[0].live_rows == 0

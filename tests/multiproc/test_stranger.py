@@ -13,7 +13,6 @@ from asyncflow.errors import SealBroken
 from asyncflow.transport.handshake import ask_key
 from tq.address import QueueAddress
 from tq.control.durable_facts import Mark
-from tq.messages import Granted
 
 CONFIG = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
 DEADLINE_S = 60.0
@@ -35,7 +34,7 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
             lambda: log.read_text().count(ask_key("controller-0")) == 3, "refusal of asks", deadline_s=DEADLINE_S
         )
         lease = queue.client("another").fetch("score", num_rows=1)
-        assert isinstance(lease, Granted) and len(lease.rows) == 1
+        assert isinstance(lease, tq.Lease) and len(lease.rows) == 1
 
         base = "tq/0/controller-0"
         stopped = msgspec.msgpack.encode(Mark(stopped=True))
@@ -55,7 +54,7 @@ def test_stranger_at_the_port_of_a_queue_is_refused_by_name(tmp_path: Path) -> N
                 stranger.set(key, before)  # type: ignore[arg-type]  # the stub lacks bytes
             queue.wait_until_up(DEADLINE_S)
         lease = client.fetch("score", num_rows=1, timeout_s=CONFIG.request_timeout_s)
-        assert isinstance(lease, Granted) and len(lease.rows) == 1, "the queue goes on where it was"
+        assert isinstance(lease, tq.Lease) and len(lease.rows) == 1, "the queue goes on where it was"
 
         key = "tq/outputs/score/x"
         stranger.set(key, "1")

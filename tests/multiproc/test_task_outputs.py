@@ -10,7 +10,7 @@ import torch
 
 import tq
 from asyncflow.errors import PeerRefused
-from tq.messages import Granted, LostRows, NoRows
+from tq.messages import LostRows, NoRows
 
 SHORT_FORM = {"first": ["x"], "second": ["x", "h"]}
 FAST = tq.QueueConfig(request_timeout_s=20, lease_timeout_s=3, unit_grace_s=0.5)
@@ -21,11 +21,11 @@ def values(*numbers: float) -> tq.Column:
     return tq.column(torch.tensor(numbers))
 
 
-def take(client: tq.QueueClient, task: str, num_rows: int) -> Granted:
+def take(client: tq.QueueClient, task: str, num_rows: int) -> tq.Lease:
     """Fetch so many rows, whatever a restart in between answers; fails after the deadline."""
     for _ in range(int(DEADLINE_S)):
         answer = client.fetch(task, num_rows=num_rows, timeout_s=1)
-        if isinstance(answer, Granted):
+        if isinstance(answer, tq.Lease):
             return answer
     raise AssertionError(f"nothing was ready for {task}")
 
@@ -56,7 +56,7 @@ def lost(client: tq.QueueClient) -> LostRows:
 def first_writes(client: tq.QueueClient, rows: list[int]) -> None:
     lease = take(client, "first", len(rows))
     assert sorted(lease.rows) == rows
-    client.put("first", lease, lease.rows, {"h": values(*(10.0 * row for row in lease.rows))})
+    lease.put({"h": values(*(10.0 * row for row in lease.rows))})
 
 
 @pytest.mark.parametrize("num_controllers", [1, 2])
@@ -73,8 +73,8 @@ def test_a_column_that_died_with_its_unit_is_written_again(num_controllers: int,
         client.put_rows({"x": values(0, 1, 2)}, rows=range(3))
         first_writes(client, [0, 1, 2])
         lease = take(client, "second", 3)
-        assert client.get(lease, ["h"])["h"].values.tolist() == [10.0 * row for row in lease.rows]
-        client.ack("second", lease)
+        assert lease["h"].values.tolist() == [10.0 * row for row in lease.rows]
+        lease.ack()
         assert nothing_for(client, "first") and nothing_for(client, "second")
         assert client.stats()[0].live_rows == 0
 
@@ -85,9 +85,9 @@ def test_a_task_that_acked_a_row_without_writing_stays_done_with_it() -> None:
         client = queue.client("me")
         client.put_rows({"x": values(0, 1)}, rows=[0, 1])
         lease = take(client, "first", 2)
-        client.put("first", lease, [0], {"h": values(1)})
-        client.ack("first", lease, [1])
-        client.ack("look", take(client, "look", 2))
+        lease.put({"h": values(1)}, [0])
+        lease.ack([1])
+        take(client, "look", 2).ack()
         kill_and_wait(queue, "storage-0")
         client.put_rows({"x": values(0, 1)}, rows=lost(client).rows)
         first_writes(client, [0])
@@ -102,8 +102,8 @@ def test_a_task_whose_put_was_refused_and_that_acked_stays_done_with_the_row() -
         first_writes(client, [0])
         lease = take(client, "second", 1)
         with pytest.raises(PeerRefused, match="second put h already"):
-            client.put("second", lease, [0], {"h": values(1)})
-        client.ack("second", lease)
+            lease.put({"h": values(1)}, [0])
+        lease.ack()
         kill_and_wait(queue, "storage-0")
         client.put_rows({"x": values(0)}, rows=lost(client).rows)
         first_writes(client, [0])

@@ -34,7 +34,7 @@ def client(port: int, pipe: Pipe, num_values: int) -> None:
     x = torch.arange(4 * num_values, dtype=torch.float32).view(4, num_values)
     mine.put_rows({"x": Column.of_rows(list(x))}, partition=0)
     lease = mine.fetch("double", num_rows=4)
-    read = mine.get(lease, ["x"])["x"]
+    read = lease["x"]
     order = [mine_row % 4 for mine_row in lease.rows]
     same = torch.equal(read.values.view(4, num_values), x[order])
     (stats,) = mine.unit_stats().values()

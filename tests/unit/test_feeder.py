@@ -9,6 +9,7 @@ import torch
 
 from asyncflow.errors import Superseded, TransportError
 from tq.batch import Column, PackedBatch
+from tq.client.lease import Lease
 from tq.config import ScheduleMode
 from tq.messages import Granted, NoRows, NoRowsReason
 from weightsync.version import Version
@@ -25,7 +26,7 @@ class Queue:
         self.asked: queue.Queue[tuple[int, Version]] = queue.Queue()
         self.answers: queue.Queue[Any] = queue.Queue()
         self.void: set[int] = set()
-        self.given_back: list[Granted] = []
+        self.released: list[list[int]] = []
         self.unreadable: list[TransportError] = []
 
     def fetch(self, task: str, *, num_rows: int, version: int, lineage: int) -> Any:
@@ -34,7 +35,7 @@ class Queue:
         answer = self.answers.get(timeout=DEADLINE_S)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Lease(self, answer) if isinstance(answer, Granted) else answer  # type: ignore[arg-type]
 
     def get(self, granted: Granted, names: list[str]) -> PackedBatch:
         if self.unreadable:
@@ -44,8 +45,8 @@ class Queue:
         columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def give_back(self, task: str, granted: Granted) -> None:
-        self.given_back.append(granted)
+    def release(self, granted: Granted, rows: list[int]) -> None:
+        self.released.append(rows)
 
 
 def granted_void(client: Queue, *rows: int) -> Granted:
@@ -128,7 +129,7 @@ def test_lease_whose_unit_is_gone_is_given_back_and_asked_for_again() -> None:
     client.answers.put(granted(5))
     client.answers.put(granted(6))
     wait_for(wake)
-    assert [lease.rows for lease in client.given_back] == [[5]]
+    assert client.released == [[5]]
     assert [lease.batch.indices for lease in feeder.take()] == [(6,)]
 
 
@@ -137,7 +138,7 @@ def test_lease_that_is_void_before_it_was_read_is_passed_over() -> None:
     feeder.want(2, version=Version(0, 0))
     client.answers.put(granted_void(client, 5))
     assert [client.asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(2, Version(0, 0))] * 2
-    assert [lease.rows for lease in client.given_back] == [[5]]
+    assert client.released == [[5]]
     client.answers.put(granted(5))
     wait_for(wake)
     assert len(feeder.take()) == 1

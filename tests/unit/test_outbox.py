@@ -13,6 +13,7 @@ from asyncflow.errors import Superseded, UserCodeFailed
 from launcher.config import load_config
 from launcher.recipes import find_recipe
 from tq.batch import Column, PackedBatch
+from tq.client.lease import Lease
 from tq.messages import Granted
 from workers.engines.base import Generation
 from workers.outbox import Outbox, RolloutLease
@@ -27,7 +28,7 @@ DEADLINE_S = 30
 
 
 class Queue:
-    """Remembers puts; stands in for `QueueClient`."""
+    """Remembers puts; stands in for a client's data plane."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.puts: list[tuple[list[int], Mapping[str, Column]]] = []
@@ -35,15 +36,15 @@ class Queue:
         self.arrived = threading.Semaphore(0)
         self.error = error
 
-    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        assert task == "actor_rollout" and granted.token == 7
+    def put(self, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        assert granted.token == 7
         if self.error is not None:
             raise self.error
         self.puts.append((list(rows), columns))
         self.arrived.release()
 
-    def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
-        assert task == "actor_rollout" and granted.token == 7
+    def filter(self, granted: Granted, rows: Sequence[int]) -> None:
+        assert granted.token == 7
         self.filtered.append(list(rows))
 
 
@@ -88,14 +89,14 @@ def test_samples_whose_directory_cannot_be_made_cost_the_run_nothing(tmp_path: P
     assert not (tmp_path / "gone").exists()
 
 
-def lease(*prompts: int) -> RolloutLease:
+def lease(client: Queue, *prompts: int) -> RolloutLease:
     rows = list(range(10, 10 + len(prompts)))
     granted = Granted("actor_rollout", 7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
         "answers": Column.of_texts(["-"] * len(rows)),
     }
-    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)))
+    return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
 
 def answer(index: int) -> Generation:
@@ -105,7 +106,7 @@ def answer(index: int) -> Generation:
 
 def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: GatedScorer, samples: SampleLog) -> None:
     client = Queue()
-    one, outbox = lease(3, 5, 6, 7), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    one, outbox = lease(client, 3, 5, 6, 7), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11, 12, 13):
         outbox.add(one, answer(index))
     assert client.arrived.acquire(timeout=DEADLINE_S)
@@ -121,7 +122,7 @@ def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: Gated
 
 def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
     client = Queue()
-    one, outbox = lease(5, 6, 7), Outbox(client, scorer=None, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    one, outbox = lease(client, 5, 6, 7), Outbox(scorer=None, samples=samples, rows_per_put=2)
     for index in (12, 10, 11):
         outbox.add(one, answer(index))
     outbox.close(stop=threading.Event())
@@ -131,7 +132,7 @@ def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
 
 def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: SampleLog) -> None:
     client, stop = Queue(), threading.Event()
-    one, outbox = lease(3, 5), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    one, outbox = lease(client, 3, 5), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     outbox.add(one, answer(10))
     stop.set()
     outbox.close(stop=stop)
@@ -142,7 +143,8 @@ def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: Sampl
 def test_void_lease_is_dropped_and_other_errors_are_raised(
     samples: SampleLog, error: Exception, expected: type[Exception] | None
 ) -> None:
-    one, outbox = lease(5), Outbox(Queue(error), scorer=None, samples=samples, rows_per_put=1)  # type: ignore[arg-type]
+    client = Queue(error)
+    one, outbox = lease(client, 5), Outbox(scorer=None, samples=samples, rows_per_put=1)
     outbox.add(one, answer(10))
     if expected is None:
         outbox.close(stop=threading.Event())
@@ -153,15 +155,10 @@ def test_void_lease_is_dropped_and_other_errors_are_raised(
 
 def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
     failed = threading.Event()
+    client = Queue(ValueError("broken"))
     one, outbox = (
-        lease(5),
-        Outbox(
-            Queue(ValueError("broken")),
-            scorer=None,
-            samples=samples,
-            rows_per_put=1,
-            failed=failed.set,  # type: ignore[arg-type]
-        ),
+        lease(client, 5),
+        Outbox(scorer=None, samples=samples, rows_per_put=1, failed=failed.set),
     )
     outbox.check()
     outbox.add(one, answer(10))
@@ -174,19 +171,19 @@ def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
     scorer: GatedScorer, samples: SampleLog
 ) -> None:
     client = Queue()
-    old, outbox = lease(3, 5, 6), Outbox(client, scorer=scorer, samples=samples, rows_per_put=2)  # type: ignore[arg-type]
+    old, outbox = lease(client, 3, 5, 6), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11):  # the first waits for its score, so the second waits for company
         outbox.add(old, answer(index))
     outbox.abandon()
     scorer.open.set()
-    new = lease(5, 7)
+    new = lease(client, 5, 7)
     for index in (10, 11):
         outbox.add(new, answer(index))
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
 
 
-def leased_groups(*groups: int) -> RolloutLease:
+def leased_groups(client: Queue, *groups: int) -> RolloutLease:
     """A lease of these groups' rows, 10, 11, ...; answer "c" is what `answer` gives."""
     rows = list(range(10, 10 + len(groups)))
     granted = Granted("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
@@ -194,7 +191,7 @@ def leased_groups(*groups: int) -> RolloutLease:
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
         "answers": Column.of_texts(["-"] * len(rows)),
     }
-    return RolloutLease(granted, PackedBatch(tuple(rows), columns, groups))
+    return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 
 
 class GradedScorer(Scorer):
@@ -216,8 +213,8 @@ class GradedScorer(Scorer):
 def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model_dir: Path, samples: SampleLog) -> None:
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
     scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
-    one = leased_groups(0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
-    outbox = Outbox(client, scorer=scorer, samples=samples, rows_per_put=2, filter_size=2)  # type: ignore[arg-type]
+    one = leased_groups(client, 0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, filter_size=2)
     tokens = {10: 4, 11: 5, 12: 4, 13: 6, 14: 7, 15: 8, 16: 9}
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index in (12, 10, 14, 16, 15, 13, 11):
@@ -235,8 +232,8 @@ def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
     text = {token: scorer._decoder.response((token, 1)) for token in (4, 5, 6, 7)}
     scorer.good, scorer.bad = frozenset({text[4]}), frozenset({text[6], text[7]})
-    one = leased_groups(*[0] * 3, *[1] * 3, *[2] * 3)
-    outbox = Outbox(client, scorer=scorer, samples=samples, rows_per_put=3, filter_size=3)  # type: ignore[arg-type]
+    one = leased_groups(client, *[0] * 3, *[1] * 3, *[2] * 3)
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=3, filter_size=3)
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index, token in enumerate((4, 5, 6, 4, 4, 6, 6, 7, 6), start=10):
         response = torch.tensor([token, 1])

@@ -14,6 +14,7 @@ import workers.rollout as rollout
 from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
+from tq.client.lease import Lease
 from tq.config import ScheduleMode
 from tq.messages import Granted
 from weightsync.version import Version
@@ -76,13 +77,16 @@ class Put(list[tuple[RolloutLease, Any]]):
         self.clear()
 
 
+NO_CALLS: Any = None
+
+
 def lease(step: int, *rows: int) -> RolloutLease:
     granted = Granted("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([1])] * len(rows)),
         "answers": Column.of_texts(["-"] * len(rows)),
     }
-    return RolloutLease(granted, PackedBatch(tuple(rows), columns, (0,) * len(rows)))
+    return RolloutLease(Lease(NO_CALLS, granted), PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
 
 def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE_S) -> Any:

@@ -145,7 +145,7 @@ class MooncakeBackend:
 
 
 def _check_port(name: str, config: BackendConfig) -> None:
-    """Fail at once where nobody listens; the client library would try for a minute and a half."""
+    """Fail at once where no server listens; the client library would try for a minute and a half."""
     host, _, port = config.address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), config.timeout_s).close()

@@ -1,19 +1,23 @@
-"""What callers may say to a `QueueClient`; anything else is a `ConfigError` before a service hears of it. Pure."""
+"""Checks what callers pass to a client: a wrong argument is a `ConfigError` before a service hears of it. Pure."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 from asyncflow.errors import ConfigError
-from tq.batch import Column
+from tq.batch import Column, column_of
 from tq.messages import Granted
 
 _MOST = 2**63 - 1
 _LONGEST_S = 10**9
 
 
-def common_length(columns: Mapping[str, Column]) -> int:
-    """Return the number of rows of a put's columns.
+def as_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Column], int]:
+    """Return a put's columns, packed, and their number of rows.
+
+    Args:
+        columns: name -> `Column`, or what `tq.column` makes one of: a tensor, a list of tensors, strings, ...
 
     Raises:
         ConfigError: these are no columns, or not equally long, or one has no name.
@@ -22,19 +26,22 @@ def common_length(columns: Mapping[str, Column]) -> int:
         raise ConfigError(f"a put needs columns by name, not a {type(columns).__name__}")
     if "" in columns:
         raise ConfigError('a column is named ""; give it a name')
-    for name, column in columns.items():
+    packed = {}
+    for name, data in columns.items():
         if not isinstance(name, str):
             raise ConfigError(f"a column is named {name!r}, a {type(name).__name__}; name it with a string")
-        if not isinstance(column, Column):
-            raise ConfigError(f"column {name!r} is a {type(column).__name__}; make it a column: tq.column([...])")
-    lengths = {name: len(column) for name, column in columns.items()}
+        try:
+            packed[name] = column_of(data)
+        except ConfigError as error:
+            raise ConfigError(f"column {name!r}: {error}") from error
+    lengths = {name: len(column) for name, column in packed.items()}
     if len(set(lengths.values())) != 1:
         raise ConfigError(f"a put needs columns, all with the same number of rows, not {lengths}")
-    return next(iter(lengths.values()))
+    return packed, next(iter(lengths.values()))
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Return the columns that are asked for; ConfigError when these are no names."""
+    """Return the columns to read; ConfigError when these are no names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigError(f"columns are asked for by a list of names, not by {names!r}")
     asked = list(names)
@@ -83,17 +90,10 @@ def check_task(task: str, known: Sequence[str]) -> None:
         raise ConfigError(f"no task is named {task!r}; known: {' '.join(known)}")
 
 
-def check_granted(granted: Granted) -> None:
-    """Refuse what is no lease, such as the `NoRows` of a fetch that came back with nothing."""
-    if not isinstance(granted, Granted):
-        raise ConfigError(f"a lease is what a fetch grants (Granted), not a {type(granted).__name__}")
-
-
-def check_lease(task: str, granted: Granted, rows: Sequence[int]) -> None:
-    """Refuse a lease of another task, and rows that are not in it."""
-    check_granted(granted)
-    if granted.task != task:
-        raise ConfigError(f"the lease {granted.token} is {granted.task}'s, not {task}'s")
-    foreign = set(check_numbers("rows", rows)).difference(granted.rows)
+def check_rows_of(grant: Granted, rows: Sequence[int]) -> list[int]:
+    """Return rows of a lease as plain integers; ConfigError names those that are not in it."""
+    plain = check_numbers("rows", rows)
+    foreign = set(plain).difference(grant.rows)
     if foreign:
-        raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {granted.token}")
+        raise ConfigError(f"rows {sorted(foreign)[:8]} are not in the lease {grant.token} of {grant.task}")
+    return plain

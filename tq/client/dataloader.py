@@ -2,12 +2,12 @@
 
     loader = StreamingDataLoader(client, "actor_train", columns, first_partition=1, last_partition=60, ...)
     while loader.next_partition():
-        for batch, indices in loader:          # packed, as soon as rows are ready; may be empty in a round
-            ...
+        for batch in loader:                   # packed, as soon as rows are ready; may be empty in a round
+            ...                                # batch["responses"], batch.indices
         loader.ack()                           # after the optimizer update; `ack_soon` does it beside the next step
 
     for rounds in loader.passes(4, seed=7):    # the same rows several times (PPO), in place of the inner loop
-        for batch, indices in rounds: ...      # (the actor keeps rounds itself: with the columns it computed)
+        for batch in rounds: ...               # (the actor keeps rounds itself: with the columns it computed)
 
 It is an `IterableDataset`: `torch.utils.data.DataLoader(loader, batch_size=None)` iterates over it too.
 
@@ -17,9 +17,7 @@ that thread broadcasts (`tq.client.replica`), so nothing but taking a finished b
 
 import random
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -27,14 +25,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
 from tq.balance import split_by_tokens, split_evenly
-from tq.batch import Column, PackedBatch
-from tq.client.patience import Patience
+from tq.batch import PackedBatch
+from tq.client.arguments import as_columns, check_names
+from tq.client.lease import AckThread
 from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
 from tq.client.replica import Replica, Round
+from tq.client.stall_monitor import StallMonitor
 from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
-
-Rows = tuple[PackedBatch, tuple[int, ...]]
 
 ALL_ROWS = 2**31 - 1
 """`FetchRound.num_rows` of a loader whose rounds are limited by tokens alone."""
@@ -56,7 +54,7 @@ def order_of_pass(count: int, *, seed: int | None, partition: int, number: int) 
     return order
 
 
-class StreamingDataLoader(IterableDataset[Rows]):
+class StreamingDataLoader(IterableDataset[PackedBatch]):
     """Iterates over one rank's micro-batches, one partition at a time. One thread iterates; any thread may close."""
 
     def __init__(
@@ -65,8 +63,8 @@ class StreamingDataLoader(IterableDataset[Rows]):
         task: str,
         columns: Sequence[str],
         *,
-        first_partition: int,
-        last_partition: int,
+        first_partition: int = 0,
+        last_partition: int | None = None,
         rows_per_round: int = 0,
         token_budget: int = 0,
         rank: int = 0,
@@ -82,19 +80,19 @@ class StreamingDataLoader(IterableDataset[Rows]):
             client: this rank's access to the queue; not used, and may be None, on ranks of a replica that do not fetch.
             task: the training task.
             columns: to read. Ranks of a replica that each fetch may read different ones.
-            first_partition, last_partition: the steps, inclusive.
+            first_partition, last_partition: the steps, inclusive; None: the first one alone.
             rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
             token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
             rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say who fetches, the
-                client's config does, so every rank needs its client.
+            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which
+                ranks fetch, the client's config does, so every rank needs its client.
             prefetch: rounds read ahead.
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
-            producers_timeout_s: error when nobody who writes the missing rows is connected for so long (s); longer
+            producers_timeout_s: error when no producer of the missing rows has been connected for so long (s); longer
                 than producers take to start. 0: wait for ever.
 
         Raises:
-            ConfigError: a round has no size, or nobody says who of the replica fetches.
+            ConfigError: a round has no size, or it is not known which ranks of the replica fetch.
         """
         if replica is not None and replica.fetch is None:
             if client is None:
@@ -117,23 +115,20 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self.requests = 0
         """Fetches and reads that this rank sent to controllers and storage units."""
         self._client = client
-        self._columns = tuple(columns)
-        self._last = last_partition
+        self._columns = check_names(columns)
+        self._last = first_partition if last_partition is None else last_partition
         self._partition = first_partition - 1
         self._request = FetchRound(
             task, "", first_partition, 0, rows_per_round or ALL_ROWS, rank, num_ranks, timeout_s, token_budget
         )
         self._replica = replica
         self._prefetch = max(1, prefetch)
-        self._patience = Patience(producers_timeout_s=producers_timeout_s, narrates=rank == 0)
+        self._monitor = StallMonitor(producers_timeout_s=producers_timeout_s, narrates=rank == 0)
         self._read_to_end = True
         self._tokens: dict[int, int] = {}
         self._held: list[Granted] = []
         self._owes_put = False
-        self._to_ack: deque[Granted] = deque()
-        self._acks: ThreadPoolExecutor | None = None
-        self._settling: Future[None] | None = None
-        self._lost: deque[Superseded] = deque()  # of acks, to be raised in the caller's thread
+        self._acks = AckThread(f"ack-{task}", self._ack)
         self._closing = threading.Event()
         self._asking = False
         self._ahead: ReadAhead[Round | NoRows] | None = None
@@ -158,21 +153,21 @@ class StreamingDataLoader(IterableDataset[Rows]):
         self._read_to_end = False
         return self._partition
 
-    def __iter__(self) -> Iterator[Rows]:
-        """Yield (packed batch, indices) of this rank's rounds until the partition ends or the queue stops.
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """Yield the packed batches of this rank's rounds until the partition ends or the queue stops.
 
         An iteration that was left goes on where it was; after a partition's end the next one begins, whether or not
         `next_partition` was called.
 
         Raises:
-            ProducersGone: nobody is left who could write the rows.
+            ProducersGone: no producer of the rows is left.
             TransportError: the queue, or another rank of the replica, is gone.
             ConfigError: this is a worker process of a `torch.utils.data.DataLoader`.
         """
         for granted, batch in self._rounds():
             yield self._yielded(granted, batch)
 
-    def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[Rows]]:
+    def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[PackedBatch]]:
         """Yield `count` iterations over the current partition: the first one fetches, the others repeat from memory.
 
         Rounds stay as they were dealt, so that token budgets hold and ranks keep equally many micro-batches.
@@ -208,23 +203,23 @@ class StreamingDataLoader(IterableDataset[Rows]):
         parts = split_evenly(tokens, filled, equal_counts=True) if filled else []
         return [batch.select(part) for part in parts] + [_EMPTY] * (count - filled)
 
-    def put(self, columns: Mapping[str, Column]) -> None:
+    def put(self, columns: Mapping[str, Any]) -> None:
         """Write the task's outputs for the round that was yielded last; its rows then need no ack.
 
         Args:
             columns: outputs, in the order of the round's rows; none for an empty round.
 
         Raises:
-            Superseded: the rows are somebody else's by now; drop the work and go on.
-            ConfigError, TransportError: see `QueueClient.put`. Put again: until then nothing else works, since the
-                rows would stay leased, or be acked without their outputs.
+            Superseded: other consumers have the rows by now; drop the work and go on.
+            ConfigError, TransportError: see `Lease.put`. Put again: until then nothing else works, since the rows would
+                stay leased, or be acked without their outputs.
         """
         granted = self._held[-1]
         lost: Superseded | None = None
         self._owes_put = True
         try:
             if granted.rows and self._client is not None:
-                self._client.put(self._request.task, granted, granted.rows, columns)
+                self._client.data.put(granted, granted.rows, as_columns(columns)[0])
         except Superseded as error:
             lost = error
         self._owes_put = False
@@ -236,33 +231,29 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
 
         Raises:
-            Superseded: some were somebody else's by now, so they were trained for nothing; all others are acked. Raised
+            Superseded: other consumers had some by now, so they were trained for nothing; all others are acked. Raised
                 once.
             TransportError: some are still to be acked.
             ConfigError: the last round's outputs could not be put.
         """
-        self._begin_acks().result()
-        self._settling = None
-        self._raise_lost()
+        self._hand_over()
+        self._acks.wait()
 
     def ack_soon(self) -> None:
-        """As `ack`, in a thread of its own; whoever needs to know that it is done calls `ack`.
+        """As `ack`, in a thread of its own; call `ack` to wait until it is done.
 
         Raises:
             AsyncFlowError: one of those begun so far failed, see `ack`. The others go on.
         """
-        before = self._settling
-        self._begin_acks()
-        if before is not None and before.done():
-            before.result()
-        self._raise_lost()
+        self._hand_over()
+        self._acks.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the partition to begin with. Rows of it that are acked already do not come again.
 
         What `ack_soon` has not done yet counts as not acked: call `ack` before a checkpoint.
         """
-        finished = self._read_to_end and not self._held and not self._to_ack
+        finished = self._read_to_end and not self._held and self._acks.idle
         return {"task": self._request.task, "partition": self._partition + 1 if finished else self._partition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -281,17 +272,13 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """Stop reading ahead and end an iteration in progress; idempotent. Does not wait for a parked fetch."""
         self._closing.set()
         self.stopped = True
-        acks, self._acks = self._acks, None
-        if acks is not None:
-            acks.shutdown(wait=False)  # what it was given is still acked
-            if self._settling is not None:
-                wait([self._settling], timeout=_JOIN_S)
+        self._acks.close()
         ahead, replica = self._ahead, self._replica
         if ahead is None:
             return
         ahead.close()
         if replica is not None and replica.shares and ahead.alive:
-            replica.abort()  # whoever else of the replica still reads gets an error
+            replica.abort()  # ranks of the replica that still read get an error
         if not self._asking:
             ahead.join(_JOIN_S)
 
@@ -331,40 +318,24 @@ class StreamingDataLoader(IterableDataset[Rows]):
             num_rows = len(self._held[-1].rows)
             raise ConfigError(f"{self._name}: outputs of {num_rows} rows could not be put; put them again")
 
-    def _yielded(self, granted: Granted, batch: PackedBatch) -> Rows:
+    def _yielded(self, granted: Granted, batch: PackedBatch) -> PackedBatch:
         self.round_rows, self.round_partition = granted.round_rows, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
-        return batch, batch.indices
+        return batch
 
-    def _begin_acks(self) -> Future[None]:
+    def _hand_over(self) -> None:
         self._refuse_owed_put()
-        self._to_ack.extend(self._held)
+        self._acks.add(self._held)
         self._held.clear()
-        if self._acks is None:
-            self._acks = ThreadPoolExecutor(1, thread_name_prefix=f"ack-{self._request.task}")
-        self._settling = self._acks.submit(self._settle_all)
-        return self._settling
 
-    def _raise_lost(self) -> None:
-        lost = [self._lost.popleft() for _ in range(len(self._lost))]
-        if lost:
-            raise lost[0]
-
-    def _settle_all(self) -> None:
-        """In the thread of acks: oldest first; one that fails stays, unless it can never succeed."""
-        while self._to_ack:
-            try:
-                if self._client is not None:
-                    self._settle(self._client, self._to_ack[0])
-            except Superseded as error:
-                self._lost.append(error)
-            self._to_ack.popleft()
-
-    def _settle(self, client: QueueClient, granted: Granted) -> None:
+    def _ack(self, granted: Granted) -> None:
+        """In the thread of acks."""
+        if self._client is None:
+            return
         if self._replica is not None and not self._replica.acks:
-            client.forget(self._request.task, granted)  # else a restarted controller would keep it for this client
+            self._client.data.forget(granted)  # else a restarted controller would keep it for this client
         elif granted.rows:
-            client.ack(self._request.task, granted)
+            self._client.data.ack(granted, granted.rows)
 
     # In the read-ahead thread
 
@@ -391,7 +362,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
                     yield answer, batch
                 continue
             if answer.reason is NoRowsReason.DEADLINE:
-                self._patience.waited(answer)
+                self._monitor.waited(answer)
             yield answer
             if answer.reason is NoRowsReason.PARTITION_DONE:
                 partition, round_index = partition + 1, 0
@@ -401,7 +372,7 @@ class StreamingDataLoader(IterableDataset[Rows]):
     def _ask(self, client: QueueClient, partition: int, round_index: int) -> Granted | NoRows:
         request = self._request
         what = f"{request.task}, rank {request.rank}: round {round_index} of partition {partition}"
-        timeout_s = self._patience.ask(what, request.timeout_s)
+        timeout_s = self._monitor.ask(what, request.timeout_s)
         request = replace(request, partition=partition, round_index=round_index, timeout_s=timeout_s)
         self.requests += 1
         self._asking = True
@@ -414,12 +385,12 @@ class StreamingDataLoader(IterableDataset[Rows]):
         """Read a lease's rows; None when their unit is gone: the same round is then asked for again."""
         self.requests += len(set(granted.units))
         try:
-            batch = client.get(granted, self._columns) if granted.rows else _EMPTY
+            batch = client.data.get(granted, self._columns) if granted.rows else _EMPTY
         except PeerRefused:
             raise
         except TransportError as error:
-            self._patience.unreadable(error)
+            self._monitor.unreadable(error)
             self._closing.wait(_RETRY_S)
             return None
-        self._patience.served()
+        self._monitor.served()
         return batch

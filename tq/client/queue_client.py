@@ -1,49 +1,46 @@
-"""A process's access to the queue: put rows, lease, read, write. Thread-safe; connects to each service on first use.
+"""A process's access to the queue: put rows, lease them, read and list them. Thread-safe; connects on first use.
 
-    client = QueueClient(credentials, "ref-0/0", config=config)
-    granted = client.fetch("ref_log_probs", num_rows=32, timeout_s=60)
-    batch = client.get(granted, ["prompts", "responses"])
-    client.put("ref_log_probs", granted, batch.indices, {"ref_log_probs": column})
+    client = tq.connect(address, "scorer")
+    for lease in client.stream("score", ["prompt"], num_rows=32):
+        lease.put({"score": scores(lease["prompt"])})
 
-A controller that restarts is waited for. A unit that is gone is an error, since its rows are gone, too; but new rows go
-to another one, and acks need no row.
+Calls wait for a controller that restarts. A unit that is gone is an error, since its rows are gone, too; but new rows
+go to another unit, and acks need no row.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from asyncflow.errors import ConfigError, Superseded, TransportError
+from asyncflow.errors import ConfigError, TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.batch import Column, PackedBatch
+from tq.batch import PackedBatch
 from tq.client.arguments import (
-    check_granted,
-    check_lease,
+    as_columns,
     check_marks,
     check_names,
     check_number,
     check_numbers,
     check_task,
     check_timeout,
-    common_length,
 )
-from tq.client.held_leases import HeldLeases
+from tq.client.data_plane import DataPlane
+from tq.client.lease import Lease, LeaseStream
 from tq.client.queue_snapshot import restore_snapshot, take_snapshot
-from tq.client.services import PUT_GRACE_S, QueueServices, expect
-from tq.client.somewhere import put_somewhere
-from tq.client.unit_calls import UnitCalls
-from tq.client.unit_loads import UnitLoads
+from tq.client.session import QueueSession, expect
 from tq.config import QueueConfig, ReplicaFetch
 from tq.messages import (
     NEW_ROWS,
     ClearPartition,
+    CloseWriting,
     CommitPartitions,
     Done,
     FetchRound,
     FetchRows,
     GetQueueStats,
     GetUnitStats,
-    GiveBack,
     Granted,
     LostRows,
     NoRows,
@@ -52,8 +49,8 @@ from tq.messages import (
     PublishVersion,
     PutRows,
     QueueStats,
+    RowInfo,
     Stop,
-    Stored,
     UnitStats,
     WatchLost,
 )
@@ -63,7 +60,7 @@ _MOST_ROWS = 2**31
 
 
 class QueueClient:
-    """One consumer or producer. Its leases live as long as its heartbeats."""
+    """One consumer or producer; a context manager. Its leases live as long as its heartbeats."""
 
     def __init__(
         self,
@@ -78,37 +75,43 @@ class QueueClient:
         credentials: store and secret.
         name: of this process, for messages; need not be unique.
         config: limits and deadlines.
-        stop: once set, services that are gone are not waited for.
+        stop: once set, calls do not wait for services that are gone.
         attempt: how often a process of this name was started before. It says that there is one at a time, so that the
             leases of earlier ones return as soon as this one asks for something. None: there may be several.
         """
         self._config = config
-        self._held = HeldLeases()
-        self._services = QueueServices(
-            credentials, name, config=config, stop=stop or threading.Event(), held=self._held, attempt=attempt
-        )
-        self._calls = UnitCalls(self._services, max_message_bytes=config.max_message_bytes)
-        self._loads = UnitLoads()
+        stop = stop or threading.Event()
+        self._session = QueueSession(credentials, name, config=config, stop=stop, attempt=attempt)
+        self.data = DataPlane(self._session, max_message_bytes=config.max_message_bytes)
+        """What `Lease` and `StreamingDataLoader` ask the units."""
+
+    def __enter__(self) -> "QueueClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def owner(self) -> str:
         """This consumer with its incarnation: leases are bound to it."""
-        return self._services.owner
+        return self._session.owner
 
     @property
     def replica_fetch(self) -> ReplicaFetch:
-        """Who of the ranks that share rows fetches, as the queue's config says."""
+        """Which of the ranks that share rows fetches, as the queue's config says."""
         return self._config.replica_fetch
 
     def close(self) -> None:
-        """Say goodbye everywhere; leases return. Idempotent."""
-        self._services.close()
+        """Leave the queue; leases return. Idempotent."""
+        self._session.close()
 
     # Producing
 
     def put_rows(
         self,
-        columns: Mapping[str, Column],
+        columns: Mapping[str, Any],
         *,
         partition: int = 0,
         rows: Sequence[int] | None = None,
@@ -120,7 +123,7 @@ class QueueClient:
         """Create rows with their first columns on the unit that holds least; waits while the queue is full.
 
         Args:
-            columns: all with the same number of rows.
+            columns: name -> tensor or array [N, ...], list of N tensors, strings, bytes or JSON values, or `Column`.
             partition: the step that the rows belong to.
             rows: their global indices; default: new ones from the job store.
             groups: group ids; default: `group_size` neighbours make one, or each row its own.
@@ -135,10 +138,11 @@ class QueueClient:
             ConfigError: the arguments do not go together; nothing was put.
             QueueFull: no room within `timeout_s`; says what it waited for.
             RowsExist: a row exists already.
+            PeerRefused: the queue was closed for writing.
             TransportError: no unit took them in time, or another put of one of them did not end in time.
         """
-        timeout_s = check_timeout(self._services.seconds(timeout_s))
-        number = common_length(columns)
+        timeout_s = check_timeout(self._session.seconds(timeout_s))
+        packed, number = as_columns(columns)
         partition = check_number("partition", partition)
         group_size = check_number("group_size", group_size)
         rows = None if rows is None else check_numbers("rows", rows)
@@ -147,24 +151,24 @@ class QueueClient:
             if given is not None and len(given) != number:
                 raise ConfigError(f"a put of {number} rows names {len(given)} {what}; name one for each row")
         marks = check_marks(commits or {}, number)
-        headers, payload = self._calls.described(columns)
+        headers, payload = self.data.describe(packed)
         if rows is not None:
-            self._services.reserve_rows(rows)
-        indices = tuple(self._services.new_rows(number) if rows is None else rows)
+            self._session.reserve_rows(rows)
+        indices = list(self._session.new_rows(number) if rows is None else rows)
         if groups is None:
             size = max(1, group_size)
             groups = [indices[k - k % size] for k in range(number)]
+        self._session.beats.writes((NEW_ROWS, *packed))
+        message = PutRows(partition, indices, list(groups), headers, group_size, timeout_s, marks)
+        self.data.put_rows(message, payload)
+        return tuple(indices)
 
-        def put(unit: str) -> None:
-            connection = self._services.unit(unit)
-            message = PutRows(partition, list(indices), list(groups), headers, group_size, timeout_s, marks)
-            future = connection.submit(message, payload)
-            stored = expect(self._services.answer(future, unit, message, timeout_s + PUT_GRACE_S), Stored)
-            self._loads.put(unit, stored.num_bytes)
+    def close_writing(self) -> None:
+        """Refuse new rows from now on. Streams end when their task is done with all rows that are there.
 
-        self._services.beats.writes((NEW_ROWS, *columns))
-        put_somewhere(self._services, self._loads, put, timeout_s)
-        return indices
+        Tasks still write outputs, and rows that were lost may still be put again.
+        """
+        self._session.tell_controllers(CloseWriting())
 
     def open_partition(self, partition: int, num_rows: int) -> None:
         """Declare how many rows a partition will have, so that its end can be known.
@@ -173,7 +177,7 @@ class QueueClient:
             ConfigError: a negative number.
         """
         message = OpenPartition(check_number("partition", partition), check_number("num_rows", num_rows))
-        self._services.tell_controllers(message)
+        self._session.tell_controllers(message)
 
     def lost_rows(self, after: int = 0, *, timeout_s: float | None = None) -> LostRows | None:
         """Wait for rows that were lost with a unit: put them again under the same indices.
@@ -182,30 +186,72 @@ class QueueClient:
             after: `sequence` of the last answer; 0 at first.
             timeout_s: then None; default `request_timeout_s`.
         """
-        timeout_s = check_timeout(self._services.seconds(timeout_s))
+        timeout_s = check_timeout(self._session.seconds(timeout_s))
         message = WatchLost(check_number("after", after), timeout_s)
-        reply = self._services.ask(self._services.directory.lead, message, timeout_s)
+        reply = self._session.ask(self._session.directory.lead, message, timeout_s)
         return reply if isinstance(reply, LostRows) else None
 
     # Consuming
+
+    def stream(
+        self,
+        task: str,
+        columns: Sequence[str],
+        *,
+        num_rows: int = 64,
+        token_budget: int = 0,
+        version: int | Callable[[], int] = 0,
+        prefetch: int = 1,
+        timeout_s: float = 60.0,
+        producers_timeout_s: float = 0.0,
+    ) -> LeaseStream:
+        """Iterate over a task's rows as they become ready, until the queue stops, or is closed for writing and done.
+
+        The next lease is fetched and read while the loop works on this one. When the loop moves on or ends, also by an
+        error, rows that it neither put nor acked are released; `max_deliveries` of the queue keeps poisonous rows from
+        coming back for ever.
+
+        Args:
+            task: whose inputs must be complete.
+            columns: to read ahead.
+            num_rows: at most so many rows per lease.
+            token_budget: at most so many tokens per lease; 0: no budget.
+            version: newest weights that this consumer holds, for version-gated tasks; newer ones end the stream
+                (`ended_by`), so that the consumer loads them and starts another one.
+            prefetch: leases fetched ahead; 0: none, and no thread.
+            timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
+            producers_timeout_s: raise `ProducersGone` when no producer of the inputs has been connected for so long
+                (s); 0: wait for them for ever.
+        """
+        return LeaseStream(
+            self.fetch,
+            task,
+            columns,
+            num_rows=num_rows,
+            token_budget=token_budget,
+            version=version,
+            prefetch=prefetch,
+            timeout_s=timeout_s,
+            producers_timeout_s=producers_timeout_s,
+        )
 
     def fetch(
         self,
         task: str,
         *,
-        num_rows: int,
+        num_rows: int = 64,
         version: int = 0,
         timeout_s: float | None = None,
         token_budget: int = 0,
         replica: str = "",
         sequence: int = 0,
         lineage: int = 0,
-    ) -> Granted | NoRows:
-        """Lease ready rows; waits until there are some, the deadline passes, or the queue stops.
+    ) -> Lease | NoRows:
+        """Lease ready rows; waits until there are some, the deadline passes, or the queue stops. See also `stream`.
 
         Args:
             task: whose inputs must be complete.
-            num_rows: at most, but at least one parcel.
+            num_rows: at most, but at least one item (a row, or a whole group).
             version: newest weights that this consumer holds (version-gated tasks).
             timeout_s: default `request_timeout_s`.
             token_budget, replica, sequence, lineage: see `FetchRows`.
@@ -213,7 +259,7 @@ class QueueClient:
         Raises:
             ConfigError: no such task, or a number that cannot be.
         """
-        timeout_s = check_timeout(self._services.seconds(timeout_s))
+        timeout_s = check_timeout(self._session.seconds(timeout_s))
         if not isinstance(replica, str):
             raise ConfigError(f"replica: {replica!r} is no name")
         message = FetchRows(
@@ -227,105 +273,49 @@ class QueueClient:
             check_number("sequence", sequence),
             check_number("lineage", lineage),
         )
-        return self._fetch(message, timeout_s)
+        answer = self._fetch(message, timeout_s)
+        return Lease(self.data, answer) if isinstance(answer, Granted) else answer
 
     def fetch_round(self, request: FetchRound) -> Granted | NoRows:
-        """Lease this rank's share of a round; see `FetchRound`. Asking again for a formed round grants it again."""
+        """Lease this rank's slice of a round; see `FetchRound`. Asking again for a formed round grants it again."""
         request.owner = self.owner
         check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
         return self._fetch(request, check_timeout(request.timeout_s))
 
-    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
-        """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
+    # Rows without a lease
 
-        Raises:
-            ConfigError: this is no lease, or these are no names.
-            Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
-            PeerRefused: a column is not written.
-            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
-        """
-        check_granted(granted)
-        return self._calls.get(granted, check_names(names))
-
-    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """Write all output columns of some rows of a lease; the task is then done with them.
+    def list_rows(self, *, partition: int | None = None) -> list[RowInfo]:
+        """Return the rows that the units hold, by index: for people and tests, not for loops.
 
         Args:
-            task: that holds the lease.
-            granted: the lease.
-            rows: some of its rows, in the order of the columns' rows.
-            columns: at least one; see `ack`.
+            partition: only its rows; None: all.
 
         Raises:
-            ConfigError: task, lease, rows and columns do not go together; nothing was put.
-            Superseded: the lease is void, or the rows were lost; drop the work.
-            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
-                safe.
+            TransportError: a unit is away and did not come back within `request_timeout_s`.
         """
-        check_lease(task, granted, rows)
-        if common_length(columns) != len(rows):
-            raise ConfigError(f"{task}: columns of {common_length(columns)} rows, but {len(rows)} rows are named")
-        self._services.beats.writes(columns)
-        try:
-            self._calls.put(task, granted, rows, columns)
-        except Superseded:
-            self._drop(task, granted, rows)
-            raise
-        self._held.settled(task, granted.token, rows)
+        partition = None if partition is None else check_number("partition", partition)
+        listed = self.data.list_rows(partition=partition)
+        rows = [info for unit, part in listed.items() for record in part.records for info in RowInfo.of(record, unit)]
+        return sorted(rows, key=lambda row: row.index)
 
-    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        """The task is done with rows of a lease without writing anything. Rows lost with their unit are acked too.
+    def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> PackedBatch:
+        """Read columns of any rows, in this order. Leases are not affected.
 
         Raises:
-            ConfigError: the lease is another task's, or has no such rows.
-            Superseded: the lease is void.
-            TransportError: neither unit nor controller answered within `request_timeout_s`; acking again is safe.
+            ConfigError: these are no row indices, or no names.
+            PeerRefused: a row is not in the queue (any more), or a column is not written.
+            TransportError: a unit is away and did not come back within `request_timeout_s`.
         """
-        check_granted(granted)
-        rows = granted.rows if rows is None else rows
-        check_lease(task, granted, rows)
-        try:
-            self._calls.ack(granted, rows)
-        except Superseded:
-            self._drop(task, granted, rows)
-            raise
-        self._held.settled(task, granted.token, rows)
+        return self.data.read(check_numbers("rows", rows), check_names(columns))
 
-    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        """Return rows of a lease; somebody else gets them, as soon as the controller is back if it does not answer.
-
-        A trainer's lease (`keeps_leases`) whose controller does not answer must be given back again.
+    def clear_rows(self, rows: Sequence[int]) -> list[int]:
+        """Remove rows; returns those that were there. Leases on them are void, and they may be put anew.
 
         Raises:
-            ConfigError: the lease is another task's, or has no such rows.
-            TransportError: the controller did not answer within `request_timeout_s`.
+            ConfigError: these are no row indices.
+            TransportError: a unit, or a controller, did not come back within `request_timeout_s`. Clear again.
         """
-        check_granted(granted)
-        rows = granted.rows if rows is None else rows
-        check_lease(task, granted, rows)
-        self._held.settled(task, granted.token, rows)
-        service = self._services.directory.controller_of(task)
-        self._services.ask(service, GiveBack(task, granted.token, list(rows)))
-
-    def filter_groups(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
-        """Nobody shall work on the groups of these rows any more: they leave the queue.
-
-        Where prompts are admitted, the next one takes each one's place in its step. A lease that is void by now changes
-        nothing: the rows are somebody else's, who will judge them.
-
-        Raises:
-            ConfigError: the lease is another task's, or has no such rows.
-        """
-        check_granted(granted)
-        check_lease(task, granted, rows)
-        service = self._services.directory.controller_of(task)
-        self._services.ask(service, GiveBack(task, granted.token, list(rows), filtered=True))
-        self._held.settled(task, granted.token, rows)
-
-    def forget(self, task: str, granted: Granted) -> None:
-        """Another reader of this lease (a rank of the same replica) settles it: this client does not vouch for it."""
-        check_granted(granted)
-        self._held.forget(task, granted.token)
+        return self.data.clear_rows(check_numbers("rows", rows))
 
     # The queue as a whole
 
@@ -338,51 +328,52 @@ class QueueClient:
                 refill whose group, or a later one, could be fetched by now is among them.
         """
         message = PublishVersion(check_number("step", step), check_number("refills_known", refills_known))
-        return expect(self._services.tell_controllers(message)[0], Published).refills
+        return expect(self._session.tell_controllers(message)[0], Published).refills
 
     def stop(self) -> None:
-        """Answer everybody's fetches with `NoRows(stop)` from now on."""
-        self._services.tell_controllers(Stop())
+        """End all streams: every fetch gets `NoRows(stop)` from now on."""
+        self._session.tell_controllers(Stop())
 
     def clear_partition(self, partition: int) -> None:
-        """Remove all rows of a partition; work on them is superseded. Its rows may be put anew once this has returned.
+        """Remove all rows of a partition; leases on them are void. Its rows may be put anew once this has returned.
 
-        Units and controllers that are away are waited for.
+        The call waits for units and controllers that are away.
 
         Raises:
-            TransportError: one, or a controller, did not come back within `request_timeout_s`. Clear again.
+            TransportError: one of them did not come back within `request_timeout_s`. Clear again.
         """
         message = ClearPartition(check_number("partition", partition))
-        self._services.tell_units(message, Done, every=True)
-        self._services.tell_controllers(message)
+        self._session.tell_units(message, Done, every=True)
+        self._session.tell_controllers(message)
 
-    def commit(self, newest: int) -> None:
-        """A durable checkpoint covers partitions up to and including `newest`: retained rows go.
+    def release_checkpointed(self, step: int) -> None:
+        """A durable checkpoint covers partitions up to and including `step`: units let go of their retained rows.
 
-        A unit that is away is not waited for: the next commit covers the same partitions, and more. Controllers are
-        waited for: they write down which rows are finished, before units forget that.
+        The call does not wait for a unit that is away: the next one covers the same partitions, and more. It waits for
+        controllers: they write down which rows are finished before units forget that.
 
         Raises:
-            TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next commit
+            TransportError: a controller or a unit that is up did not answer within `request_timeout_s`. The next call
                 makes up for it.
         """
-        self._services.tell_controllers(CommitPartitions(newest))
-        self._services.tell_units(CommitPartitions(newest), Done)
+        message = CommitPartitions(check_number("step", step))
+        self._session.tell_controllers(message)
+        self._session.tell_units(message, Done)
 
     def snapshot(self, directory: Path, *, after_partition: int = -1, forget_acks_of: Sequence[str] = ()) -> int:
         """Write all rows of partitions after `after_partition` into a new directory; see `take_snapshot`."""
         return take_snapshot(
-            self._services, Path(directory), after_partition=after_partition, forget_acks_of=forget_acks_of
+            self._session, Path(directory), after_partition=after_partition, forget_acks_of=forget_acks_of
         )
 
     def restore(self, directory: Path) -> int:
         """Put the rows of a snapshot; see `restore_snapshot`."""
-        return restore_snapshot(self, self._services, Path(directory))
+        return restore_snapshot(self.put_rows, self._session, Path(directory))
 
     def checkpoint_wanted(self) -> bool:
         """Whether rows that only wait for a checkpoint take so much room that one should be saved soon.
 
-        Where a unit does not answer just now, it is not known: ask again later.
+        False, too, where a unit does not answer just now: ask again later.
         """
         limit = self._config.spill_after_bytes
         try:
@@ -392,27 +383,17 @@ class QueueClient:
 
     def stats(self) -> list[QueueStats]:
         """Return what each controller counts, the lead first."""
-        services = self._services
+        services = self._session
         return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
 
     def unit_stats(self) -> dict[str, UnitStats]:
         """Return what each unit that is up holds."""
-        return self._services.tell_units(GetUnitStats(), UnitStats)
-
-    def _drop(self, task: str, granted: Granted, rows: Sequence[int]) -> None:
-        """The lease is void for some of these rows, so the work on all of them is dropped: the others return.
-
-        The controller may also count them all as this client's, and so nobody would get them: one that is recovering
-        rebuilds the leases that it was told of when this client joined.
-        """
-        self._held.settled(task, granted.token, rows)
-        service = self._services.directory.controller_of(task)
-        self._services.post(service, GiveBack(task, granted.token, list(rows), superseded=True))
+        return self._session.tell_units(GetUnitStats(), UnitStats)
 
     def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
-        check_task(message.task, self._services.directory.tasks)
-        reply = self._services.ask(self._services.directory.controller_of(message.task), message, timeout_s)
+        check_task(message.task, self._session.directory.tasks)
+        reply = self._session.ask(self._session.directory.controller_of(message.task), message, timeout_s)
         if isinstance(reply, Granted):
-            self._held.granted(message, reply)
+            self._session.held.granted(message, reply)
             return reply
         return expect(reply, NoRows)

@@ -9,24 +9,20 @@ when it is complete. Restoring puts the rows again, spread over however many uni
 
 import secrets
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncflow.errors import CheckpointError, TransportError
-from tq.client.services import QueueServices
+from tq.client.session import QueueSession
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
 from tq.snapshot import last_rows, read_manifest, read_snapshot, write_manifest
-
-if TYPE_CHECKING:
-    from tq.client.queue_client import QueueClient
 
 _HOLD_S = 10.0
 _WRITE_TIMEOUT_S = 3600.0
 
 
 def take_snapshot(
-    services: QueueServices, directory: Path, *, after_partition: int, forget_acks_of: Sequence[str]
+    session: QueueSession, directory: Path, *, after_partition: int, forget_acks_of: Sequence[str]
 ) -> int:
     """Write the queue's rows into `directory`, which must not exist; all units must see the same file system.
 
@@ -45,14 +41,14 @@ def take_snapshot(
     beside.mkdir(parents=True)
     hold = secrets.token_hex(8)
     try:
-        held = services.tell_units(HoldPuts(hold, _HOLD_S), Done, every=True)
-        cut = services.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
+        held = session.tell_units(HoldPuts(hold, _HOLD_S), Done, every=True)
+        cut = session.tell_units(CutSnapshot(hold, after_partition, list(forget_acks_of)), Done)
         write = WriteSnapshot(hold, str(beside.resolve()))
-        written = services.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
+        written = session.tell_units(write, SnapshotWritten, timeout_s=_WRITE_TIMEOUT_S)
         _refuse_missing(held.keys(), cut.keys() & written.keys())
         num_rows = sum(part.num_rows for part in written.values())
         files = [file for part in written.values() for file in part.files]
-        outputs = services.outputs.read(services.directory.tasks)
+        outputs = session.outputs.read(session.directory.tasks)
         write_manifest(beside, files, num_rows=num_rows, outputs=outputs)
         beside.rename(directory)
     except BaseException:
@@ -61,12 +57,17 @@ def take_snapshot(
     return num_rows
 
 
-def restore_snapshot(client: "QueueClient", services: QueueServices, directory: Path) -> int:
+def restore_snapshot(put_rows: Callable[..., Sequence[int]], session: QueueSession, directory: Path) -> int:
     """Put a snapshot's rows into a queue that has none of them; tasks that were done with a row stay done.
 
     New rows that are put without indices of their own get later ones than these.
 
-    Partitions are declared (`open_partition`) by whoever declared them before.
+    Partitions are not declared here: those that were must be declared again (`open_partition`).
+
+    Args:
+        put_rows: of the client; puts the rows of one chunk.
+        session: the client's.
+        directory: the snapshot.
 
     Returns:
         The number of rows.
@@ -76,12 +77,12 @@ def restore_snapshot(client: "QueueClient", services: QueueServices, directory: 
         RowsExist: the queue has such a row already.
     """
     for task, columns in read_manifest(directory).outputs.items():
-        services.outputs.note(task, columns)
-    services.reserve_rows(last_rows(directory))
+        session.outputs.note(task, columns)
+    session.reserve_rows(last_rows(directory))
     num_rows = 0
     for chunk in read_snapshot(directory):
         num_rows += len(
-            client.put_rows(
+            put_rows(
                 chunk.columns,
                 partition=chunk.partition,
                 rows=chunk.rows,

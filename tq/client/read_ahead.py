@@ -1,9 +1,9 @@
-"""A thread that works a bounded number of items ahead of whoever takes them. Loaders and streams fetch with it.
+"""A thread that works a bounded number of items ahead of its taker. Loaders and streams fetch with it.
 
     source (an iterator, runs in the thread) -> at most `depth` finished items -> next(read_ahead)
 
 The thread ends when the source does, when it fails (the error is raised at the taker, again at every call), or when
-the taker closes: then finished items that nobody took go to `discard`.
+the taker closes: then finished items that were not taken go to `discard`.
 """
 
 import threading
@@ -59,7 +59,7 @@ class ReadAhead(Generic[T]):
         """Wait for the next item.
 
         Raises:
-            StopIteration: the source is exhausted, or somebody closed.
+            StopIteration: the source is exhausted, or this was closed.
             Exception: the source's own, once everything before it was taken.
         """
         with self._changed:
@@ -96,7 +96,7 @@ class ReadAhead(Generic[T]):
                 if not self._offer(item):
                     self._discard(item)
                     return
-        except Exception as error:  # noqa: BLE001 - the boundary of a thread: whoever takes raises it
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: `__next__` raises it
             self._failure = error
         finally:
             with self._changed:

@@ -70,14 +70,14 @@ class Replica:
         group: the replica's ranks, for nothing but this (`asyncflow.device.connect_group`). With `EACH` only its
             ranks matter.
         name: for messages.
-        fetch: who asks the queue; None: what the config of the loader's client says (`tq.replica_fetch`).
+        fetch: which ranks ask the queue; None: what the config of the loader's client says (`tq.replica_fetch`).
         device: where `group`'s backend wants its tensors; default the CPU.
         control: a Gloo group of the same ranks for the headers. Without it they go over `group`, where on an
             accelerator a kernel would occupy the device while rank 0 waits for rows.
         """
         self.name = name
         self.fetch = fetch
-        """Who asks the queue; None until a loader has decided it."""
+        """Which ranks ask the queue; None until a loader has decided it."""
         self._group = group
         self._device = device or _CPU
         self._control = control or group
@@ -89,13 +89,13 @@ class Replica:
     @property
     def shares(self) -> bool:
         """Whether rank 0's rows are broadcast."""
-        assert self.fetch is not None, "neither the caller nor a loader decided who fetches"
+        assert self.fetch is not None, "neither the caller nor a loader decided which ranks fetch"
         return self.fetch is ReplicaFetch.BROADCAST and self._group.size() > 1
 
     @property
     def fetches(self) -> bool:
         """Whether this rank talks to the queue."""
-        assert self.fetch is not None, "neither the caller nor a loader decided who fetches"
+        assert self.fetch is not None, "neither the caller nor a loader decided which ranks fetch"
         return self.fetch is ReplicaFetch.EACH or self._group.rank() == 0
 
     @property
@@ -130,7 +130,7 @@ class Replica:
                 yield item
 
     def abort(self) -> None:
-        """End the group, from any thread: whoever waits in it gets a `TransportError`, here and on other ranks."""
+        """End the group, from any thread: calls that wait in it raise `TransportError`, here and on other ranks."""
         if not self._aborted:
             self._aborted = True
             for group in {self._group, self._control}:
@@ -185,7 +185,7 @@ class Replica:
                 group.broadcast([there]).wait()
                 return there.cpu()
         except RuntimeError as error:
-            self.abort()  # nobody else notices by itself: a broadcast does not touch every pair
+            self.abort()  # other ranks do not notice by themselves: a broadcast does not touch every pair
             raise TransportError(
                 f"{self.name}: a broadcast among its {group.size()} ranks failed at rank {group.rank()}: "
                 f"one of them died or left"

@@ -47,6 +47,7 @@ from tq.messages import (
     AckLost,
     Alive,
     ClearPartition,
+    CloseWriting,
     CommitPartitions,
     Done,
     FetchRound,
@@ -232,7 +233,7 @@ class ControllerService:
                 self._join(message, call)
             case RegisterUnit():
                 self._register(message, call)
-            case OpenPartition() | Stop():
+            case OpenPartition() | Stop() | CloseWriting():
                 self._memory.remember(message)
                 self._shell.apply(message)
                 call.reply(Done())

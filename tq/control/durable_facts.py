@@ -27,7 +27,7 @@ from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import Event, RowsFinished, RowsLost, RowsQuarantined
 from tq.control.row_set import RowSet, Span
-from tq.messages import OpenPartition, PublishVersion, RowRecords, Stop
+from tq.messages import CloseWriting, OpenPartition, PublishVersion, RowRecords, Stop
 from tq.refill import AdmissionMark, Refill
 
 Finished = dict[int, RowSet]
@@ -46,12 +46,14 @@ class Mark(msgspec.Struct):
         newest_version: newest published weights.
         partitions: number -> rows as declared, the newest ones.
         stopped: the queue was stopped.
+        writing_closed: the queue was closed for writing.
         admission: where admission stands; None without it.
     """
 
     newest_version: int = 0
     partitions: dict[int, int] = {}
     stopped: bool = False
+    writing_closed: bool = False
     admission: AdmissionMark | None = None
 
 
@@ -216,10 +218,12 @@ class Memory:
                 yield RowsFinished(partition, rows)
         if lost := self._durable.load_lost():
             yield RowsLost(tuple(lost))
+        if self._mark.writing_closed:
+            yield CloseWriting()
         if self._mark.stopped:
             yield Stop()
 
-    def remember(self, event: OpenPartition | PublishVersion | Stop) -> None:
+    def remember(self, event: OpenPartition | PublishVersion | Stop | CloseWriting) -> None:
         """Make durable what the control state was told, or found out."""
         with self._lock:
             match event:
@@ -229,6 +233,8 @@ class Memory:
                     self._mark.newest_version = max(self._mark.newest_version, event.step)
                 case Stop():
                     self._mark.stopped = True
+                case CloseWriting():
+                    self._mark.writing_closed = True
             self._durable.save(self._mark)
 
     def remember_admission(self, mark: AdmissionMark) -> None:

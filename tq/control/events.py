@@ -8,6 +8,7 @@ from tq.control.row_set import RowSet
 from tq.messages import (
     AckLost,
     ClearPartition,
+    CloseWriting,
     FetchRound,
     FetchRows,
     GiveBack,
@@ -215,6 +216,7 @@ Event = (
     | PublishVersion
     | ClearPartition
     | Stop
+    | CloseWriting
     | OwnerGone
     | OwnerWrites
     | Fenced

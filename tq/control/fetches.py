@@ -118,6 +118,8 @@ class Fetches:
         self.closed = False
         """Everybody is parked: the controller is recovering."""
         self.stopped = False
+        self.drained = False
+        """The queue was closed for writing, and all rows that will ever be are known."""
         self._book = book
         self._reasons = reasons
         self._replicas: dict[tuple[str, str], dict[int, Granted]] = {}
@@ -178,6 +180,14 @@ class Fetches:
                 if fetch is not None:
                     self.add(request, fetch)
 
+    def drain(self) -> None:
+        """No more rows will come: tasks that are done with all of them have no more work."""
+        self.drained = True
+        for request in self.parked.all():
+            fetch = self.parked.pop(request)
+            if fetch is not None:
+                self.add(request, fetch)
+
     def publish(self, version: int) -> None:
         """Newer weights exist: consumers that are held back by their old ones hear of it."""
         self.newest_version = max(self.newest_version, version)
@@ -218,6 +228,10 @@ class Fetches:
             self._wake_rows(name, task)
 
     def _wake_rows(self, name: str, task: TaskState) -> None:
+        if self._has_no_more(task):
+            for request, _ in self.parked.rows(name):
+                self.parked.pop(request)
+                self._book.out.append(Answer(request, self._nothing(NoRowsReason.CLOSED)))
         if not task.has_ready:
             return
         refused = None
@@ -258,6 +272,8 @@ class Fetches:
         if self.stopped:
             return self._nothing(NoRowsReason.STOP)
         task = self._task(fetch)
+        if self._has_no_more(task):
+            return self._nothing(NoRowsReason.CLOSED)
         if task.trials.holds(fetch.owner):
             return None
         newest = self.newest_partition(fetch)
@@ -278,7 +294,7 @@ class Fetches:
     def _round(self, fetch: FetchRound) -> Granted | NoRows | None:
         task = self._task(fetch)
         dealer = self._dealer(fetch)
-        if dealer.over(fetch.partition):
+        if dealer.over(fetch.partition) or (self.drained and fetch.partition not in self._book.rows.partitions):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         formed = fetch.round_index < len(dealer.rounds(fetch.partition).formed)
         if not formed and dealer.exhausted(fetch.partition):
@@ -320,6 +336,9 @@ class Fetches:
         units = [row.unit.name for row in held]
         tokens = [row.tokens for row in held]
         return Granted(task, token, partition, list(rows), groups, units, tokens)
+
+    def _has_no_more(self, task: TaskState) -> bool:
+        return self.drained and not task.num_left
 
     def _nothing(self, reason: NoRowsReason) -> NoRows:
         return NoRows(reason, self.newest_version, lineage=self._lineage)

@@ -45,6 +45,7 @@ from tq.lease_tokens import first_token as first_lease_token
 from tq.messages import (
     AckLost,
     ClearPartition,
+    CloseWriting,
     FetchRound,
     FetchRows,
     GiveBack,
@@ -107,6 +108,7 @@ class ControlState:
         self._arrivals = Arrivals(self._book)
         self._puts = PutQueue(self._book, self._arrivals, self._room)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
+        self._writing_closed = False
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -138,6 +140,7 @@ class ControlState:
         self._apply(event, request)
         self._puts.admit()
         self._recover()
+        self._drain()
         self._fetches.wake()
         self._report_losses()
         out, self._book.out = self._book.out, []
@@ -206,6 +209,8 @@ class ControlState:
     def _apply(self, event: Event, request: int) -> None:
         match event:
             case RowsCreated():
+                if self._writing_closed:
+                    self._refuse_new(event)
                 self._puts.create(event, request)
             case RowsConfirmed():
                 confirmed = self._arrivals.confirm(event)
@@ -239,6 +244,8 @@ class ControlState:
                 self._fetches.publish(event.step)
             case Stop():
                 self._fetches.stop()
+            case CloseWriting():
+                self._writing_closed = True
             case DeadlinePassed():
                 self._expire(event.request)
             case RowsFinished():
@@ -313,6 +320,24 @@ class ControlState:
             self._book.remove(number)
         if event.reason is RemovalReason.CLEARED:
             self._book.clear_if_empty(event.partition)
+
+    def _refuse_new(self, event: RowsCreated) -> None:
+        """Closed for writing, only rows may come that were here before: lost ones, or a put that is repeated."""
+        table = self._book.rows
+        if any(row not in table.rows and not table.is_finished(row, event.partition) for row in event.rows):
+            raise PeerRefused("the queue was closed for writing: it takes no new rows")
+
+    def _drain(self) -> None:
+        """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
+        if not self._writing_closed or self._fetches.drained or self._recovery is not None:
+            return
+        if self._room.waiting or len(self._arrivals):
+            return
+        for number, info in self._book.rows.partitions.items():
+            if info.declared is None:
+                num_rows = info.num_live + info.num_finished + len(info.removed)
+                self._open(OpenPartition(number, num_rows))
+        self._fetches.drain()
 
     def _open(self, event: OpenPartition) -> None:
         if self._fetches.stopped:

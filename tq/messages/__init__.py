@@ -9,24 +9,6 @@
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
 """
 
-from tq.messages.base import Done, Message
-from tq.messages.clients_to_controllers import (
-    NEW_ROWS,
-    AckLost,
-    FetchRound,
-    FetchRows,
-    GetQueueStats,
-    GiveBack,
-    Heartbeat,
-    Held,
-    Join,
-    OpenPartition,
-    PublishVersion,
-    Stop,
-    TellLost,
-    UnitLoss,
-    WatchLost,
-)
 from tq.messages.controller_replies import (
     Alive,
     Granted,
@@ -44,6 +26,7 @@ from tq.messages.of_units import (
     UNIT_REPLIES,
     UNIT_REQUESTS,
     ClearPartition,
+    ClearRows,
     Columns,
     CommitPartitions,
     CutSnapshot,
@@ -52,23 +35,44 @@ from tq.messages.of_units import (
     GetColumns,
     GetUnitStats,
     HoldPuts,
+    ListRows,
     PutOutputs,
     PutRows,
     QuarantineRows,
+    RowInfo,
+    RowList,
     SnapshotWritten,
     Stored,
     UnitStats,
     WriteSnapshot,
 )
-from tq.messages.units_to_controllers import (
+from tq.messages.to_controllers import (
+    NEW_ROWS,
+    AckLost,
+    CloseWriting,
+    Done,
+    FetchRound,
+    FetchRows,
+    GetQueueStats,
+    GiveBack,
+    Heartbeat,
+    Held,
+    Join,
+    Message,
+    OpenPartition,
     OutputsWritten,
+    PublishVersion,
     RegisterUnit,
     RemovalReason,
     RowRecords,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
+    Stop,
+    TellLost,
     UnitAlive,
+    UnitLoss,
+    WatchLost,
 )
 
 CONTROLLER_REQUESTS = (
@@ -90,6 +94,7 @@ CONTROLLER_REQUESTS = (
     | ClearPartition
     | CommitPartitions
     | Stop
+    | CloseWriting
     | TellLost
     | GetQueueStats
 )
@@ -106,6 +111,8 @@ __all__ = [
     "AckLost",
     "Alive",
     "ClearPartition",
+    "ClearRows",
+    "CloseWriting",
     "Columns",
     "CommitPartitions",
     "CutSnapshot",
@@ -124,6 +131,7 @@ __all__ = [
     "HoldPuts",
     "Join",
     "Joined",
+    "ListRows",
     "LostRows",
     "Message",
     "NoRows",
@@ -138,6 +146,8 @@ __all__ = [
     "QueueStats",
     "RegisterUnit",
     "RemovalReason",
+    "RowInfo",
+    "RowList",
     "RowRecords",
     "RowsAccepted",
     "RowsConfirmed",

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from tq.messages.base import Message
+from tq.messages.to_controllers import Message
 from tq.refill import Refill
 
 
@@ -27,7 +27,7 @@ class RowsAccepted(Message):
 
 
 class Joined(Message):
-    """Welcome. `void` are tokens among those held that are not this owner's any more."""
+    """The client is known. `void` are tokens among those held that are not this owner's any more."""
 
     void: list[int]
 
@@ -76,12 +76,13 @@ class Granted(Message):
 
 
 class NoRowsReason(StrEnum):
-    """Why a fetch ended without rows."""
+    """Why a fetch ended without rows; closed: for writing, and the task is done with all rows."""
 
     DEADLINE = "deadline"
     NEWER_VERSION = "newer_version"
     PARTITION_DONE = "partition_done"
     STOP = "stop"
+    CLOSED = "closed"
 
 
 class NoRows(Message):
@@ -91,7 +92,7 @@ class NoRows(Message):
         reason: why.
         newest_version: newest that was published.
         waiting_for: for a deadline, what is missing, in words for a person.
-        producers_alive: for a deadline, whether somebody who writes what is missing is connected.
+        producers_alive: for a deadline, whether a client that writes what is missing is connected.
         lineage: of the newest version.
     """
 

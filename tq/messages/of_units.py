@@ -1,6 +1,10 @@
 """Requests to a storage unit, and its replies."""
 
-from tq.messages.base import Done, Message
+from collections.abc import Iterator
+
+import msgspec
+
+from tq.messages.to_controllers import Done, Message, RowRecords
 from tq.refill import UNKNOWN, QuarantineCause
 from tq.wire import ColumnHeader
 
@@ -45,6 +49,19 @@ class GetColumns(Message):
     columns: list[str]
 
 
+class ListRows(Message):
+    """Tell what is here: of `rows`, of `partition`, or of both; None: of all. -> `RowList`."""
+
+    rows: list[int] | None
+    partition: int | None
+
+
+class ClearRows(Message):
+    """Remove rows, whatever their leases; unknown ones are passed over. -> `RowList` of those that were here."""
+
+    rows: list[int]
+
+
 class FenceRows(Message):
     """From a controller: leases of these rows with a token below `token` are void from now on."""
 
@@ -69,7 +86,7 @@ class QuarantineRows(Message):
 
 
 class ClearPartition(Message):
-    """Remove all rows of a partition, whoever works on them.
+    """Remove all rows of a partition; leases on them are void.
 
     Controllers hear of it last: its rows may come anew, and one that was away may take finished ones for repeated.
     """
@@ -130,6 +147,43 @@ class Columns(Message):
     columns: list[ColumnHeader]
 
 
+class RowList(Message):
+    """Rows of a unit that the controllers know."""
+
+    records: list[RowRecords]
+
+
+class RowInfo(msgspec.Struct, frozen=True):
+    """What `QueueClient.list_rows` says of a row.
+
+    Attributes:
+        index, group, partition: of the row.
+        unit: where it is.
+        columns: written so far.
+        done: tasks that are done with it.
+        tokens: its length in tokens.
+        num_bytes: of its values.
+    """
+
+    index: int
+    group: int
+    partition: int
+    unit: str
+    columns: tuple[str, ...]
+    done: tuple[str, ...]
+    tokens: int
+    num_bytes: int
+
+    @staticmethod
+    def of(record: RowRecords, unit: str) -> "Iterator[RowInfo]":
+        """Return one for each row of a record."""
+        shared = record.partition, unit, tuple(record.columns), tuple(record.done)
+        for row, group, tokens, num_bytes in zip(
+            record.rows, record.groups, record.tokens, record.num_bytes, strict=True
+        ):
+            yield RowInfo(row, group, *shared, tokens, num_bytes)
+
+
 class SnapshotWritten(Message):
     """Files of one unit, relative to the snapshot's directory."""
 
@@ -168,6 +222,8 @@ UNIT_REQUESTS = (
     PutRows
     | PutOutputs
     | GetColumns
+    | ListRows
+    | ClearRows
     | FenceRows
     | FenceTask
     | QuarantineRows
@@ -178,4 +234,4 @@ UNIT_REQUESTS = (
     | WriteSnapshot
     | GetUnitStats
 )
-UNIT_REPLIES = Done | Stored | Columns | SnapshotWritten | UnitStats
+UNIT_REPLIES = Done | Stored | Columns | RowList | SnapshotWritten | UnitStats

@@ -27,13 +27,13 @@ from tq.timers import Timer, Timers
 
 logger = logging.getLogger(__name__)
 
-Settled = list[tuple["Future[Any]", Any]]
+Completions = list[tuple["Future[Any]", Any]]
 """Futures to complete once the lock is released, with a reply or an error."""
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 2.0
 _HANDSHAKE_S = 4.0
-"""Two ends that have proved themselves then meet in Gloo, which nobody can interrupt, and `close` waits for it."""
+"""Two ends that have proved themselves then meet in Gloo, which cannot be interrupted, and `close` waits for it."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -43,7 +43,7 @@ class Host(Protocol):
     def inventory(self) -> RegisterUnit:
         """Return what the unit holds now."""
 
-    def accepted(self, reply: UnitAccepted) -> Settled:
+    def accepted(self, reply: UnitAccepted) -> Completions:
         """A controller took the inventory."""
 
     def registered(self) -> bool:
@@ -81,8 +81,8 @@ class ControllerLink:
 
         Args:
             credentials: store and secret.
-            controller: whom to tell.
-            unit: who tells.
+            controller: the receiver.
+            unit: the sender.
             host: the unit.
             lock: the unit's; guards this link too.
             timers, threads: of the unit.
@@ -172,8 +172,8 @@ class ControllerLink:
             and (wanted is None or not wanted.isdisjoint(notice.message.rows))
         ]
 
-    def forget(self) -> Settled:
-        """Nobody waits for a controller that was never up: let all notifications pass; lock held."""
+    def forget(self) -> Completions:
+        """Do not wait for a controller that was never up: let all notifications pass; lock held."""
         if self.counts:
             return []
         self._outbox.clear()
@@ -275,7 +275,7 @@ class ControllerLink:
                 self._send_next()
 
     def _send_next(self) -> bool:
-        """Send one notice, if there is one; whoever calls holds `_sending`."""
+        """Send one notice, if there is one; the caller holds `_sending`."""
         with self._lock:
             if self._stopping.is_set() or self._connection is None or not self._outbox:
                 return False
@@ -311,7 +311,7 @@ class ControllerLink:
             settled = self._pop(notice, error)
         complete(settled)
 
-    def _pop(self, notice: Notice, answer: Any) -> Settled:
+    def _pop(self, notice: Notice, answer: Any) -> Completions:
         if notice not in self._notices:  # settled before
             return []
         del self._notices[notice]
@@ -320,7 +320,7 @@ class ControllerLink:
         return [(notice.future, answer)]
 
 
-def complete(settled: Settled) -> None:
+def complete(settled: Completions) -> None:
     """Complete futures; without the lock, since their callbacks send replies."""
     for future, answer in settled:
         if isinstance(answer, BaseException):

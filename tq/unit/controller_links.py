@@ -14,7 +14,7 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from tq.messages import Message, RegisterUnit, UnitAccepted
 from tq.timers import Timers
-from tq.unit.controller_link import ControllerLink, Settled
+from tq.unit.controller_link import Completions, ControllerLink
 
 Told = dict[str, "Future[Any]"]
 """Controller -> a future of its answer; see `ControllerLink.notify`."""
@@ -80,7 +80,7 @@ class ControllerLinks:
         }
 
     def beat(self, message: Message, timeout_s: float) -> None:
-        """Tell the controllers that are up; whoever is not hears enough when it is; lock held."""
+        """Tell the controllers that are up; the others get an inventory when they are; lock held."""
         for link in self._links.values():
             if link.up:
                 link.notify(message, timeout_s)
@@ -92,7 +92,7 @@ class ControllerLinks:
             link.flush(here=here)
 
     def wake(self) -> None:
-        """Have sent what was told; for those who hold the lock."""
+        """Have the threads send what was told; lock held."""
         for link in self._links.values():
             link.wake()
 
@@ -113,7 +113,7 @@ class ControllerLinks:
         """See `controller_link.Host`."""
         return self._holdings.inventory(held=self.several)
 
-    def accepted(self, reply: UnitAccepted) -> Settled:
+    def accepted(self, reply: UnitAccepted) -> Completions:
         """See `controller_link.Host`."""
         self._holdings.accepted(reply)
         return [settled for link in self._links.values() for settled in link.forget()]

@@ -1,6 +1,12 @@
-"""What a unit tells a controller that meets it (again): its rows, their columns, who is done with them. Pure."""
+"""What a unit tells of its rows, their columns, and the tasks that are done with them. Pure.
+
+A controller that meets the unit (again) gets all of it; a client that lists rows gets the confirmed ones that it names.
+"""
+
+from collections.abc import Collection, Iterable
 
 from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved
+from tq.unit.records import Row
 from tq.unit.state import UnitState
 
 _Key = tuple[int, frozenset[str], frozenset[str], bool]
@@ -15,11 +21,29 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
         held: such rows are not to be handed out before `RowsConfirmed`.
     """
     finished = {partition: list(rows) for partition, rows in state.finished().items()}
-    records: dict[_Key, RowRecords] = {}
+    live: list[tuple[int, Row]] = []
     for number, row in state.rows():
         if row.retained:
             finished.setdefault(row.partition, []).append(number)
-            continue
+        else:
+            live.append((number, row))
+    quarantined = [
+        RowsRemoved(unit, partition, rows, RemovalReason.QUARANTINED, cause)
+        for (partition, cause), rows in state.quarantined().items()
+    ]
+    return RegisterUnit(unit, incarnation, _records(live, held=held), finished, quarantined)
+
+
+def list_rows(state: UnitState, rows: Collection[int] | None, partition: int | None) -> list[RowRecords]:
+    """Return the confirmed rows among `rows` (None: all) and of `partition` (None: any)."""
+    return _records(
+        (number, row) for number, row in state.rows(rows) if not row.pending and partition in (None, row.partition)
+    )
+
+
+def _records(rows: Iterable[tuple[int, Row]], *, held: bool = False) -> list[RowRecords]:
+    records: dict[_Key, RowRecords] = {}
+    for number, row in rows:
         key = (row.partition, frozenset(row.places), frozenset(row.commits), held and row.pending)
         record = records.get(key)
         if record is None:
@@ -34,8 +58,4 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
     for record in records.values():
         for counts in record.deliveries.values():
             counts += [0] * (len(record.rows) - len(counts))
-    quarantined = [
-        RowsRemoved(unit, partition, rows, RemovalReason.QUARANTINED, cause)
-        for (partition, cause), rows in state.quarantined().items()
-    ]
-    return RegisterUnit(unit, incarnation, list(records.values()), finished, quarantined)
+    return list(records.values())

@@ -6,8 +6,8 @@ block (I/O) --> [lock] hold? state change, notices --> ... --> every controller 
                                                        '-----> one did not --> new rows go again; outputs stay
 
 Where there are several controllers, new rows are confirmed to all of them in a second round (`tq.control.puts`).
-Whoever hears that rows exist may forget them. So nobody is told so while the put that brings them may still fail: who
-names such rows in another put hears that he shall put them again.
+A producer that hears that rows exist may forget them. So no producer hears it while the put that brings them may still
+fail: a client that names such rows in another put gets `PutPending`, and puts them again.
 """
 
 import threading
@@ -32,8 +32,8 @@ from tq.messages import (
 from tq.task_outputs import TaskOutputs
 from tq.unit.block import Block, BlockStore
 from tq.unit.controller_links import ControllerLinks, Told
-from tq.unit.holds import Holds
 from tq.unit.records import Repeated
+from tq.unit.snapshots import Holds
 from tq.unit.state import UnitState
 
 _PARKED_EXTRA_S = 5.0
@@ -182,7 +182,7 @@ class UnitPuts:
                 self._state.learn_commits(rows)
 
     def _take_back(self, message: PutRows, call: Call, error: BaseException) -> None:
-        """All hear of it: who refused may have taken a part of the rows with an inventory."""
+        """Tell all controllers: one that refused may have taken a part of the rows with an inventory."""
         with self._lock:
             self._coming.difference_update(message.rows)
             for partition, rows in self._state.remove(message.rows).items():

@@ -1,14 +1,12 @@
 """What a storage unit knows of one row, of a commit, of a partition. Plain data; `UnitState` keeps it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from asyncflow.errors import PeerRefused
 from tq.refill import QuarantineCause
-from tq.unit.block import Block
-
-Place = tuple[Block, int]
+from tq.unit.block import Block, Part, Place
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,13 @@ class Row:
     pending: bool = True
     retained: bool = False
 
+    def cut(self, number: int, forget: frozenset[str]) -> "CutRow":
+        """Return it as it is now, without what tasks of `forget` put."""
+        gone = {name for task, commit in self.commits.items() if task in forget for name in commit.names}
+        places = {name: place for name, place in self.places.items() if name not in gone}
+        commits = tuple(sorted(self.commits.keys() - forget))
+        return CutRow(number, self.partition, self.group, self.group_size, places, commits)
+
     def belongs_with(self, other: "Row") -> bool:
         """Whether both belong to the same group of the same size, of the same partition."""
         mine, theirs = ((row.partition, row.group, row.group_size) for row in (self, other))
@@ -106,7 +111,7 @@ class CutRow:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a unit held at one moment; its blocks are pinned until `BlockBooks.unpin`."""
+    """What a unit held at one moment; its blocks are pinned until `BlockAccounting.unpin`."""
 
     rows: list[CutRow]
     blocks: list[Block]
@@ -117,7 +122,7 @@ class Repeated:
     """A put whose rows are all here already: the same one again, or another one that must be refused.
 
     Attributes:
-        pairs: (earlier block, position there, position in the put); the blocks are pinned until `BlockBooks.unpin`.
+        pairs: (earlier block, position there, position in the put); the blocks stay pinned until they are compared.
         refusal: of a put that differs.
     """
 
@@ -128,3 +133,36 @@ class Repeated:
     def blocks(self) -> list[Block]:
         """The earlier blocks."""
         return list({block: None for block, _, _ in self.pairs})
+
+
+def parts_of(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
+    """Return where a column of rows is, in order; neighbours in a block are one range.
+
+    Raises:
+        PeerRefused: the column is not written in one of them.
+    """
+    try:
+        places = [row.places[name] for row in rows]
+    except KeyError:
+        number = next(number for number, row in zip(numbers, rows, strict=True) if name not in row.places)
+        raise PeerRefused(f"row {number}: column {name!r} is not written") from None
+    parts: list[tuple[Block, list[int]]] = []
+    last: Block | None = None
+    for block, position in places:
+        if block is not last:
+            found: list[int] = []
+            parts.append((block, found))
+            last = block
+        found.append(position)
+    return [(block, _as_range(positions)) for block, positions in parts]
+
+
+def _as_range(positions: list[int]) -> Sequence[int]:
+    neighbours = range(positions[0], positions[0] + len(positions))
+    return neighbours if positions == list(neighbours) else positions
+
+
+def check_distinct(rows: Sequence[int]) -> None:
+    """Raise PeerRefused when a put names a row twice."""
+    if len(set(rows)) != len(rows):
+        raise PeerRefused(f"a put names a row twice: {list(rows)}")

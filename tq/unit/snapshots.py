@@ -4,21 +4,26 @@ client -> every unit HoldPuts --> all Done --> every unit CutSnapshot --> puts g
 """
 
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
-from asyncflow.errors import AsyncFlowError, TransportError, one_line
+from asyncflow.errors import AsyncFlowError, PeerRefused, TransportError, one_line
+from asyncflow.transport.payload import Piece
 from asyncflow.transport.server import Call
 from tq.messages import CutSnapshot, Done, HoldPuts, SnapshotWritten, WriteSnapshot
-from tq.timers import Timers
-from tq.unit.block import BlockStore
-from tq.unit.holds import Holds
-from tq.unit.records import Cut
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.snapshot import METADATA_KEY, ChunkRecord, checksum
+from tq.timers import Timer, Timers
+from tq.unit.block import Block, BlockStore
+from tq.unit.records import Cut, CutRow
 from tq.unit.state import UnitState
 
 logger = logging.getLogger(__name__)
@@ -34,7 +39,7 @@ class UnitSnapshots:
         name: str,
         state: UnitState,
         blocks: BlockStore,
-        holds: Holds,
+        holds: "Holds",
         timers: Timers,
         *,
         lock: threading.Lock,
@@ -95,7 +100,7 @@ class UnitSnapshots:
         writer.start()
 
     def abandon(self, session: int) -> None:
-        """A client left; nobody will ask for its cuts."""
+        """A client left: drop its cuts."""
         with self._lock:
             for cut in self._holds.abandoned(session):
                 self._state.books.unpin(cut.blocks)
@@ -108,7 +113,7 @@ class UnitSnapshots:
             writer.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _overdue(self, hold: str) -> None:
-        logger.warning("%s: nobody cut hold %s in time; puts go on", self._name, hold)
+        logger.warning("%s: hold %s was not cut in time; puts go on", self._name, hold)
         self._end(hold)
 
     def _end(self, hold: str) -> None:
@@ -132,3 +137,182 @@ class UnitSnapshots:
             with self._lock:
                 self._state.books.unpin(cut.blocks)
             self._poke()
+
+
+Resume = Callable[[], None]
+
+
+class Holds:
+    """Holds of one unit, under which its puts wait, and the cuts that came of them. Pure; the caller has the lock.
+
+    HoldPuts(h) --> puts wait --CutSnapshot(h) or the deadline--> they go on
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, Timer] = {}
+        self._parked: list[Resume] = []
+        self._cuts: dict[str, tuple[int, Cut]] = {}
+
+    def begin(self, hold: str, deadline: Timer) -> None:
+        """Puts wait from now on, until `end`."""
+        before = self._deadlines.get(hold)
+        if before is not None:
+            before.cancel()
+        self._deadlines[hold] = deadline
+
+    def park(self, resume: Resume) -> bool:
+        """Whether a put must wait; then it is carried out later by calling `resume`."""
+        if self._deadlines:
+            self._parked.append(resume)
+        return bool(self._deadlines)
+
+    def end(self, hold: str) -> list[Resume]:
+        """This hold is over; returns the puts that may go on now. An unknown hold is passed over."""
+        deadline = self._deadlines.pop(hold, None)
+        if deadline is not None:
+            deadline.cancel()
+        if self._deadlines:
+            return []
+        parked, self._parked = self._parked, []
+        return parked
+
+    def check(self, hold: str) -> None:
+        """Raise PeerRefused when the hold has ended."""
+        if hold not in self._deadlines:
+            raise PeerRefused(f"hold {hold} has ended; hold again, and cut within its time")
+
+    def keep(self, hold: str, session: int, cut: Cut) -> None:
+        """Keep a cut for the client that made it."""
+        self._cuts[hold] = (session, cut)
+
+    def take(self, hold: str) -> Cut:
+        """Return a cut, once.
+
+        Raises:
+            PeerRefused: there is none.
+        """
+        try:
+            return self._cuts.pop(hold)[1]
+        except KeyError:
+            raise PeerRefused(f"hold {hold} was not cut, or was written already") from None
+
+    def abandoned(self, session: int) -> list[Cut]:
+        """The client left; returns its cuts, which will never be asked for."""
+        gone = [hold for hold, (owner, _) in self._cuts.items() if owner == session]
+        return [self._cuts.pop(hold)[1] for hold in gone]
+
+
+CHUNK_BYTES = 2**26
+FILE_BYTES = 2**28
+_CHUNK_ROWS = 2**14
+
+_Key = tuple[int, int, tuple[str, ...]]
+
+
+class SnapshotWriter:
+    """Writes one unit's part of one snapshot, in a few hundred MB of memory, however much there is."""
+
+    def __init__(self, directory: Path, unit: str, blocks: BlockStore, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Args:
+        directory: exists; shared by all units.
+        unit: names the files.
+        blocks: where values are.
+        chunk_bytes: of one chunk, unless a single row is larger.
+        """
+        self._directory = directory
+        self._unit = unit
+        self._blocks = blocks
+        self._chunk_bytes = min(chunk_bytes, CHUNK_BYTES)
+
+    def write(self, rows: Sequence[CutRow], stop: threading.Event) -> tuple[list[str], int]:
+        """Write rows whose blocks are pinned. Returns (file names, bytes).
+
+        Raises:
+            TransportError: a block could not be read, or `stop` was set.
+            OSError, SafetensorError: the disk is full, or such.
+        """
+        names: list[str] = []
+        total = 0
+        tensors: dict[str, Tensor] = {}
+        records: list[ChunkRecord] = []
+        for chunk in _chunks(rows, self._chunk_bytes):
+            if stop.is_set():
+                raise TransportError(f"{self._unit}: closed while it wrote a snapshot")
+            record, chunk_tensors = self._chunk(chunk, len(records))
+            size = sum(tensor.nbytes for tensor in (*tensors.values(), *chunk_tensors.values()))
+            if records and size > FILE_BYTES:
+                total += self._save(tensors, records, names)
+                tensors, records = {}, []
+                record, chunk_tensors = self._chunk(chunk, 0)
+            tensors.update(chunk_tensors)
+            records.append(record)
+        if records:
+            total += self._save(tensors, records, names)
+        return names, total
+
+    def _chunk(self, chunk: "Sequence[CutRow]", number: int) -> tuple[ChunkRecord, dict[str, Tensor]]:
+        parts: dict[str, list[tuple[Block, list[int]]]] = {name: [] for name in sorted(chunk[0].places)}
+        for row in chunk:
+            for name, places in parts.items():
+                block, position = row.places[name]
+                if not places or places[-1][0] is not block:
+                    places.append((block, []))
+                places[-1][1].append(position)
+        headers, pieces = self._blocks.describe(parts, wide=False)
+        tensors: dict[str, Tensor] = {}
+        for header, column in zip(headers, pieces, strict=True):
+            tensors[f"{number}/values/{header.name}"] = _joined(column[0])
+            if len(column) > 1:
+                tensors[f"{number}/shapes/{header.name}"] = _joined(column[1])
+        commits: dict[str, list[int]] = {}
+        for k, row in enumerate(chunk):
+            for task in row.commits:
+                commits.setdefault(task, []).append(k)
+        first = chunk[0]
+        numbers, groups = [row.number for row in chunk], [row.group for row in chunk]
+        return ChunkRecord(first.partition, first.group_size, numbers, groups, headers, commits), tensors
+
+    def _save(self, tensors: dict[str, Tensor], records: list[ChunkRecord], names: list[str]) -> int:
+        """Write a file and append its name, which tells its checksum; returns its size."""
+        path = self._directory / f"{self._unit}-{len(names):04d}.part"
+        save_file(tensors, path, {METADATA_KEY: msgspec.json.encode(records).decode()})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        num_bytes = path.stat().st_size
+        name = f"{self._unit}-{len(names):04d}-{checksum(path)}.safetensors"
+        path.rename(self._directory / name)
+        names.append(name)
+        return num_bytes
+
+
+def _chunks(rows: Sequence[CutRow], chunk_bytes: int) -> "Iterator[Sequence[CutRow]]":
+    """Split rows into lists of rows that are alike and take up `chunk_bytes` at most (but at least one row)."""
+    alike: dict[tuple[object, ...], list[CutRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.partition, row.number)):
+        alike.setdefault((row.partition, row.group_size, _signature(row)), []).append(row)
+    for same in alike.values():
+        chunk: list[CutRow] = []
+        size = 0
+        for row in same:
+            num_bytes = sum(block.row_bytes[position] for block, position in set(row.places.values()))
+            if chunk and (size + num_bytes > chunk_bytes or len(chunk) >= _CHUNK_ROWS):
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(row)
+            size += num_bytes
+        yield chunk
+
+
+def _signature(row: CutRow) -> tuple[object, ...]:
+    """Return what rows of one chunk have in common: the columns, and their types."""
+    types = []
+    for name, (block, _) in sorted(row.places.items()):
+        header = next(header for header in block.headers if header.name == name)
+        types.append((name, header.kind, header.dtype, header.rank))
+    return tuple(types)
+
+
+def _joined(piece: Piece) -> Tensor:
+    out = torch.empty(piece.num_bytes, dtype=torch.uint8)
+    piece.write(out)
+    return out.view(piece.dtype)

@@ -1,4 +1,4 @@
-"""Rows of one storage unit: where their values are, who committed what. No sockets, no I/O; the caller holds the lock.
+"""Rows of one storage unit: where their values are, which tasks committed. Pure; the caller holds the lock.
 
     absent --create--> here --every task committed--> freed        (a tombstone stays with the partition)
                         |            '--retain: kept until `commit_partitions` covers it (unless it was finished when it
@@ -6,7 +6,7 @@
                         '--remove--> absent                        (cleared, quarantined, dropped, refused)
 
 A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
-was (`fence_task`), or when somebody else committed. Blocks are counted in full until their last row goes.
+was (`fence_task`), or when another lease committed. Blocks are counted in full until their last row goes.
 """
 
 from collections import Counter
@@ -15,9 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
 from tq.lease_tokens import first_token
 from tq.refill import QuarantineCause
-from tq.unit.block import Block, Part
-from tq.unit.block_books import BlockBooks
-from tq.unit.records import KNOWN_ELSEWHERE, PUT_WITH_ROW, Commit, Cut, CutRow, Partition, Repeated, Row
+from tq.unit.block import Block, BlockAccounting, Part
+from tq.unit.records import (
+    KNOWN_ELSEWHERE,
+    PUT_WITH_ROW,
+    Commit,
+    Cut,
+    Partition,
+    Repeated,
+    Row,
+    check_distinct,
+    parts_of,
+)
 
 _PARTITIONS_REMEMBERED = 64
 
@@ -31,7 +40,7 @@ class UnitState:
         lineage: of the queue; tokens of earlier ones are void.
         """
         self._oldest_token = first_token(lineage)
-        self.books = BlockBooks()
+        self.books = BlockAccounting()
         self.retained_rows = 0
         self._retain = retain
         self._tasks: frozenset[str] = frozenset()
@@ -58,10 +67,8 @@ class UnitState:
         """Add rows with their first columns, pending until `confirm`.
 
         Args:
-            rows, groups: parallel.
+            rows, groups, partition, group_size, commits: see `messages.PutRows`.
             block: the columns; None: there are none.
-            partition, group_size: see `messages.PutRows`.
-            commits: task -> positions in `rows` that it is done with.
 
         Returns:
             None, or, if all rows are here already, what the caller must compare.
@@ -70,7 +77,7 @@ class UnitState:
             RowsExist: some of the rows exist already; nothing was added.
             PeerRefused: the put is malformed; nothing was added.
         """
-        _check_distinct(rows)
+        check_distinct(rows)
         if not rows:
             raise PeerRefused("a put of new rows names none")
         if len(groups) != len(rows) or any(not 0 <= k < len(rows) for known in (commits or {}).values() for k in known):
@@ -107,7 +114,7 @@ class UnitState:
             None; or, if every row was committed under this token before, what the caller must compare.
 
         Raises:
-            Superseded: the lease of a row was given to somebody else, or the row is gone; nothing was stored.
+            Superseded: the lease of a row was given to another consumer, or the row is gone; nothing was stored.
             PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
                 token; nothing was stored.
         """
@@ -126,7 +133,7 @@ class UnitState:
         Returns:
             None; or, if every row was committed under this token before, the refusal should the values differ.
         """
-        _check_distinct(rows)
+        check_distinct(rows)
         self._check_tasks([task])
         names = frozenset[str]() if block is None else block.names
         before = [commit for number in rows if (commit := self._checked(number, task, token)) is not None]
@@ -142,7 +149,7 @@ class UnitState:
         return None
 
     def learn_commits(self, commits: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Somebody else knows that tasks are done with rows. Returns what is new, of rows that are confirmed."""
+        """A controller knows that tasks are done with rows. Returns what is new, of rows that are confirmed."""
         new: dict[str, list[int]] = {}
         for task, rows in commits.items():
             commit = Commit(task, KNOWN_ELSEWHERE, frozenset())
@@ -198,7 +205,7 @@ class UnitState:
             if row is None:
                 raise Superseded(f"row {number} is not here; it was freed, lost with its unit, or never put")
             stored.append(row)
-        return {name: _parts(rows, stored, name) for name in names}
+        return {name: parts_of(rows, stored, name) for name in names}
 
     def remove(self, rows: Iterable[int]) -> dict[int, list[int]]:
         """Forget rows, without a tombstone; unknown ones are passed over. Returns partition -> rows that were here."""
@@ -239,10 +246,7 @@ class UnitState:
 
     def clear(self, partition: int) -> list[int]:
         """Forget all rows of a partition and its tombstones. Returns the rows that were here."""
-        known = self._partitions.get(partition)
-        if known is None:
-            return []
-        removed = sorted(known.rows)
+        removed = sorted(self._partitions.get(partition, Partition()).rows)
         self.remove(removed)
         self._forget_finished(partition)
         return removed
@@ -262,14 +266,8 @@ class UnitState:
         What tasks of `forget_acks_of` put is left out, as if they had never had the row. The blocks are pinned.
         """
         forget = frozenset(forget_acks_of)
-        cut = []
-        for number, row in self._rows.items():
-            if row.partition <= after_partition or row.pending:
-                continue
-            gone = {name for task, commit in row.commits.items() if task in forget for name in commit.names}
-            places = {name: place for name, place in row.places.items() if name not in gone}
-            commits = tuple(sorted(row.commits.keys() - forget))
-            cut.append(CutRow(number, row.partition, row.group, row.group_size, places, commits))
+        there = ((number, row) for number, row in self._rows.items() if row.partition > after_partition)
+        cut = [row.cut(number, forget) for number, row in there if not row.pending]
         blocks = list({block: None for row in cut for block, _ in row.places.values()})
         self.books.pin(blocks)
         return Cut(cut, blocks)
@@ -287,9 +285,11 @@ class UnitState:
         """What survives of `old`, which is pinned, is in `new` now, at `positions` of `old`."""
         self.books.moved(old, new, positions, self._rows)
 
-    def rows(self) -> Iterable[tuple[int, Row]]:
-        """Return all rows that are here."""
-        return self._rows.items()
+    def rows(self, numbers: Iterable[int] | None = None) -> Iterable[tuple[int, Row]]:
+        """Return the rows that are here: all (None), or those that are named."""
+        if numbers is None:
+            return self._rows.items()
+        return [(number, self._rows[number]) for number in dict.fromkeys(numbers) if number in self._rows]
 
     def finished(self) -> dict[int, list[int]]:
         """Return partition -> rows that went because every task was done with them."""
@@ -331,7 +331,7 @@ class UnitState:
         floor, alive = self._floors.get(task, (0, frozenset()))
         fence = max(self._oldest_token, row.fences.get(task, 0))
         if commit is not None or token < fence or (token < floor and token not in alive):
-            raise Superseded(f"row {number}: the lease {token} of {task} was given to somebody else")
+            raise Superseded(f"row {number}: the lease {token} of {task} was given to another consumer")
         return None
 
     def _check_tasks(self, tasks: Iterable[str]) -> None:
@@ -397,30 +397,3 @@ class UnitState:
         known.quarantined.clear()
         if known.empty:
             del self._partitions[number]
-
-
-def _check_distinct(rows: Sequence[int]) -> None:
-    if len(set(rows)) != len(rows):
-        raise PeerRefused(f"a put names a row twice: {list(rows)}")
-
-
-def _parts(numbers: Sequence[int], rows: Sequence[Row], name: str) -> list[Part]:
-    try:
-        places = [row.places[name] for row in rows]
-    except KeyError:
-        number = next(number for number, row in zip(numbers, rows, strict=True) if name not in row.places)
-        raise PeerRefused(f"row {number}: column {name!r} is not written") from None
-    parts: list[tuple[Block, list[int]]] = []
-    last: Block | None = None
-    for block, position in places:
-        if block is not last:
-            found: list[int] = []
-            parts.append((block, found))
-            last = block
-        found.append(position)
-    return [(block, _as_range(positions)) for block, positions in parts]
-
-
-def _as_range(positions: list[int]) -> Sequence[int]:
-    neighbours = range(positions[0], positions[0] + len(positions))
-    return neighbours if positions == list(neighbours) else positions

@@ -1,7 +1,7 @@
 """A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
 
-Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). Never decides who gets what,
-and no handler waits for a controller.
+Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). It never decides which
+consumer gets what, and no handler waits for a controller.
 
     StorageUnit   dispatches; reads, fences, removals
     UnitState     rows and commits (pure)            BlockStore, backends   values
@@ -13,9 +13,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
@@ -23,14 +24,14 @@ from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
 from asyncflow.transport.payload import Payload
 from asyncflow.transport.server import Call, ChannelServer, Session
-from tq.backends.backend import Backend
-from tq.backends.files import FileBackend
+from tq.backends.backend import Backend, FileBackend
 from tq.backends.load import agree_on_run_id, key_prefix, load_backend
 from tq.config import QueueConfig
-from tq.futures import Outcome, when_all, when_settled
+from tq.futures import Outcome, when_all, when_completed
 from tq.messages import (
     UNIT_REQUESTS,
     ClearPartition,
+    ClearRows,
     Columns,
     CommitPartitions,
     CutSnapshot,
@@ -40,11 +41,14 @@ from tq.messages import (
     GetColumns,
     GetUnitStats,
     HoldPuts,
+    ListRows,
+    Message,
     PutOutputs,
     PutRows,
     QuarantineRows,
     RegisterUnit,
     RemovalReason,
+    RowList,
     RowsConfirmed,
     RowsRemoved,
     UnitAccepted,
@@ -57,12 +61,10 @@ from tq.timers import Timers
 from tq.unit.block import BlockStore
 from tq.unit.controller_link import is_refusal
 from tq.unit.controller_links import ControllerLinks
-from tq.unit.holds import Holds
-from tq.unit.inventory import take_inventory
+from tq.unit.inventory import list_rows, take_inventory
 from tq.unit.puts import UnitPuts
-from tq.unit.snapshots import UnitSnapshots
+from tq.unit.snapshots import Holds, UnitSnapshots
 from tq.unit.state import UnitState
-from tq.unit.traffic import UnitTraffic
 from tq.unit.upkeep import UnitUpkeep
 
 logger = logging.getLogger(__name__)
@@ -145,7 +147,7 @@ class StorageUnit:
         )
 
     def close(self) -> None:
-        """Stop serving; rows are gone. Idempotent; takes some seconds at most, whoever does not answer."""
+        """Stop serving; rows are gone. Idempotent; takes some seconds at most."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -159,7 +161,7 @@ class StorageUnit:
         self._blocks.close()
 
     def disconnected(self, session: Session) -> None:
-        """Rows belong to nobody's channel; only cuts do."""
+        """A channel ended. Only cuts belong to one; rows do not."""
         self._traffic.left(session.number)
         self._snapshots.abandon(session.number)
 
@@ -200,6 +202,12 @@ class StorageUnit:
             case QuarantineRows():
                 self._quarantine(message)
                 call.reply(Done())
+            case ListRows():
+                with self._lock:
+                    records = list_rows(self._state, message.rows, message.partition)
+                call.reply(RowList(records))
+            case ClearRows():
+                self._clear_rows(message, call)
             case ClearPartition():
                 self._clear(message, call)
             case CommitPartitions():
@@ -257,7 +265,7 @@ class StorageUnit:
             else:
                 self._state.fence_task(message.task, message.token, message.alive)
             unknown = self._links.written_in_flight(message.task, rows, asker)
-        when_settled(unknown, partial(self._fenced, call))
+        when_completed(unknown, partial(self._fenced, call))
 
     def _fenced(self, call: Call, errors: list[BaseException]) -> None:
         unheard = [error for error in errors if not is_refusal(error)]  # a refusal shows that it was heard
@@ -279,14 +287,27 @@ class StorageUnit:
             rows = self._state.clear(message.partition)
             removal = RowsRemoved(self.name, message.partition, rows, RemovalReason.CLEARED)
             told = self._links.tell(removal, self._timeout_s)  # without rows, too: the partition may be declared
+        self._confirm_clearing(list(told.values()), call, Done())
+
+    def _clear_rows(self, message: ClearRows, call: Call) -> None:
+        told: list[Future[Any]] = []
+        with self._lock:
+            records = list_rows(self._state, message.rows, None)
+            for partition, rows in self._state.remove([row for record in records for row in record.rows]).items():
+                removal = RowsRemoved(self.name, partition, rows, RemovalReason.REMOVED)
+                told += self._links.tell(removal, self._timeout_s).values()
+        self._confirm_clearing(told, call, RowList(records))
+
+    def _confirm_clearing(self, told: "list[Future[Any]]", call: Call, reply: Message) -> None:
+        """Reply when every controller knows of it."""
         self._upkeep.poke()
-        when_all(list(told.values()), partial(self._cleared, call))
+        when_all(told, partial(self._cleared, call, reply))
         self._links.flush()
 
     @staticmethod
-    def _cleared(call: Call, outcome: Outcome) -> None:
+    def _cleared(call: Call, reply: Message, outcome: Outcome) -> None:
         if isinstance(outcome, list):
-            call.reply(Done())
+            call.reply(reply)
         else:
             call.refuse(outcome if isinstance(outcome, TransportError) else TransportError(str(outcome)))
 
@@ -308,6 +329,46 @@ class StorageUnit:
                 wire,
                 self._blocks.backend.name,
             )
+
+
+class UnitTraffic:
+    """What came and went since the start, and how clients are connected. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[int, bool] = {}
+        self.puts = 0
+        self.gets = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def met(self, session: int, *, shared: bool) -> None:
+        """A client sent something; its payloads come through shared memory, or over the wire."""
+        with self._lock:
+            self._channels[session] = shared
+
+    def left(self, session: int) -> None:
+        """A client is gone."""
+        with self._lock:
+            self._channels.pop(session, None)
+
+    def put(self, num_bytes: int) -> None:
+        """A put arrived."""
+        with self._lock:
+            self.puts += 1
+            self.bytes_in += num_bytes
+
+    def got(self, num_bytes: int) -> None:
+        """A read was answered."""
+        with self._lock:
+            self.gets += 1
+            self.bytes_out += num_bytes
+
+    def channels(self) -> tuple[int, int]:
+        """Return how many clients (share memory, use the wire)."""
+        with self._lock:
+            shared = sum(self._channels.values())
+            return shared, len(self._channels) - shared
 
 
 def _block_store(

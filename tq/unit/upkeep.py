@@ -64,7 +64,7 @@ class UnitUpkeep:
         self._blocks.delete(here)
 
     def wake(self) -> None:
-        """As `poke`, for those who hold the lock: everything is given back soon."""
+        """As `poke`, for callers that hold the lock: everything is given back soon."""
         self._work.notify()
 
     def close(self) -> None:

@@ -38,9 +38,8 @@ class Loader:
         self.stopped, self._stops = False, stops
         self.round_rows, self.round_partition = SIZE, STEP
 
-    def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
-        for batch in self._batches:
-            yield batch, batch.indices
+    def __iter__(self) -> Iterator[PackedBatch]:
+        yield from self._batches
         self.stopped = self._stops
 
 

@@ -40,10 +40,10 @@ class Loader:
         self.round_rows, self.round_partition = 0, STEP
         self._stops = stops
 
-    def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
+    def __iter__(self) -> Iterator[PackedBatch]:
         for batch in self._batches:
             self.round_rows = len(batch)
-            yield batch, batch.indices
+            yield batch
         self.stopped = self._stops
 
 

@@ -16,7 +16,7 @@ from tq.backends.backend import MemoryBackend
 from tq.batch import Column, PackedBatch
 from tq.snapshot import write_manifest
 from tq.unit.block import BlockStore
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 from workers.data import read_prompt_rows

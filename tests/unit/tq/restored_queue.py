@@ -34,7 +34,7 @@ from tq.messages import (
 from tq.snapshot import write_manifest
 from tq.task_spec import StepSpec
 from tq.unit.block import Block, BlockStore
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 from workers.admission.admitter import PromptAdmitter

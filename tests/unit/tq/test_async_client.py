@@ -1,7 +1,6 @@
 """`AsyncQueueClient` over a client that blocks until told."""
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import Superseded, TransportError
-from tq.batch import Column
-from tq.client.async_client import AsyncQueueClient
-from tq.client.queue_client import QueueClient
-from tq.messages import FetchRound, Granted, NoRows
+from asyncflow.errors import PeerRefused, Superseded, TransportError
+from tq.batch import Column, PackedBatch
+from tq.client.async_client import AsyncLease, AsyncQueueClient
+from tq.client.lease import Lease
+from tq.messages import Granted, NoRows, NoRowsReason
 
 GRANTED = Granted("t", 1, 1, [3], [3], ["storage-0"])
 X = {"x": Column.of_scalars(torch.zeros(1))}
@@ -26,28 +25,39 @@ class BlockingClient:
         self.owner = "fake@1"
         self.rows = threading.Event()
         self.fetching = threading.Semaphore(0)
-        self.given_back = threading.Event()
+        self.released = threading.Event()
+        self.error: Exception | None = None
+        self.num_leases = 9
         self.is_closed = False
         self.calls: list[tuple[Any, ...]] = []
 
-    def fetch(self, task: str, **request: Any) -> Granted | NoRows:
+    def fetch(self, task: str, **request: Any) -> Lease | NoRows:
         self.fetching.release()
         assert self.rows.wait(10)
         if self.is_closed:
             raise TransportError("closed")
-        return GRANTED
+        if self.num_leases == 0:
+            return NoRows(NoRowsReason.CLOSED, 0)
+        self.num_leases -= 1
+        return Lease(self, GRANTED)
 
-    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
-        return self.fetch(request.task)
+    def get(self, granted: Granted, names: Any) -> PackedBatch:
+        return PackedBatch((3,), dict.fromkeys(names, X["x"]))
 
-    def give_back(self, task: str, granted: Granted, rows: Any = None) -> None:
-        self.calls.append(("give_back", task, granted.rows, rows))
-        self.given_back.set()
+    def release(self, granted: Granted, rows: Any) -> None:
+        self.calls.append(("release", rows))
+        self.released.set()
 
-    def put(self, *arguments: Any) -> None:
-        self.calls.append(("put", *arguments))
-        if arguments[0] == "superseded":
-            raise Superseded("somebody else's")
+    def put(self, granted: Granted, rows: Any, columns: Any) -> None:
+        self.calls.append(("put", rows, list(columns)))
+        if self.error is not None:
+            raise self.error
+
+    def ack(self, granted: Granted, rows: Any) -> None:
+        self.calls.append(("ack", rows))
+
+    def filter(self, granted: Granted, rows: Any) -> None:
+        raise NotImplementedError
 
     def put_rows(self, columns: Any, **options: Any) -> tuple[int, ...]:
         self.calls.append(("put_rows", options["partition"]))
@@ -82,14 +92,16 @@ def test_calls_run_while_fetches_park() -> None:
         await parked(client)
         await parked(client)
         assert await queue.put_rows(X, partition=4) == (3,)
-        await queue.put("t", GRANTED, [3], X)
         client.rows.set()
-        assert await asyncio.gather(*fetches) == [GRANTED, GRANTED]
+        first, _ = await asyncio.gather(*fetches)
+        assert isinstance(first, AsyncLease)
+        assert (await first.read(["x"]))["x"] is first["x"]
+        assert await first.put({"y": torch.zeros(1)})
 
-    assert run(body).calls == [("put_rows", 4), ("put", "t", GRANTED, [3], X)]
+    assert run(body).calls == [("put_rows", 4), ("put", [3], ["y"])]
 
 
-def test_cancelled_fetch_gives_back_what_it_is_granted_later() -> None:
+def test_cancelled_fetch_releases_what_it_is_granted_later() -> None:
     async def body(queue: AsyncQueueClient, client: BlockingClient) -> None:
         fetch = asyncio.create_task(queue.fetch("t", num_rows=1))
         await parked(client)
@@ -98,9 +110,9 @@ def test_cancelled_fetch_gives_back_what_it_is_granted_later() -> None:
             await fetch
         assert client.calls == []
         client.rows.set()
-        assert await asyncio.to_thread(client.given_back.wait, 10)
+        assert await asyncio.to_thread(client.released.wait, 10)
 
-    assert run(body).calls == [("give_back", "t", [3], None)]
+    assert run(body).calls == [("release", [3])]
 
 
 def test_fetch_that_times_out_in_asyncio_is_a_cancelled_one() -> None:
@@ -110,7 +122,7 @@ def test_fetch_that_times_out_in_asyncio_is_a_cancelled_one() -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(fetch, 0.01)
         client.rows.set()
-        assert await asyncio.to_thread(client.given_back.wait, 10)
+        assert await asyncio.to_thread(client.released.wait, 10)
 
     run(body)
 
@@ -123,39 +135,34 @@ def test_fetch_cancelled_before_it_had_a_thread_asks_nothing() -> None:
         fetches[2].cancel()
         await asyncio.wait([fetches[2]])
         client.rows.set()
-        assert await asyncio.gather(*fetches[:2]) == [GRANTED, GRANTED]
+        assert all(isinstance(it, AsyncLease) for it in await asyncio.gather(*fetches[:2]))
         assert not client.fetching.acquire(blocking=False)
 
     assert run(body).calls == []
 
 
-def _calls(kind: type) -> dict[str, list[str]]:
-    functions = {name: it for name, it in vars(kind).items() if inspect.isfunction(it) and not name.startswith("_")}
-    return {name: list(inspect.signature(it).parameters) for name, it in functions.items()}
-
-
-def test_every_call_of_the_client_is_there_with_the_same_parameters() -> None:
-    assert {name: sorted(it) for name, it in _calls(AsyncQueueClient).items()} == {
-        name: sorted(it) for name, it in _calls(QueueClient).items()
-    }
-
-
-def test_a_cancelled_round_is_not_given_back_since_it_is_granted_again() -> None:
+def test_stream_yields_rows_that_are_read_and_releases_what_the_loop_leaves_open() -> None:
     async def body(queue: AsyncQueueClient, client: BlockingClient) -> None:
-        fetch = asyncio.create_task(queue.fetch_round(FetchRound("t", "", 1, 0, 1, 0, 1, 60)))
-        await parked(client)
-        fetch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetch
+        client.num_leases = 2
         client.rows.set()
+        acked = False
+        async for lease in queue.stream("t", ["x"], num_rows=1):
+            assert lease["x"] is X["x"]
+            acked = acked or await lease.ack()
 
-    assert run(body).calls == []
+    assert run(body).calls == [("ack", [3]), ("release", [3])]
 
 
 def test_errors_reach_the_coroutine() -> None:
     async def body(queue: AsyncQueueClient, client: BlockingClient) -> None:
-        with pytest.raises(Superseded):
-            await queue.put("superseded", GRANTED, [3], X)
+        client.rows.set()
+        lease = await queue.fetch("t")
+        assert isinstance(lease, AsyncLease)
+        client.error = PeerRefused("column y is written")
+        with pytest.raises(PeerRefused):
+            await lease.put(X)
+        client.error = Superseded("other consumers have the rows")
+        assert not await lease.put(X)
 
     run(body)
 
@@ -168,7 +175,7 @@ def test_close_ends_parked_fetches_and_refuses_more() -> None:
         with pytest.raises(TransportError, match="closed"):
             await fetch
         with pytest.raises(TransportError, match="fake@1: the queue client is closed"):
-            await queue.put("t", GRANTED, [3], X)
+            await queue.put_rows(X)
         await queue.close()
 
     run(body)

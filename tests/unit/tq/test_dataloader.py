@@ -31,6 +31,7 @@ class CannedClient:
         refusals: Sequence[Exception] = (),
     ) -> None:
         self.answers = list(answers)
+        self.data = self
         self.unreadable = list(unreadable)
         self.refusals = list(refusals)
         self.asked: list[FetchRound] = []
@@ -60,18 +61,17 @@ class CannedClient:
         columns = {name: Column.of_rows([torch.full((row + 1,), row) for row in granted.rows]) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
-        assert (task, rows) == ("train", None)
+    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
+        assert rows is granted.rows
         self.acked.append(granted.rows)
 
-    def put(self, task: str, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
-        assert task == "train" and rows is granted.rows
+    def put(self, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        assert rows is granted.rows
         if self.refusals:
             raise self.refusals.pop(0)
         self.written.append((granted.rows, columns["y"].values.tolist()))
 
-    def forget(self, task: str, granted: Granted) -> None:
-        assert task == "train"
+    def forget(self, granted: Granted) -> None:
         self.forgotten.append(granted.rows)
 
 
@@ -121,11 +121,11 @@ class SlowAcks(CannedClient):
         self.may_ack = threading.Event()
         self.failures = list(failures)
 
-    def ack(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
         assert self.may_ack.wait(30)
         if self.failures:
             raise self.failures.pop()
-        super().ack(task, granted, rows)
+        super().ack(granted, rows)
 
 
 Load = Callable[..., StreamingDataLoader]
@@ -134,8 +134,8 @@ Load = Callable[..., StreamingDataLoader]
 def test_rows_whose_outputs_are_put_need_no_ack(load: Load) -> None:
     client = CannedClient(lease(0, 1), lease(round_rows=1), lease(2), DONE)
     loader = load(client)
-    for _, indices in loader:
-        loader.put({"y": Column.of_scalars(torch.tensor(indices))} if indices else {})
+    for batch in loader:
+        loader.put({"y": Column.of_scalars(torch.tensor(batch.indices))} if len(batch) else {})
     loader.ack()
     assert client.written == [([0, 1], [0, 1]), ([2], [2])]
     assert client.acked == []
@@ -146,7 +146,7 @@ def test_partitions_follow_each_other_and_are_acked_once(load: Load) -> None:
     loader = load(client)
     seen = []
     while step := loader.next_partition():
-        rounds = [(indices, loader.round_rows, batch["x"].values.tolist()) for batch, indices in loader]
+        rounds = [(batch.indices, loader.round_rows, batch["x"].values.tolist()) for batch in loader]
         seen.append((step, rounds))
         loader.ack()
         loader.ack()
@@ -177,24 +177,24 @@ def test_rank_that_does_not_ack_does_not_vouch_for_the_lease_any_more(
 
 def test_iterating_after_the_end_of_a_partition_begins_the_next(load: Load) -> None:
     loader = load(CannedClient(lease(0), DONE, lease(1), DONE, DONE))
-    seen = [(loader.partition, [indices for _, indices in loader], loader.partition) for _ in range(4)]
+    seen = [(loader.partition, [batch.indices for batch in loader], loader.partition) for _ in range(4)]
     assert seen == [(0, [(0,)], 1), (1, [(1,)], 2), (2, [], 3), (3, [], 3)]
 
 
 def test_partition_left_early_goes_on_and_cannot_be_skipped(load: Load) -> None:
     loader = load(CannedClient(lease(0), lease(1), DONE))
     loader.next_partition()
-    assert next(iter(loader))[1] == (0,)
+    assert next(iter(loader)).indices == (0,)
     with pytest.raises(ConfigError, match="partition 1: read it to its end"):
         loader.next_partition()
-    assert [indices for _, indices in loader] == [(1,)]
+    assert [batch.indices for batch in loader] == [(1,)]
     assert loader.next_partition() == 2
 
 
 def test_stop_ends_the_iteration(load: Load) -> None:
     loader = load(CannedClient(lease(0), STOP))
     loader.next_partition()
-    assert [indices for _, indices in loader] == [(0,)]
+    assert [batch.indices for batch in loader] == [(0,)]
     assert (loader.stopped, loader.next_partition(), list(loader)) == (True, 0, [])
 
 
@@ -221,7 +221,7 @@ def test_loader_closed_before_it_began_asks_nothing(load: Load) -> None:
 def test_error_comes_after_what_was_read_before_it_and_again(load: Load) -> None:
     loader = load(CannedClient(lease(0), TransportError("controller-0 is gone")))
     rounds = iter(loader)
-    assert next(rounds)[1] == (0,)
+    assert next(rounds).indices == (0,)
     for _ in range(2):
         with pytest.raises(TransportError, match="controller-0"):
             next(iter(loader))
@@ -230,8 +230,8 @@ def test_error_comes_after_what_was_read_before_it_and_again(load: Load) -> None
 def test_reads_ahead_no_further_than_prefetch(load: Load) -> None:
     client = CannedClient(*(lease(row) for row in range(6)), DONE)
     loader = load(client, prefetch=2)
-    assert next(iter(loader))[1] == (0,)
-    assert [indices for _, indices in loader] == [(row,) for row in range(1, 6)]
+    assert next(iter(loader)).indices == (0,)
+    assert [batch.indices for batch in loader] == [(row,) for row in range(1, 6)]
     assert len(client.asked) >= 7
 
 
@@ -239,28 +239,28 @@ def test_later_passes_repeat_the_rounds_from_memory(load: Load) -> None:
     client = CannedClient(*(lease(row, round_rows=row + 1) for row in range(6)), DONE, lease(9), DONE)
     loader = load(client)
     loader.next_partition()
-    passes = [[(indices[0], loader.round_rows) for _, indices in rounds] for rounds in loader.passes(3, seed=5)]
+    passes = [[(batch.indices[0], loader.round_rows) for batch in rounds] for rounds in loader.passes(3, seed=5)]
     loader.ack()
     assert passes[0] == [(row, row + 1) for row in range(6)]
     assert [sorted(each) for each in passes] == [passes[0]] * 3
     assert len({tuple(each) for each in passes}) == 3
     assert client.acked == [[row] for row in range(6)]
-    assert [indices for _, indices in loader] == [(9,)]
+    assert [batch.indices for batch in loader] == [(9,)]
 
 
 def test_passes_in_a_given_order_are_the_same_on_every_rank(load: Load) -> None:
     orders = []
     for first in (0, 100):
         loader = load(CannedClient(*(lease(first + row) for row in range(8)), DONE))
-        orders.append([[indices[0] - first for _, indices in rounds] for rounds in loader.passes(2, seed=1)])
+        orders.append([[batch.indices[0] - first for batch in rounds] for rounds in loader.passes(2, seed=1)])
     assert orders[0] == orders[1]
     in_order = load(CannedClient(lease(3), lease(1), DONE))
-    assert [[indices for _, indices in rounds] for rounds in in_order.passes(2)] == [[(3,), (1,)]] * 2
+    assert [[batch.indices for batch in rounds] for rounds in in_order.passes(2)] == [[(3,), (1,)]] * 2
 
 
 def test_stop_in_the_first_pass_ends_them_all(load: Load) -> None:
     loader = load(CannedClient(lease(0), STOP))
-    assert [[indices for _, indices in rounds] for rounds in loader.passes(4)] == [[(0,)]]
+    assert [[batch.indices for batch in rounds] for rounds in loader.passes(4)] == [[(0,)]]
     assert loader.stopped
 
 
@@ -282,7 +282,7 @@ def test_position_is_the_partition_that_is_not_acked_yet(load: Load) -> None:
     resumed = load(client)
     resumed.load_state_dict(loader.state_dict())
     assert resumed.next_partition() == 2
-    assert [indices for _, indices in resumed] == [(2,)]
+    assert [batch.indices for batch in resumed] == [(2,)]
     assert client.asked[0].partition == 2
 
 
@@ -291,7 +291,7 @@ def test_acks_go_on_beside_the_next_partition_in_order(load: Load) -> None:
     loader = load(client, last_partition=2)
     list(loader)
     loader.ack_soon()
-    assert [indices for _, indices in loader] == [(1,)], "the next partition is read while the ack is on its way"
+    assert [batch.indices for batch in loader] == [(1,)], "the next partition is read while the ack is on its way"
     assert client.acked == []
     assert loader.state_dict()["partition"] == 2
     loader.ack_soon()
@@ -360,10 +360,10 @@ def test_round_whose_put_was_superseded_is_not_acked(load: Load) -> None:
     client = CannedClient(lease(0), lease(1), DONE, refusals=[Superseded("row 0 is somebody else's")])
     loader = load(client, last_partition=1)
     rounds = iter(loader)
-    _, indices = next(rounds)
+    indices = next(rounds).indices
     with pytest.raises(Superseded):
         loader.put(outputs(indices))
-    _, indices = next(rounds)
+    indices = next(rounds).indices
     loader.put(outputs(indices))
     assert list(rounds) == []
     loader.ack()
@@ -376,7 +376,7 @@ def test_round_whose_put_failed_must_be_put_again_before_anything_else(load: Loa
     client = CannedClient(lease(0), lease(1), DONE, refusals=[error])
     loader = load(client, last_partition=1)
     rounds = iter(loader)
-    _, indices = next(rounds)
+    indices = next(rounds).indices
     with pytest.raises(type(error)):
         loader.put(outputs(indices))
     with pytest.raises(ConfigError, match="put them again"):
@@ -384,7 +384,7 @@ def test_round_whose_put_failed_must_be_put_again_before_anything_else(load: Loa
     with pytest.raises(ConfigError, match="put them again"):
         next(iter(loader))
     loader.put(outputs(indices))
-    assert [indices for _, indices in loader] == [(1,)]
+    assert [batch.indices for batch in loader] == [(1,)]
     loader.ack()
     assert (client.written, client.acked) == ([([0], [0])], [[1]])
 
@@ -435,17 +435,17 @@ def test_token_budget_travels_with_the_request(load: Load) -> None:
 def test_micro_batches_are_equally_many_on_all_ranks_and_balanced(load: Load) -> None:
     loader = load(CannedClient(lease(0, 1, 8, 9, round_rows=7), lease(round_rows=3), DONE))
     rounds = iter(loader)
-    parts = loader.micro_batches(next(rounds)[0], num_rows=2)
+    parts = loader.micro_batches(next(rounds), num_rows=2)
     assert len(parts) == 4
     assert sorted(row for part in parts for row in part.indices) == [0, 1, 8, 9]
     assert [sum(part["x"].lengths.tolist()) for part in parts[:2]] == [11, 11]
     assert [len(part) for part in parts] == [2, 2, 0, 0]
-    assert [len(part) for part in loader.micro_batches(next(rounds)[0], num_rows=2)] == [0, 0]
+    assert [len(part) for part in loader.micro_batches(next(rounds), num_rows=2)] == [0, 0]
 
 
 def test_micro_batches_keep_to_a_token_budget(load: Load) -> None:
     loader = load(CannedClient(lease(0, 1, 8, 9, 3), DONE))
-    parts = loader.micro_batches(next(iter(loader))[0], token_budget=11)
+    parts = loader.micro_batches(next(iter(loader)), token_budget=11)
     assert sorted(row for part in parts for row in part.indices) == [0, 1, 3, 8, 9]
     assert all(sum(part["x"].lengths.tolist()) <= 11 for part in parts)
     assert len(parts) == 3
@@ -458,7 +458,7 @@ def test_requests_are_counted(load: Load) -> None:
 
 
 def test_deadlines_do_not_end_the_iteration(load: Load) -> None:
-    assert [indices for _, indices in load(CannedClient(LATE, LATE, lease(0), LATE, DONE))] == [(0,)]
+    assert [batch.indices for batch in load(CannedClient(LATE, LATE, lease(0), LATE, DONE))] == [(0,)]
 
 
 def test_producers_that_are_gone_are_an_error(load: Load) -> None:
@@ -466,7 +466,7 @@ def test_producers_that_are_gone_are_an_error(load: Load) -> None:
     client.answer_always = ALONE
     loader = load(client, producers_timeout_s=0.05)
     rounds = iter(loader)
-    assert next(rounds)[1] == (0,)
+    assert next(rounds).indices == (0,)
     with pytest.raises(ProducersGone, match="round 1 of partition 1: waits for column y of 2 rows"):
         next(rounds)
     assert all(asked.timeout_s <= 0.05 for asked in client.asked)
@@ -475,7 +475,7 @@ def test_producers_that_are_gone_are_an_error(load: Load) -> None:
 @pytest.mark.parametrize("error", [TransportError("storage-0 is gone"), Superseded("row 1 is not here")])
 def test_rows_of_a_unit_that_died_are_asked_for_again(load: Load, error: TransportError) -> None:
     client = CannedClient(lease(0, 1), LATE, lease(0, 1), DONE, unreadable=[error])
-    assert [indices for _, indices in load(client, last_partition=1)] == [(0, 1)]
+    assert [batch.indices for batch in load(client, last_partition=1)] == [(0, 1)]
     assert [asked.round_index for asked in client.asked] == [0, 0, 0, 1]
 
 
@@ -496,9 +496,8 @@ def test_torch_data_loader_iterates_over_it(load: Load) -> None:
     batches = DataLoader(loader, batch_size=None)
     seen = []
     for _ in range(2):
-        for batch, indices in batches:
-            assert batch.indices == tuple(indices)
-            seen.append((loader.partition, list(indices)))
+        for batch in batches:
+            seen.append((loader.partition, list(batch.indices)))
         loader.ack()
     assert seen == [(1, [0, 1]), (1, [2]), (2, [3])]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tq.futures import Outcome, when_all, when_settled
+from tq.futures import Outcome, when_all, when_completed
 
 
 class Payload:
@@ -33,7 +33,7 @@ def test_all_results_come_in_order() -> None:
 def test_first_error_ends_the_wait_and_the_rest_is_not_heard() -> None:
     waiting, outcomes, errors = futures(3), list[Outcome](), list[list[BaseException]]()
     when_all(waiting, outcomes.append)
-    when_settled(waiting, errors.append)
+    when_completed(waiting, errors.append)
     first = ValueError("x")
     waiting[1].set_exception(first)
     waiting[0].set_exception(ValueError("y"))
@@ -59,7 +59,7 @@ def test_some_errors_may_be_results_and_the_others_end_the_wait() -> None:
     assert outcomes[1:] == [fatal]
 
 
-@pytest.mark.parametrize("wait", [when_all, when_settled])
+@pytest.mark.parametrize("wait", [when_all, when_completed])
 def test_what_waits_is_let_go_at_once_and_not_by_the_garbage_collector(wait: Callable[..., None]) -> None:
     gc.disable()
     try:

@@ -1,11 +1,11 @@
 """What a client remembers of its leases."""
 
-from tq.client.held_leases import HeldLeases
+from tq.client.session import HeldLeases
 from tq.messages import FetchRound, FetchRows, Granted
 
 
-def granted(token: int, rows: list[int], partition: int = 1, **more: object) -> Granted:
-    return Granted("score", token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
+def granted(token: int, rows: list[int], partition: int = 1, *, task: str = "train", **more: object) -> Granted:
+    return Granted(task, token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
 
 
 def fetch(task: str = "score") -> FetchRows:
@@ -16,20 +16,20 @@ def round_of(partition: int, index: int) -> FetchRound:
     return FetchRound("train", "me", partition, index, 2, 1, 4, 1.0)
 
 
-def test_a_lease_is_held_until_its_last_row_is_settled() -> None:
+def test_a_lease_is_held_until_its_last_row_is_done() -> None:
     held = HeldLeases()
-    held.granted(fetch(), granted(7, [1, 2]))
-    held.settled("score", 7, [1])
+    held.granted(fetch(), granted(7, [1, 2], task="score"))
+    held.done(granted(7, [1, 2], task="score"), [1])
     assert [(lease.token, lease.rows) for lease in held.of_tasks(["score"])] == [(7, [2])]
-    held.settled("score", 7, [2])
+    held.done(granted(7, [1, 2], task="score"), [2])
     assert held.of_tasks(["score"]) == []
 
 
-def test_the_same_grant_again_does_not_bring_settled_rows_back() -> None:
+def test_the_same_grant_again_does_not_bring_done_rows_back() -> None:
     held = HeldLeases()
     for _ in range(2):
         held.granted(round_of(1, 0), granted(7, [1, 2], round_rows=2))
-        held.settled("train", 7, [1])
+        held.done(granted(7, [1, 2]), [1])
     assert [lease.rows for lease in held.of_tasks(["train"])] == [[2]]
 
 
@@ -44,7 +44,7 @@ def test_a_share_of_a_round_carries_its_place_and_stays_when_empty() -> None:
 def test_a_share_of_a_step_is_held_until_two_steps_later_whichever_partition_its_rows_are_of() -> None:
     held = HeldLeases()
     held.granted(round_of(1, 0), granted(1, [4], partition=2, total_rows=4))
-    held.settled("train", 1, [4])
+    held.done(granted(1, [4]), [4])
     held.granted(round_of(2, 0), granted(2, [0], partition=1))
     (first, second) = held.of_tasks(["train"])
     assert (first.step, first.partition, first.rows, first.share_rows, first.total_rows) == (1, 2, [], 1, 4)
@@ -61,10 +61,10 @@ def test_rounds_are_forgotten_two_partitions_later() -> None:
     assert [lease.partition for lease in held.of_tasks(["train"])] == [2, 3]
 
 
-def test_share_that_another_reader_settles_is_forgotten() -> None:
+def test_lease_that_another_reader_answers_for_is_forgotten() -> None:
     held = HeldLeases()
     held.granted(round_of(1, 0), granted(7, [1, 2]))
-    held.forget("train", 7)
+    held.forget(granted(7, [1, 2]))
     assert held.of_tasks(["train"]) == []
 
 

@@ -22,14 +22,17 @@ from asyncflow.errors import (
 from asyncflow.sealed_store import SealedStore
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
+from tq.client.data_plane import PUT_GRACE_S
+from tq.client.lease import Lease
 from tq.client.queue_client import QueueClient
-from tq.client.services import PUT_GRACE_S
 from tq.config import QueueConfig
 from tq.directory import Directory, allocate_rows, reserve_rows
 from tq.messages import (
     AckLost,
     Alive,
     ClearPartition,
+    ClearRows,
+    CloseWriting,
     Columns,
     CutSnapshot,
     Done,
@@ -40,11 +43,12 @@ from tq.messages import (
     Granted,
     Heartbeat,
     HoldPuts,
+    ListRows,
     Message,
-    NoRows,
-    NoRowsReason,
     PutOutputs,
     PutRows,
+    RowList,
+    RowRecords,
     SnapshotWritten,
     Stored,
     WriteSnapshot,
@@ -66,6 +70,7 @@ class Services:
         waited_s: for each answer, how long it was waited for.
         refusals: message type -> errors, one per answer as long as there are some.
         away: services to which no channel is open.
+        rows: unit -> rows that it holds.
     """
 
     def __init__(self) -> None:
@@ -77,6 +82,7 @@ class Services:
         self.waited_s: list[float] = []
         self.refusals: dict[type[Message], list[Exception]] = {}
         self.away: set[str] = set()
+        self.rows: dict[str, list[int]] = {}
         self.closed = False
 
     def opened(self, service: str) -> "Service | None":
@@ -101,7 +107,7 @@ class Service:
     def submit(self, message: Message, payload: Any = None) -> "Answer":
         if not isinstance(message, Heartbeat):
             self.services.told.append((self.name, message))
-        return Answer(self.services, message)
+        return Answer(self.services, message, self.name)
 
     def call(self, message: Message, *, timeout_s: float) -> Any:
         return self.submit(message).result(timeout_s)
@@ -110,8 +116,8 @@ class Service:
 class Answer:
     """A future whose result takes time."""
 
-    def __init__(self, services: Services, message: Message) -> None:
-        self.services, self.message = services, message
+    def __init__(self, services: Services, message: Message, service: str) -> None:
+        self.services, self.message, self.service = services, message, service
         self.left_s = services.answer_s
         self.number = -1
 
@@ -137,6 +143,10 @@ class Answer:
         self.left_s -= waited_s
         if self.left_s > 0:
             raise FutureTimeout
+        if isinstance(message, ListRows | ClearRows):
+            named = message.rows
+            here = [row for row in services.rows.get(self.service, ()) if named is None or row in named]
+            return RowList([row_records(*here)] if here else []), None
         if isinstance(message, GetColumns):
             headers, payload = describe({"x": Column.of_scalars(torch.tensor(message.rows))}, narrow=False)
             values = torch.empty(payload.num_bytes, dtype=torch.uint8)
@@ -149,7 +159,7 @@ class Answer:
 
 @pytest.fixture(name="services")
 def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
-    monkeypatch.setattr("tq.client.services._RETRY_S", 0.0)
+    monkeypatch.setattr("tq.client.session._RETRY_S", 0.0)
     services = Services()
     monkeypatch.setattr("asyncflow.awake.time", SimpleNamespace(monotonic=lambda: services.now))
     return services
@@ -161,16 +171,16 @@ def _client(services: Services) -> QueueClient:
     credentials = Credentials(store := HashStore(), b"secret")  # type: ignore[arg-type]
     credentials._idle.append(SealedStore(store, b"secret"))
     client = QueueClient(credentials, "me", config=config)
-    client._services._links = services  # type: ignore[assignment]
-    client._services._clock = lambda: services.now
-    client._services.__dict__["directory"] = Directory(("controller-0",), ("score", "train"))
+    client._session._links = services  # type: ignore[assignment]
+    client._session._clock = lambda: services.now
+    client._session.__dict__["directory"] = Directory(("controller-0",), ("score", "train"))
     return client
 
 
 CALLS: dict[str, Callable[[QueueClient], object]] = {
-    "get": lambda client: client.get(LEASE, ["x"]),
-    "put": lambda client: client.put("score", LEASE, LEASE.rows, Y),
-    "ack": lambda client: client.ack("score", LEASE),
+    "get": lambda client: client.data.get(LEASE, ["x"]),
+    "put": lambda client: client.data.put(LEASE, LEASE.rows, Y),
+    "ack": lambda client: client.data.ack(LEASE, LEASE.rows),
 }
 
 
@@ -194,14 +204,14 @@ def test_units_that_are_slow_one_after_the_other_do_not_add_up(
 def test_whoever_gives_up_says_who_waited_for_whom_and_how_long(client: QueueClient, services: Services) -> None:
     services.answer_s = 2 * TIMEOUT_S
     with pytest.raises(DeadlineExceeded, match=r"^\S+ tried for 10 s: storage-0 did not answer PutOutputs") as caught:
-        client.put("score", LEASE, LEASE.rows, Y)
+        client.data.put(LEASE, LEASE.rows, Y)
     assert caught.value.deadline
 
 
 def test_silent_unit_leaves_those_asked_after_it_some_time(client: QueueClient, services: Services) -> None:
     services.answer_s = 2 * TIMEOUT_S
     with pytest.raises(TransportError, match="storage-0 did not answer"):
-        client.put("score", LEASE, LEASE.rows, Y)
+        client.data.put(LEASE, LEASE.rows, Y)
     assert services.waited_s == pytest.approx([TIMEOUT_S], rel=0.1)
 
 
@@ -210,7 +220,7 @@ def test_read_does_not_wait_any_longer_for_a_unit_that_counts_as_away(client: Qu
     services.answer_s = 2 * TIMEOUT_S
     services.alive = [alive("storage-0", "storage-1"), alive("storage-1", away=("storage-0",))]
     with pytest.raises(TransportError, match="storage-0 does not answer .*, and counts as away"):
-        client.get(LEASE, ["x"])
+        client.data.get(LEASE, ["x"])
     assert services.now < 0.9 * TIMEOUT_S
 
 
@@ -254,13 +264,13 @@ def test_rows_whose_work_is_dropped_return_though_the_lease_is_void_for_one_of_t
     client: QueueClient, services: Services, call: str
 ) -> None:
     """Else a controller that goes on to count them as this client's would never give them to anybody."""
-    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
     services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
     services.refusals[AckLost] = [Superseded("row 3: the lease was given to another")]
     with pytest.raises(Superseded):
         CALLS[call](client)
     assert services.told[-1] == ("controller-0", GiveBack("score", 7, [3, 4], superseded=True))
-    assert client._held.of_tasks(["score"]) == []
+    assert client._session.held.of_tasks(["score"]) == []
 
 
 def test_ack_is_repeated_until_the_controller_hears_that_a_unit_started_empty(
@@ -269,7 +279,7 @@ def test_ack_is_repeated_until_the_controller_hears_that_a_unit_started_empty(
     """Else the trainer, which acks beside its next step, would end because a unit did."""
     services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")] * 3
     services.refusals[AckLost] = [PeerRefused("row 3 is not lost: storage-0 has it")] * 2
-    client.ack("score", LEASE)
+    client.data.ack(LEASE, LEASE.rows)
     assert services.services_told(PutOutputs) == ["storage-0"] * 3 + ["storage-1"]
     assert services.services_told(AckLost) == ["controller-0"] * 3
 
@@ -278,43 +288,33 @@ def test_consumer_whose_controller_is_away_does_not_wait_to_return_rows(
     client: QueueClient, services: Services
 ) -> None:
     """It joins anew when the controller is back, and does not tell of them."""
-    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
     services.away.add("controller-0")
     services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
     with pytest.raises(Superseded):
-        client.put("score", LEASE, LEASE.rows, Y)
+        client.data.put(LEASE, LEASE.rows, Y)
     assert services.services_told(GiveBack) == []
-    assert client._held.of_tasks(["score"]) == []
+    assert client._session.held.of_tasks(["score"]) == []
 
 
-def test_controller_that_is_joined_again_does_not_hear_of_rows_that_could_not_be_given_back(
+def test_controller_that_is_joined_again_does_not_hear_of_rows_that_could_not_be_released(
     client: QueueClient, services: Services
 ) -> None:
-    client._held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
+    client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
     services.refusals[GiveBack] = [TransportError("gone")]
     services.closed = True
     with pytest.raises(TransportError):
-        client.give_back("score", LEASE)
-    assert client._held.of_tasks(["score"]) == []
-
-
-def test_lease_of_another_task_is_refused_by_name(client: QueueClient, services: Services) -> None:
-    refusal = "the lease 7 is score's, not train's"
-    with pytest.raises(ConfigError, match=refusal):
-        client.put("train", LEASE, LEASE.rows, Y)
-    with pytest.raises(ConfigError, match=refusal):
-        client.ack("train", LEASE)
-    with pytest.raises(ConfigError, match=refusal):
-        client.give_back("train", LEASE)
-    assert services.told == []
+        client.data.release(LEASE, LEASE.rows)
+    assert client._session.held.of_tasks(["score"]) == []
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"x": [1, 2]}, r"column 'x' is a list; make it a column: tq\.column\(\[\.\.\.\]\)"),
-        ({"x": torch.zeros(2)}, "column 'x' is a Tensor; make it a column"),
-        ({"y": Y["y"], "x": "ab"}, "column 'x' is a str; make it a column"),
+        ({"x": []}, "column 'x': an empty list says nothing about its rows"),
+        ({"x": torch.tensor(1)}, "column 'x': a tensor of rank 0 holds no rows"),
+        ({"y": Y["y"], "x": "ab"}, "column 'x': a column cannot be made of str; give a tensor or a list of rows"),
+        ({"x": ["a", {1}]}, "column 'x': row 1 cannot be stored as json"),
         ([1, 2], "a put needs columns by name, not a list"),
         ({"": Y["y"]}, 'a column is named ""; give it a name'),
         ({1: Y["y"]}, "a column is named 1, a int; name it with a string"),
@@ -326,7 +326,7 @@ def test_what_is_no_column_is_refused_by_name(
     with pytest.raises(ConfigError, match=message):
         client.put_rows(columns)
     with pytest.raises(ConfigError, match=message):
-        client.put("score", LEASE, LEASE.rows, columns)
+        Lease(client.data, LEASE).put(columns)
     assert services.told == []
 
 
@@ -374,7 +374,7 @@ def test_unit_that_stays_away_is_named_at_the_deadline(client: QueueClient, serv
 
 def test_commits_and_counts_go_on_without_a_unit_that_is_away(client: QueueClient, services: Services) -> None:
     services.alive = [alive("storage-0", away=("storage-1",))]
-    client.commit(3)
+    client.release_checkpointed(3)
     assert [service for service, _ in services.told] == ["controller-0", "storage-0"], "units forget finished rows"
 
 
@@ -397,7 +397,7 @@ def test_new_rows_are_none_of_those_that_were_named_before(client: QueueClient) 
     client.put_rows(Y, rows=[10_000, 10_001])
     (first, second) = client.put_rows(Y)
     assert second == first + 1
-    with client._services._credentials.borrowed_store() as store:
+    with client._session._credentials.borrowed_store() as store:
         assert allocate_rows(store, 1)[0] > 10_001
 
 
@@ -408,7 +408,7 @@ def test_ascending_rows_ask_the_store_once_per_block(client: QueueClient, monkey
         asked.append(beyond)
         return reserve_rows(store, beyond)
 
-    monkeypatch.setattr("tq.client.services.reserve_rows", reserve)
+    monkeypatch.setattr("tq.client.session.reserve_rows", reserve)
     for row in range(0, 2048, 2):
         client.put_rows(Y, rows=[row, row + 1])
     assert len(asked) == 2
@@ -447,23 +447,56 @@ def test_fetch_that_cannot_be_is_refused(
 @pytest.mark.parametrize("names", ["x", [1], ["x", None], 3])
 def test_columns_are_asked_for_by_a_list_of_names(client: QueueClient, services: Services, names: Any) -> None:
     with pytest.raises(ConfigError, match="asked for by"):
-        client.get(LEASE, names)
+        Lease(client.data, LEASE).read(names)
     assert services.told == []
 
 
-def test_what_is_no_lease_and_no_step_is_refused(client: QueueClient, services: Services) -> None:
-    nothing: Any = NoRows(NoRowsReason.DEADLINE, newest_version=0)
-    for call in (
-        lambda: client.get(nothing, ["x"]),
-        lambda: client.put("score", nothing, [3], Y),
-        lambda: client.ack("score", nothing),
-        lambda: client.give_back("score", nothing),
-    ):
-        with pytest.raises(ConfigError, match=r"a lease is what a fetch grants \(Granted\), not a NoRows"):
-            call()
+@pytest.mark.parametrize("call", ["publish_version", "release_checkpointed"])
+def test_what_is_no_step_is_refused(client: QueueClient, services: Services, call: str) -> None:
     with pytest.raises(ConfigError, match="step: -1"):
-        client.publish_version(-1)
+        getattr(client, call)(-1)
     assert services.told == []
+
+
+def test_plain_tensors_lists_and_strings_are_put(client: QueueClient, services: Services) -> None:
+    client.put_rows({"a": torch.zeros(2, 3), "b": ["x", "y"], "c": [torch.ones(1), torch.ones(4)], "d": [1, None]})
+    [(_, put)] = services.told
+    assert isinstance(put, PutRows)
+    assert [(header.name, header.kind, header.num_rows) for header in put.columns] == [
+        ("a", "tensor", 2), ("b", "text", 2), ("c", "tensor", 2), ("d", "json", 2),
+    ]  # fmt: skip
+
+
+def row_records(*rows: int) -> RowRecords:
+    there = list(rows)
+    return RowRecords(1, there, [row // 2 for row in there], [2] * len(rows), there, there, ["x"], ["score"])
+
+
+def test_rows_are_listed_read_and_cleared_by_index(client: QueueClient, services: Services) -> None:
+    services.rows = {"storage-0": [4, 6], "storage-1": [5]}
+    assert [(row.index, row.group, row.unit, row.columns, row.done) for row in client.list_rows(partition=1)] == [
+        (4, 2, "storage-0", ("x",), ("score",)),
+        (5, 2, "storage-1", ("x",), ("score",)),
+        (6, 3, "storage-0", ("x",), ("score",)),
+    ]
+    batch = client.read_rows([6, 5, 4], ["x"])
+    assert (batch.indices, batch.groups, batch["x"].values.tolist()) == ((6, 5, 4), (3, 2, 2), [6, 5, 4])
+    with pytest.raises(PeerRefused, match=r"rows \[7\] are not in the queue"):
+        client.read_rows([4, 7], ["x"])
+    assert client.clear_rows([5, 7]) == [5]
+    with pytest.raises(ConfigError, match="rows: -1"):
+        client.clear_rows([-1])
+
+
+def test_closing_for_writing_tells_every_controller(client: QueueClient, services: Services) -> None:
+    client.close_writing()
+    assert services.services_told(CloseWriting) == ["controller-0"]
+
+
+def test_client_is_a_context_manager(client: QueueClient, services: Services) -> None:
+    with client as entered:
+        assert entered is client
+    assert services.closed
 
 
 def test_commits_of_a_put_are_positions_in_it(client: QueueClient, services: Services) -> None:

@@ -11,7 +11,7 @@ from tq import Column, TaskSpec
 from tq.backends.backend import MemoryBackend
 from tq.snapshot import SnapshotChunk, write_manifest
 from tq.unit.block import BlockStore
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 from workers.admission.saved_rows import KeepRule, Kept, SavedRow, SavedRows

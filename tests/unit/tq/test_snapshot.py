@@ -11,10 +11,10 @@ from asyncflow.errors import CheckpointError, TransportError
 from tq import Column
 from tq.backends.backend import MemoryBackend
 from tq.snapshot import MANIFEST, SnapshotChunk, read_manifest, read_snapshot, write_manifest
-from tq.unit import snapshot_files
+from tq.unit import snapshots
 from tq.unit.block import BlockStore
 from tq.unit.records import Cut
-from tq.unit.snapshot_files import SnapshotWriter
+from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
 
@@ -110,7 +110,7 @@ def test_rows_of_several_units_and_puts_come_back_as_alike_chunks(tmp_path: Path
 
 
 def test_large_snapshots_are_many_chunks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_files, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 20_000)
     unit = Unit()
     unit.put(list(range(50)), {"x": Column.of_dense(torch.arange(50_000.0).reshape(50, 1000))})
     files = unit.write(tmp_path, chunk_bytes=10_000)

@@ -8,8 +8,7 @@ import torch
 from asyncflow.errors import PeerRefused, RowsExist, Superseded
 from asyncflow.transport.payload import Payload, Piece
 from tq import Column
-from tq.backends.backend import MemoryBackend
-from tq.backends.files import FileBackend
+from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
 from tq.refill import QuarantineCause
 from tq.unit.block import Block, BlockStore

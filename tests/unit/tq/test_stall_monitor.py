@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from asyncflow.errors import ProducersGone, TransportError
-from tq.client.patience import Patience
+from tq.client.stall_monitor import StallMonitor
 from tq.messages import NoRows, NoRowsReason
 
 ALIVE = NoRows(NoRowsReason.DEADLINE, 0, "column y")
@@ -27,59 +27,59 @@ def _clock() -> Clock:
     return Clock()
 
 
-def wait(patience: Patience, clock: Clock, answer: NoRows, *, times: int) -> None:
+def wait(monitor: StallMonitor, clock: Clock, answer: NoRows, *, times: int) -> None:
     """Let `times` requests pass their deadline of 20 s."""
     for _ in range(times):
-        patience.ask("train", 20)
+        monitor.ask("train", 20)
         clock.now_s += 20
-        patience.waited(answer)
+        monitor.waited(answer)
 
 
 def test_gives_up_when_producers_are_gone_without_a_break(clock: Clock) -> None:
-    patience = Patience(producers_timeout_s=60, clock=clock)
-    wait(patience, clock, ALONE, times=3)
-    wait(patience, clock, ALIVE, times=1)
-    wait(patience, clock, ALONE, times=3)
-    patience.served()
-    wait(patience, clock, ALONE, times=3)
+    monitor = StallMonitor(producers_timeout_s=60, clock=clock)
+    wait(monitor, clock, ALONE, times=3)
+    wait(monitor, clock, ALIVE, times=1)
+    wait(monitor, clock, ALONE, times=3)
+    monitor.served()
+    wait(monitor, clock, ALONE, times=3)
     with pytest.raises(ProducersGone, match=r"train: waits for column y, but for 60 s nobody"):
-        wait(patience, clock, ALONE, times=1)
+        wait(monitor, clock, ALONE, times=1)
 
 
 def test_waits_for_ever_when_told_so(clock: Clock) -> None:
-    wait(Patience(producers_timeout_s=0, clock=clock), clock, ALONE, times=1000)
+    wait(StallMonitor(producers_timeout_s=0, clock=clock), clock, ALONE, times=1000)
 
 
 def test_requests_park_no_longer_than_the_next_word_is_due() -> None:
-    assert Patience(producers_timeout_s=0).ask("train", 60) == 30
-    assert Patience(producers_timeout_s=5).ask("train", 60) == 5
-    assert Patience(producers_timeout_s=60).ask("train", 1) == 1
+    assert StallMonitor(producers_timeout_s=0).ask("train", 60) == 30
+    assert StallMonitor(producers_timeout_s=5).ask("train", 60) == 5
+    assert StallMonitor(producers_timeout_s=60).ask("train", 1) == 1
 
 
 def test_says_what_it_waits_for_but_not_often(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    patience = Patience(producers_timeout_s=0, clock=clock)
-    wait(patience, clock, ALIVE, times=1)
+    monitor = StallMonitor(producers_timeout_s=0, clock=clock)
+    wait(monitor, clock, ALIVE, times=1)
     assert caplog.messages == []
-    wait(patience, clock, ALIVE, times=3)
+    wait(monitor, clock, ALIVE, times=3)
     assert caplog.messages == [f"train: still waits for column y, for {seconds} s so far" for seconds in (40, 80)]
 
 
 def test_one_rank_narrates(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    wait(Patience(producers_timeout_s=0, narrates=False, clock=clock), clock, ALIVE, times=5)
+    wait(StallMonitor(producers_timeout_s=0, narrates=False, clock=clock), clock, ALIVE, times=5)
     assert caplog.messages == []
 
 
 def test_unreadable_rows_are_an_error_after_a_while(clock: Clock) -> None:
-    patience = Patience(producers_timeout_s=60, clock=clock)
+    monitor = StallMonitor(producers_timeout_s=60, clock=clock)
     gone = TransportError("storage-0 is gone")
-    patience.unreadable(gone)
+    monitor.unreadable(gone)
     clock.now_s += 59
-    patience.unreadable(gone)
-    patience.served()
+    monitor.unreadable(gone)
+    monitor.served()
     clock.now_s += 59
-    patience.unreadable(gone)
+    monitor.unreadable(gone)
     clock.now_s += 60
     with pytest.raises(TransportError, match="storage-0"):
-        patience.unreadable(gone)
+        monitor.unreadable(gone)

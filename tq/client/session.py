@@ -1,14 +1,13 @@
-"""How a client reaches the queue's services: which there are, channels to them, joining, heartbeats, patience.
+"""A client's session with the queue: its name, channels to services, heartbeats, deadlines, and the leases it holds.
 
-Called by `QueueClient`. It knows who serves what and how long to wait, not what is asked.
-
-A controller that restarts is waited for and joined again; so is any other service, until the caller's deadline.
+Called by `QueueClient` and `DataPlane`. The session knows which service does what and how long to wait, not what is
+asked. It waits for a controller that restarts and joins it again; it waits for a unit until the caller's deadline.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -17,21 +16,28 @@ from asyncflow.errors import DeadlineExceeded, PeerRefused, SealBroken, Supersed
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from tq.client.deadline import Deadline
 from tq.client.heartbeat import Heartbeats
-from tq.client.held_leases import HeldLeases
 from tq.config import QueueConfig
 from tq.directory import Directory, allocate_rows, reserve_rows
-from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, Join, Joined, Message
+from tq.messages import (
+    CONTROLLER_REPLIES,
+    UNIT_REPLIES,
+    FetchRound,
+    FetchRows,
+    Granted,
+    Held,
+    Join,
+    Joined,
+    Message,
+)
 from tq.owner import new_owner
 from tq.service_channels import ServiceChannels, await_reply
 from tq.task_outputs import TaskOutputs
 
 _BEATS_PER_TIMEOUT = 4
-GRACE_S = 30.0
-"""Beyond a request's own deadline, which the service keeps, so long does a client wait for the answer (s)."""
-PUT_GRACE_S = 6.0
-"""The same for a put: when a unit is stopped, another one shall take the rows."""
+_GRACE_S = 30.0
+"""How long a client waits for an answer beyond the request's own deadline, which the service keeps (s)."""
+_LEAST_S = 0.5
 _RETRY_S = 0.1
 _LOOK_S = 1.0
 """How often a wait for a unit looks whether the unit is still up (s)."""
@@ -41,7 +47,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-class QueueServices:
+class QueueSession:
     """Controllers and units as one client sees them. Thread-safe."""
 
     def __init__(
@@ -51,7 +57,6 @@ class QueueServices:
         *,
         config: QueueConfig,
         stop: threading.Event,
-        held: HeldLeases,
         attempt: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +65,6 @@ class QueueServices:
         name: of this process.
         config: limits and deadlines.
         stop: once set, services that are gone are not waited for.
-        held: what to tell a controller when it is joined.
         attempt: see `tq.owner`.
         clock: seconds, for deadlines.
         """
@@ -71,8 +75,9 @@ class QueueServices:
         self._credentials = credentials
         self._config = config
         self._stop = stop
-        self._held = held
         self._clock = clock
+        self.held = HeldLeases()
+        """What a controller is told when this client joins it."""
         limits = Limits(payload_bytes=config.max_message_bytes, shared_memory=config.shared_memory)
         self._links = ServiceChannels(credentials, name, limits, self._greet)
         interval_s = config.lease_timeout_s / _BEATS_PER_TIMEOUT
@@ -84,7 +89,7 @@ class QueueServices:
 
     @cached_property
     def directory(self) -> Directory:
-        """Who serves which task."""
+        """Which controller serves which task."""
         with self._credentials.borrowed_store() as store:
             return Directory.read(store)
 
@@ -92,7 +97,7 @@ class QueueServices:
         """Return the units that are up, with the bytes that they hold, as the lead controller said last."""
         return self.beats.units(self.directory.lead)
 
-    def deadline(self, timeout_s: float | None = None) -> Deadline:
+    def deadline(self, timeout_s: float | None = None) -> "Deadline":
         """Begin a call that has so long, by default `request_timeout_s`."""
         return Deadline(self.seconds(timeout_s), self._clock)
 
@@ -120,7 +125,7 @@ class QueueServices:
             TransportError: it is gone or does not answer.
             PeerRefused, Superseded: it answered no.
         """
-        wait_s = self.seconds(timeout_s) + GRACE_S
+        wait_s = self.seconds(timeout_s) + _GRACE_S
         return self.controller(controller, wait_s).call(message, timeout_s=wait_s)[0]
 
     def ask(self, controller: str, message: Message, timeout_s: float | None = None) -> Any:
@@ -128,7 +133,7 @@ class QueueServices:
         return self.patiently(lambda: self.call(controller, message, timeout_s), self.deadline(timeout_s))
 
     def post(self, controller: str, message: Message) -> None:
-        """Send a message whose answer nobody waits for, over a channel that is open; without one it is dropped.
+        """Send a message over an open channel without waiting for the answer; without a channel it is dropped.
 
         It is carried out unless the controller or the channel goes: then this client joins anew.
         """
@@ -193,7 +198,7 @@ class QueueServices:
             return unit not in self.beats.units(lead)
         return False
 
-    def patiently(self, attempt: Callable[[], T], deadline: Deadline) -> T:
+    def patiently(self, attempt: Callable[[], T], deadline: "Deadline") -> T:
         """Try until it works or is refused, while services that are gone may come back.
 
         Raises:
@@ -212,7 +217,7 @@ class QueueServices:
                     raise
 
     def new_rows(self, number: int) -> range:
-        """Return row indices that nobody else has; asks the store once per block."""
+        """Return row indices that no other client has; asks the store once per block."""
         with self._rows_lock:
             if len(self._rows) < number:
                 with self._credentials.borrowed_store() as store:
@@ -260,9 +265,86 @@ class QueueServices:
 
     def _join(self, service: str, connection: Connection) -> None:
         tasks = self.directory.served_by(service)
-        message = Join(self.owner, self._held.of_tasks(tasks))
+        message = Join(self.owner, self.held.of_tasks(tasks))
         joined = expect(self.answer(connection.submit(message), service, message), Joined)
-        self._held.void(tasks, joined.void)
+        self.held.void(tasks, joined.void)
+
+
+class Deadline:
+    """The deadline of one call, shared by all services that the call asks; begins when it is made."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_s = timeout_s
+        """How long the whole call has (s)."""
+        self._clock = clock
+        self._end = clock() + timeout_s
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return self._clock() >= self._end
+
+    @property
+    def left_s(self) -> float:
+        """How long the next service may take (s).
+
+        Never zero: else one silent service would make the services that are asked after it look silent, every time.
+        """
+        return max(_LEAST_S, self._end - self._clock())
+
+
+class HeldLeases:
+    """The leases that a client holds. Thread-safe; a lease leaves when its last row is done, released or void."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, int], Held] = {}
+
+    def granted(self, fetch: FetchRows | FetchRound, answer: Granted) -> None:
+        """A lease was given; the same one again changes nothing."""
+        held = Held(fetch.task, answer.token, answer.partition, list(answer.rows))
+        if isinstance(fetch, FetchRound):
+            held.round_index, held.rank, held.num_ranks = fetch.round_index, fetch.rank, fetch.num_ranks
+            held.round_rows, held.last, held.total_rows = answer.round_rows, answer.last, answer.total_rows
+            held.step, held.share_rows = fetch.partition, len(answer.rows)
+        elif not answer.rows:
+            return
+        with self._lock:
+            self._held.setdefault((fetch.task, answer.token), held)
+            if isinstance(fetch, FetchRound):
+                self._forget_old_rounds(fetch.task, fetch.partition)
+
+    def done(self, grant: Granted, rows: Iterable[int]) -> None:
+        """Rows left the lease: put, acked or released."""
+        key, gone = (grant.task, grant.token), set(rows)
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None:
+                held.rows = [row for row in held.rows if row not in gone]
+                if not held.rows and held.round_index < 0:  # rounds stay: other ranks may still want their slices
+                    del self._held[key]
+
+    def void(self, tasks: Collection[str], tokens: Collection[int]) -> None:
+        """A controller does not count these as this client's any more."""
+        with self._lock:
+            for task in tasks:
+                for token in tokens:
+                    self._held.pop((task, token), None)
+
+    def forget(self, grant: Granted) -> None:
+        """Another reader of the lease answers for it."""
+        with self._lock:
+            self._held.pop((grant.task, grant.token), None)
+
+    def of_tasks(self, tasks: Collection[str]) -> list[Held]:
+        """Return what is held of these tasks."""
+        with self._lock:
+            return [held for (task, _), held in self._held.items() if task in tasks]
+
+    def _forget_old_rounds(self, task: str, step: int) -> None:
+        over = [key for key, held in self._held.items() if key[0] == task and not held.rows and held.step < step - 1]
+        for key in over:
+            del self._held[key]
 
 
 def expect(reply: Any, kind: type[M]) -> M:

@@ -1,6 +1,6 @@
-"""How long a consumer waits for rows: says so while it waits, and gives up when nobody is left who could write them.
+"""Watches how long a consumer waits for rows: logs it, and gives up when no producer of them is left.
 
-Pure but for the log: told of every answer, with a clock that is passed in.
+Pure but for the log: it is told every answer, and its clock is passed in.
 """
 
 import logging
@@ -16,7 +16,7 @@ SAY_EVERY_S = 30.0
 LOST_ROWS_S = 60.0
 
 
-class Patience:
+class StallMonitor:
     """The waiting of one consumer: `ask`, then `served` or `waited` or `unreadable`, over and over."""
 
     def __init__(

@@ -1,0 +1,390 @@
+"""`Lease`: rows in hand. `LeaseStream`: a task's work as an iterable of leases, for tasks without rounds.
+
+for lease in client.stream("ref_log_probs", ["prompts", "responses"], num_rows=32):
+    lease.put({"ref_log_probs": log_probs(lease.batch)})
+
+                      .-> put(columns) / ack()    the task is done with the rows
+fetched ahead -> lease -> keep()                  another thread, say, puts or releases them later
+                      '-> nothing                 the loop moved on or failed: the rows are released, others get them
+"""
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, Protocol
+
+from asyncflow.errors import AsyncFlowError, ConfigError, PeerRefused, Superseded, TransportError
+from tq.batch import Column, PackedBatch
+from tq.client.arguments import as_columns, check_names, check_rows_of
+from tq.client.read_ahead import ReadAhead
+from tq.client.stall_monitor import StallMonitor
+from tq.messages import Granted, NoRows, NoRowsReason
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+_JOIN_S = 5.0
+
+
+class LeaseCalls(Protocol):
+    """What a lease needs of the client's data plane; see `tq.client.data_plane.DataPlane`."""
+
+    def get(self, grant: Granted, names: Sequence[str]) -> PackedBatch:
+        """Read columns."""
+
+    def put(self, grant: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+        """Write outputs."""
+
+    def ack(self, grant: Granted, rows: Sequence[int]) -> None:
+        """Be done without outputs."""
+
+    def release(self, grant: Granted, rows: Sequence[int]) -> None:
+        """Return rows."""
+
+    def filter(self, grant: Granted, rows: Sequence[int]) -> None:
+        """Take groups out of the queue."""
+
+
+class Lease:
+    """Rows in hand; a context manager that releases what is still open at its end. One thread at a time."""
+
+    def __init__(self, calls: LeaseCalls, grant: Granted, batch: PackedBatch | None = None) -> None:
+        self.grant = grant
+        """The queue's own description: task, token, partition, units."""
+        self.kept = False
+        """Whether the stream's loop moves on without releasing this lease."""
+        self._calls = calls
+        self._batch = batch or PackedBatch(tuple(grant.rows), {}, tuple(grant.groups))
+        self._open = dict.fromkeys(grant.rows)
+
+    def __len__(self) -> int:
+        return len(self.grant.rows)
+
+    def __getitem__(self, name: str) -> Column:
+        """Return a column; it is read now unless it was read before."""
+        return self.read([name])[name]
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The columns that were read so far, packed."""
+        return self._batch
+
+    @property
+    def rows(self) -> list[int]:
+        """Global indices of the rows."""
+        return self.grant.rows
+
+    @property
+    def units(self) -> list[str]:
+        """Where the rows are."""
+        return self.grant.units
+
+    @property
+    def groups(self) -> list[int]:
+        """The rows' group ids."""
+        return self.grant.groups
+
+    @property
+    def partition(self) -> int:
+        """The step that the rows belong to."""
+        return self.grant.partition
+
+    @property
+    def open_rows(self) -> list[int]:
+        """Rows that were neither put, acked nor released yet."""
+        return list(self._open)
+
+    def read(self, columns: Sequence[str]) -> PackedBatch:
+        """Return columns of all rows, in the lease's order; reads those that were not read before, together.
+
+        Raises:
+            ConfigError: these are no names.
+            Superseded: the lease is void, or the rows were lost with their unit.
+            PeerRefused: a column is not written.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
+        """
+        names = check_names(columns)
+        missing = [name for name in names if name not in self._batch.columns]
+        if missing:
+            self._batch = self._batch.with_columns(self._calls.get(self.grant, missing).columns)
+        return PackedBatch(tuple(self.rows), {name: self._batch[name] for name in names}, tuple(self.groups))
+
+    def put(self, columns: Mapping[str, Any], rows: Sequence[int] | None = None) -> bool:
+        """Write all output columns of `rows` (default: of all open ones); the task is then done with them.
+
+        Args:
+            columns: name -> `Column`, tensor or list, in the order of the rows; at least one (see `ack`).
+            rows: indices; some of the lease's.
+
+        Returns:
+            False when the lease was fenced: other consumers have the rows now, and this work is dropped (logged).
+
+        Raises:
+            ConfigError: rows and columns do not go together; nothing was put.
+            TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
+                safe.
+        """
+        rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
+        packed, number = as_columns(columns)
+        if rows and number != len(rows):
+            raise ConfigError(f"{self.grant.task}: columns of {number} rows, but {len(rows)} rows are named")
+        return self._finish(rows, lambda: self._calls.put(self.grant, rows, packed))
+
+    def ack(self, rows: Sequence[int] | None = None) -> bool:
+        """Like `put`, for a task without outputs. Rows that were lost with their unit are acked too."""
+        rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
+        return self._finish(rows, lambda: self._calls.ack(self.grant, rows))
+
+    def release(self, rows: Sequence[int] | None = None) -> None:
+        """Return rows (default: all open ones); other consumers get them. Idempotent.
+
+        Raises:
+            ConfigError: the lease has no such rows.
+            TransportError: the controller did not answer within `request_timeout_s`; it learns of it when it is back.
+        """
+        rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
+        self._finish(rows, lambda: self._calls.release(self.grant, rows))
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Take the groups of these rows out of the queue: no task works on them any more.
+
+        Where prompts are admitted, the next one takes each one's place in its step. With a lease that is void by now
+        nothing changes: the rows' new owner judges them.
+
+        Raises:
+            ConfigError: the lease has no such rows.
+        """
+        rows = check_rows_of(self.grant, rows)
+        self._finish(rows, lambda: self._calls.filter(self.grant, rows))
+
+    def keep(self) -> "Lease":
+        """Let the stream's loop move on without releasing these rows; the caller puts, acks or releases them."""
+        self.kept = True
+        return self
+
+    def _finish(self, rows: Sequence[int], call: Callable[[], None]) -> bool:
+        if not rows:
+            return True
+        mine = True
+        try:
+            call()
+        except Superseded as error:
+            logger.warning("%s: dropped %d rows: %s", self.grant.task, len(rows), error)
+            mine = False
+        for row in rows:
+            self._open.pop(row, None)
+        return mine
+
+
+def read_or_release(
+    lease: Lease, columns: Sequence[str], *, monitor: StallMonitor, closing: threading.Event
+) -> PackedBatch | None:
+    """Read columns of a lease's rows; when their unit is gone, release them.
+
+    Args:
+        lease: in hand.
+        columns: to read.
+        monitor: counts how long nothing could be read.
+        closing: cuts the pause short that follows a failure.
+
+    Returns:
+        The rows; None when they could not be read: they come again once a producer has put them again.
+
+    Raises:
+        PeerRefused: a column is not written, or such.
+        TransportError: this has gone on for too long.
+    """
+    try:
+        batch = lease.read(columns)
+    except PeerRefused:
+        raise
+    except TransportError as error:
+        monitor.unreadable(error)
+        with contextlib.suppress(Superseded):
+            lease.release()
+        closing.wait(_RETRY_S)
+        return None
+    monitor.served()
+    return batch
+
+
+class LeaseStream(Iterable[Lease]):
+    """What `QueueClient.stream` returns. Iterate once; leaving the loop, however, closes it."""
+
+    def __init__(
+        self,
+        fetch: Callable[..., Lease | NoRows],
+        task: str,
+        columns: Sequence[str],
+        *,
+        num_rows: int,
+        token_budget: int,
+        version: int | Callable[[], int],
+        prefetch: int,
+        timeout_s: float,
+        producers_timeout_s: float,
+    ) -> None:
+        """See `QueueClient.stream`; `fetch` is the client's."""
+        self.ended_by: NoRowsReason | None = None
+        """Why the queue has no more leases: a stop, closed for writing and empty, or weights newer than `version`."""
+        self._fetch = fetch
+        self._task = task
+        self._columns = check_names(columns)
+        self._num_rows = num_rows
+        self._token_budget = token_budget
+        self._version = version
+        self._timeout_s = timeout_s
+        self._monitor = StallMonitor(producers_timeout_s=producers_timeout_s)
+        self._closing = threading.Event()
+        self._asking = False
+        self._prefetch = prefetch
+        self._ahead: ReadAhead[Lease] | None = None
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Yield leases until the queue has no more; see `QueueClient.stream`."""
+        lease: Lease | None = None
+        try:
+            for lease in self._leases():
+                yield lease
+                self._move_on(lease)
+                lease = None
+        finally:
+            if lease is not None:
+                self._move_on(lease)
+            self.close()
+
+    def close(self) -> None:
+        """End the iteration; what was fetched ahead is released. Idempotent; does not wait for a parked fetch."""
+        self._closing.set()
+        if self._ahead is not None:
+            self._ahead.close()
+            if not self._asking:
+                self._ahead.join(_JOIN_S)
+
+    def _leases(self) -> Iterator[Lease]:
+        source = self._fetched()
+        if not self._prefetch:
+            return source
+        name = f"prefetch-{self._task}"
+        discard = _release_quietly
+        self._ahead = ReadAhead(source, depth=self._prefetch, name=name, closing=self._closing, discard=discard)
+        return self._ahead
+
+    def _move_on(self, lease: Lease) -> None:
+        if lease.open_rows and not lease.kept:
+            number = len(lease.open_rows)
+            logger.warning("%s: %d rows were neither put nor acked, releasing them", self._task, number)
+            _release_quietly(lease)
+
+    def _fetched(self) -> Iterator[Lease]:
+        while not self._closing.is_set():
+            answer = self._ask()
+            if isinstance(answer, Lease):
+                batch = read_or_release(answer, self._columns, monitor=self._monitor, closing=self._closing)
+                if batch is not None:
+                    yield answer
+            elif answer.reason is NoRowsReason.DEADLINE:
+                self._monitor.waited(answer)
+            else:
+                self.ended_by = answer.reason
+                return
+
+    def _ask(self) -> Lease | NoRows:
+        self._asking = True
+        try:
+            return self._fetch(
+                self._task,
+                num_rows=self._num_rows,
+                version=self._version() if callable(self._version) else self._version,
+                timeout_s=self._monitor.ask(self._task, self._timeout_s),
+                token_budget=self._token_budget,
+            )
+        finally:
+            self._asking = False
+
+
+class AckThread:
+    """Acks leases in a thread of its own, oldest first. One that fails stays for the next time, unless it is void."""
+
+    def __init__(self, name: str, ack: Callable[[Granted], None]) -> None:
+        """Args:
+        name: of the thread; it starts with the first lease.
+        ack: acks one lease; runs in the thread.
+        """
+        self._name = name
+        self._ack = ack
+        self._waiting: deque[Granted] = deque()
+        self._void: deque[Superseded] = deque()  # to be raised in the caller's thread
+        self._thread: ThreadPoolExecutor | None = None
+        self._latest: Future[None] | None = None
+        self._before: Future[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all leases were acked."""
+        return not self._waiting
+
+    def add(self, grants: Iterable[Granted]) -> None:
+        """Ack these leases, and those that failed before."""
+        self._waiting.extend(grants)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._before, self._latest = self._latest, self._thread.submit(self._run)
+
+    def wait(self) -> None:
+        """Wait until all are acked.
+
+        Raises:
+            Superseded: some leases were void, so their rows were trained for nothing; raised once.
+            AsyncFlowError: some are still to be acked.
+        """
+        if self._latest is not None:
+            self._latest.result()
+        self._latest = None
+        self._raise_void()
+
+    def check(self) -> None:
+        """Raise what went wrong before the last `add`; does not wait."""
+        if self._before is not None and self._before.done():
+            self._before.result()
+        self._raise_void()
+
+    def close(self) -> None:
+        """Ack what was added, within some seconds. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False)
+            if self._latest is not None:
+                wait([self._latest], timeout=_JOIN_S)
+
+    def _run(self) -> None:
+        while self._waiting:
+            try:
+                self._ack(self._waiting[0])
+            except Superseded as error:
+                self._void.append(error)
+            self._waiting.popleft()
+
+    def _raise_void(self) -> None:
+        void = [self._void.popleft() for _ in range(len(self._void))]
+        if void:
+            raise void[0]
+
+
+def _release_quietly(lease: Lease) -> None:
+    try:
+        lease.release()
+    except AsyncFlowError as error:  # the rows come back anyway when this consumer's heartbeats end
+        logger.warning("%d rows could not be released: %s", len(lease), error)

@@ -1,0 +1,333 @@
+"""What storage units tell every controller, what clients ask one, and what one controller tells another."""
+
+from enum import StrEnum
+
+import msgspec
+
+from tq.refill import UNKNOWN, QuarantineCause
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of all messages; the class name is the tag."""
+
+
+class Done(Message):
+    """The request succeeded and has no result."""
+
+
+class RowRecords(msgspec.Struct):
+    """Rows of an inventory that have the same partition, columns and finished tasks.
+
+    Attributes:
+        partition: of all of them.
+        rows, groups, group_sizes, tokens, num_bytes: parallel.
+        columns: written in all of them.
+        done: tasks that committed.
+        pending: not every controller has agreed to them yet: `RowsConfirmed` follows, or `RowsRemoved`.
+        deliveries: task -> how often each row was given back, parallel to `rows`; absent: never.
+    """
+
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    group_sizes: list[int]
+    tokens: list[int]
+    num_bytes: list[int]
+    columns: list[str]
+    done: list[str]
+    deliveries: dict[str, list[int]] = {}
+    pending: bool = False
+
+    def append(self, number: int, *, group: int, group_size: int, tokens: int, num_bytes: int) -> None:
+        """Add a row; `deliveries` is the caller's."""
+        self.rows.append(number)
+        self.groups.append(group)
+        self.group_sizes.append(group_size)
+        self.tokens.append(tokens)
+        self.num_bytes.append(num_bytes)
+
+
+class RemovalReason(StrEnum):
+    """Why rows left a unit before every task was done with them.
+
+    dropped: a controller said that they are elsewhere; cleared: with their partition; removed: by their index.
+    """
+
+    DROPPED = "dropped"
+    CLEARED = "cleared"
+    REMOVED = "removed"
+    REFUSED = "refused"
+    QUARANTINED = "quarantined"
+
+
+class RowsRemoved(Message):
+    """Rows left a unit; `cause`: of a quarantine."""
+
+    unit: str
+    partition: int
+    rows: list[int]
+    reason: RemovalReason
+    cause: QuarantineCause = UNKNOWN
+
+
+class RegisterUnit(Message):
+    """First message of a unit on a channel: what it holds. Everything it says later builds on this. -> `UnitAccepted`.
+
+    Attributes:
+        unit: its name.
+        incarnation: another one than before: it started empty.
+        records: its live rows.
+        finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
+        quarantined: what it removed with groups in quarantine: this controller may not have heard of it.
+    """
+
+    unit: str
+    incarnation: str
+    records: list[RowRecords]
+    finished: dict[int, list[int]]
+    quarantined: list[RowsRemoved] = []
+
+
+class RowsCreated(Message):
+    """New rows exist at a unit; `columns` are written. Parks while the queue is full. -> `RowsAccepted`.
+
+    Attributes:
+        unit: where.
+        partition, rows, groups, group_size: see `PutRows`.
+        columns: written.
+        tokens: per row, its length in tokens so far.
+        num_bytes: of all of them together.
+        timeout_s: how long this may park.
+        commits: see `PutRows`.
+        held: there are other controllers: hand nothing out before `RowsConfirmed`.
+    """
+
+    unit: str
+    partition: int
+    rows: list[int]
+    groups: list[int]
+    columns: list[str]
+    tokens: list[int]
+    num_bytes: int
+    group_size: int = 0
+    timeout_s: float = 60.0
+    commits: dict[str, list[int]] = {}
+    held: bool = False
+
+
+class RowsConfirmed(Message):
+    """Every controller agreed to these rows: they may be handed out. -> `RowsAccepted`, with what came up since.
+
+    Attributes:
+        unit, rows: as announced.
+        commits: task -> positions in `rows` that it is done with, as some controller knew.
+    """
+
+    unit: str
+    rows: list[int]
+    commits: dict[str, list[int]] = {}
+
+
+class OutputsWritten(Message):
+    """A task's outputs for these rows were committed; the task is done with them.
+
+    Attributes:
+        unit: where.
+        task, rows: the commit's.
+        columns: written now.
+        tokens: per row, by how many tokens it grew.
+        num_bytes: by how many bytes all of them grew.
+    """
+
+    unit: str
+    task: str
+    rows: list[int]
+    columns: list[str]
+    tokens: list[int]
+    num_bytes: int
+
+
+class UnitAlive(Message):
+    """Sign of life of a unit that has nothing else to say. -> `Done`."""
+
+    unit: str
+
+
+class Held(msgspec.Struct):
+    """A lease that a consumer holds: what a restarted controller must know of it.
+
+    Attributes:
+        task, token, partition, rows, round_rows, last, total_rows: see `Granted`; rows that were settled are left out.
+        round_index, rank, num_ranks: of a share of a round; no round: -1.
+        step: `FetchRound.partition`.
+        share_rows: rows of the share, also those that were settled.
+    """
+
+    task: str
+    token: int
+    partition: int
+    rows: list[int]
+    round_index: int = -1
+    rank: int = 0
+    num_ranks: int = 1
+    round_rows: int = 0
+    last: bool = False
+    total_rows: int = 0
+    step: int = 0
+    share_rows: int = 0
+
+
+class Join(Message):
+    """First message of a client on a channel, and again when the controller has given the client up. -> `Joined`.
+
+    Attributes:
+        owner: the consumer with its incarnation; the same over all channels of one client object.
+        holds: its leases of tasks that this controller serves.
+    """
+
+    owner: str
+    holds: list[Held]
+
+
+NEW_ROWS = ""
+"""In `Heartbeat.writes`: this client puts new rows. No column is named so."""
+
+
+class Heartbeat(Message):
+    """Renews all leases of `owner`. -> `Alive`."""
+
+    owner: str
+    writes: list[str] = []
+    """Columns that this client has put so far, or `NEW_ROWS`, so that consumers know that their producer is there."""
+
+
+class OpenPartition(Message):
+    """Declare how many rows a partition will have."""
+
+    partition: int
+    num_rows: int
+
+
+class FetchRows(Message):
+    """Lease ready rows of `task`; parks until some are ready.
+
+    Attributes:
+        task: whose inputs must be complete.
+        owner: the consumer.
+        num_rows: at most (but at least one parcel).
+        version: newest weights that this consumer holds; only matters to version-gated tasks.
+        timeout_s: after this, answered by `NoRows(deadline)`.
+        token_budget: at most so many tokens (but at least one parcel); 0: no budget.
+        replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
+            their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
+        lineage: of the weights; older ones than the queue's are outdated, whatever their version.
+    """
+
+    task: str
+    owner: str
+    num_rows: int
+    version: int
+    timeout_s: float
+    token_budget: int = 0
+    replica: str = ""
+    sequence: int = 0
+    lineage: int = 0
+
+
+class FetchRound(Message):
+    """Lease one rank's share of round `round_index` of a partition: every rank of the gang asks for every round.
+
+    The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
+
+    Attributes:
+        partition: whose; in a task with `TaskSpec.steps` a step, whose rounds may come from several partitions.
+        num_rows: rows per rank in a full round.
+        rank, num_ranks: of the data-parallel gang.
+        token_budget: tokens per rank in a full round; 0: no budget.
+    """
+
+    task: str
+    owner: str
+    partition: int
+    round_index: int
+    num_rows: int
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    token_budget: int = 0
+
+
+class GiveBack(Message):
+    """The consumer returns rows of a lease that it will not finish. -> `Done`.
+
+    Attributes:
+        filtered: the groups of these rows leave the queue, and admission replaces them.
+        superseded: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
+            lease that a trainer keeps is left alone: another rank may have it by now.
+    """
+
+    task: str
+    token: int
+    rows: list[int]
+    filtered: bool = False
+    superseded: bool = False
+
+
+class AckLost(Message):
+    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as superseded."""
+
+    task: str
+    token: int
+    rows: list[int]
+
+
+class UnitLoss(msgspec.Struct):
+    """Rows that went with one life of a unit, as another controller knows them."""
+
+    unit: str
+    incarnation: str
+    records: list[RowRecords]
+
+
+class TellLost(Message):
+    """From another controller to the lead: rows that went with their units, as long as it counts them as lost.
+
+    The lead has those put again of which it never heard. -> `RowsAccepted`, with the tasks that are done with them;
+    positions count all rows of `losses` in order.
+    """
+
+    losses: list[UnitLoss]
+
+
+class WatchLost(Message):
+    """Park until rows were lost with a unit that this watcher has not seen yet. -> `LostRows` or `NoRows`.
+
+    `after` is the last `LostRows.sequence` seen, 0 at first.
+    """
+
+    after: int
+    timeout_s: float
+
+
+class PublishVersion(Message):
+    """From the actor: weights of `step` exist; wakes version-gated requests, admits what that allows. -> `Published`.
+
+    Attributes:
+        step: the version's.
+        refills_known: how many refills the actor has been told of.
+    """
+
+    step: int
+    refills_known: int = 0
+
+
+class CloseWriting(Message):
+    """Refuse new rows; answer fetches with `NoRows(closed)` where the task is done with all rows that are there."""
+
+
+class Stop(Message):
+    """Answer all parked and later fetches with `NoRows(stop)`."""
+
+
+class GetQueueStats(Message):
+    """Answered by `QueueStats`."""
