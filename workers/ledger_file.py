@@ -1,4 +1,4 @@
-"""What the lines of `ledger.jsonl` mean, for its readers. Torch-free; `workers.ledger` makes the lines.
+"""What the lines of `ledger.jsonl` mean, for its readers; `workers.ledger` makes them. Without torch and pydantic.
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
 {"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
@@ -8,13 +8,16 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncflow.errors import ConfigError
 from asyncflow.json_lines import Lines, read_lines
 from asyncflow.run_files import LEDGER_FILE
-from tq.config import ScheduleConfig
+
+if TYPE_CHECKING:
+    from tq.config import ScheduleConfig
 
 
 class TrainedLine(msgspec.Struct, frozen=True):
@@ -144,7 +147,7 @@ def _kind_of(line: bytes) -> type[LedgerLine]:
     return FilteredLine if b'"filtered"' in line else TrainedLine
 
 
-def trained_groups(run_dir: Path, schedule: ScheduleConfig, *, completed: int) -> frozenset[int]:
+def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
     """Return the ids of the groups that steps 1 .. `completed` trained.
 
     Mostly these are the groups that the steps were admitted with; not where some were in quarantine, or with
