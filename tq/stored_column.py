@@ -45,12 +45,12 @@ class StoredColumn:
     def __len__(self) -> int:
         return self.num_rows
 
-    def lengths(self) -> Int64s:
-        """Return values per row, int64 [N]."""
+    def lengths(self) -> Int64s | int:
+        """Return values per row, int64 [N]; one number where it is the same for all rows."""
         if self.offsets is not None:
             return self.offsets[1:] - self.offsets[:-1]
         assert self.shape is not None
-        return np.full(self.num_rows, math.prod(self.shape), dtype=np.int64)
+        return math.prod(self.shape)
 
     @property
     def has_tokens(self) -> bool:

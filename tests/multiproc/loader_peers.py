@@ -46,6 +46,7 @@ class CountingQueue:
     def __init__(self, *, fail_at: int = 0, stop_at: int = 0, park_at: int = 0, late: int = 0) -> None:
         self.fail_at, self.stop_at, self.park_at = fail_at, stop_at, park_at
         self.late = late
+        self.data = self
         self.acked: list[int] = []
         self.ended = threading.Event()
 

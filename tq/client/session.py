@@ -214,6 +214,8 @@ class QueueSession:
                 if deadline.passed:
                     raise DeadlineExceeded(f"{self.owner} tried for {deadline.timeout_s:g} s: {error}") from error
                 if self._links.closed or self._stop.wait(_RETRY_S):
+                    if error.deadline:  # it was the last attempt's: this call's has not passed
+                        raise TransportError(str(error)) from error
                     raise
 
     def new_rows(self, number: int) -> range:

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.payload import Payload, Piece
 from tq.backends.backend import Backend
+from tq.spans import Int64s
 from tq.stored_column import StoredColumn
 from tq.wire import ColumnHeader, describe_stored, unpack_stored
 
@@ -108,13 +108,13 @@ class BlockStore:
         for name, column in columns.items():
             if len(column) != len(rows):
                 raise PeerRefused(f"column {name}: {len(column)} rows, but the put names {len(rows)}")
-        tokens = np.zeros(len(rows), dtype=np.int64)
-        row_bytes = np.zeros(len(rows), dtype=np.int64)
+        tokens: Int64s | int = 0
+        row_bytes: Int64s | int = 0
         for name, column in columns.items():
             lengths = column.lengths()
-            row_bytes += lengths * column.values.itemsize
+            row_bytes = row_bytes + lengths * column.values.itemsize
             if name in self._token_columns and column.has_tokens:
-                tokens += lengths
+                tokens = tokens + lengths
         key = f"{self._prefix}:{next(self._numbers)}"
         if payload.numel():
             self.backend.store(key, payload)
@@ -124,8 +124,8 @@ class BlockStore:
             rows,
             headers,
             payload.numel(),
-            tokens.tolist(),
-            row_bytes.tolist(),
+            _per_row(tokens, len(rows)),
+            _per_row(row_bytes, len(rows)),
             self.backend,
             columns if stays else None,
         )
@@ -203,6 +203,13 @@ class BlockStore:
         self.backend.close()
         if self.spill_home is not None:
             self.spill_home.close()
+
+
+def _per_row(numbers: Int64s | int, num_rows: int) -> list[int]:
+    if isinstance(numbers, int):
+        return [numbers] * num_rows
+    plain: list[int] = numbers.tolist()
+    return plain
 
 
 _THIN_FRACTION = 4
