@@ -6,6 +6,7 @@ from typing import Literal
 
 import click
 
+from asyncflow.run_files import TIMELINE
 from launcher.exits import OneLineCommand, OneLineGroup, errors_as_exits
 from launcher.run_events import FAILED
 from launcher.slurm.command import sbatch_command
@@ -127,7 +128,7 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         timeline = RunTimeline.read(run_dir)
         account = timeline.account()
         chart = GanttChart.of(timeline, account, title=run_dir.name)
-        directory = run_dir / "timeline"
+        directory = run_dir / TIMELINE
         (directory / "trace.json").write_text(chrome_trace(timeline))
         (directory / "gantt.html").write_text(gantt_html(chart, width=width))
         click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
+from asyncflow.run_files import TIMELINE
 
 BESIDE = frozenset({"copy weights", "seal weights", "check weights", "receive weights", "write checkpoint"})
 STEP_ENDS = "publish weights"
@@ -92,7 +93,7 @@ class RunTimeline:
         """
         spans: dict[str, list[Span]] = {}
         recorded: dict[str, Recorded] = {}
-        for path in sorted((run_dir / "timeline").glob("*.jsonl")):
+        for path in sorted((run_dir / TIMELINE).glob("*.jsonl")):
             lines = _lines(path)
             if own := sorted(filter(None, map(_span, lines)), key=_order):
                 spans[path.stem] = own

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncflow.errors import LastSaveFailed, WeightSyncError
+from asyncflow.run_files import CONFIG_FILE
 from tq.batch import PackedBatch
 from weightsync.version import Version
 from workers.actor_critic_channel import ActorCriticChannel, Kind, Message
@@ -266,7 +267,7 @@ def _open_checkpointer(context: WorkerContext) -> Checkpointer:
         lineage=context.job.lineage,
         model_fingerprint=model_fingerprint(Path(config.model.path)),
         data_hash=context.first_data_hash(),
-        config=context.run_dir / "config.yaml",
+        config=context.run_dir / CONFIG_FILE,
     )
     return Checkpointer(
         context.run_dir,

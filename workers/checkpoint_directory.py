@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from asyncflow.run_files import CHECKPOINTS
 from workers.checkpoint_files import sync, sync_tree
 from workers.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-_DIRECTORY = "checkpoints"
 _NAME = re.compile(r"step_(\d+)")
 _RESERVE_BYTES = 2**24
 """Left to others: metrics, ledger and logs are written meanwhile."""
@@ -32,7 +32,7 @@ def step_name(step: int) -> str:
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Return where a run's complete checkpoint lies."""
-    return run_dir / _DIRECTORY / step_name(step)
+    return run_dir / CHECKPOINTS / step_name(step)
 
 
 def beside(checkpoint: Path) -> Path:
@@ -66,7 +66,7 @@ class CheckpointDirectory:
         restored_from: the checkpoint that the run went on from: processes that start again still read it.
         """
         self._run_dir = run_dir
-        self._root = run_dir / _DIRECTORY
+        self._root = run_dir / CHECKPOINTS
         self._config = config
         self._restored_from = restored_from
 

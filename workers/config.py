@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, model_validator
 
+from asyncflow.run_files import CONFIG_FILE
 from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
@@ -381,9 +382,9 @@ class RunConfig(Settings):
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         beside = run_dir / ".config.yaml.tmp"
         beside.write_text(text)
-        beside.replace(run_dir / "config.yaml")  # launchers of other nodes may be reading it
+        beside.replace(run_dir / CONFIG_FILE)  # launchers of other nodes may be reading it
 
     @staticmethod
     def load(run_dir: Path) -> "RunConfig":
         """Read the resolved `config.yaml` of a run; workers call this, so the file is known to be valid."""
-        return RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+        return RunConfig.model_validate(yaml.safe_load((run_dir / CONFIG_FILE).read_text()))

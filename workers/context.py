@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.network import choose_interfaces
+from asyncflow.run_files import META_FILE, TIMELINE
 from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
@@ -74,7 +75,7 @@ class WorkerContext:
         self.exiting = threading.Event()
         """Services leave too."""
         self._clock = self.job.local_clock()
-        self.timeline = Timeline(run_dir / "timeline" / f"{gang}-{self.rank}.jsonl", self._clock)
+        self.timeline = Timeline(run_dir / TIMELINE / f"{gang}-{self.rank}.jsonl", self._clock)
         torch.set_num_threads(self.config.launcher.threads_per_worker)
         self.device = open_device(self.gang.devices[self.rank])
         if self.config.deterministic:
@@ -103,7 +104,7 @@ class WorkerContext:
         """Step of the weights that this run starts from; 0 for a fresh one."""
         if not self.job.resume_from:
             return 0
-        return int(json.loads((Path(self.job.resume_from) / "meta.json").read_text())["step"])
+        return int(json.loads((Path(self.job.resume_from) / META_FILE).read_text())["step"])
 
     def first_data_hash(self) -> str:
         """Return the hash of the prompts' file when the run began: from its checkpoint, else from its first reader."""

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.json_lines import JsonLines
+from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data import read_prompt_rows
@@ -38,8 +39,6 @@ from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "evaluation.jsonl"
-"""A line for each evaluated version. Several instances append to it, a line with one write."""
 _Z_95 = 1.959964
 """Standard normal quantile of 0.975."""
 _LOOK_S = 0.5
@@ -96,7 +95,7 @@ class Evaluator:
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset),
         )  # fmt: skip
-        self._lines = JsonLines(context.run_dir / FILE_NAME)
+        self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
         self._version: Version | None = None
         self._last_passed = -1
         self._arrived = threading.Event()
@@ -275,7 +274,7 @@ def evaluation_line(
 
 def evaluated_steps(run_dir: Path) -> frozenset[int]:
     """Return the steps that a run's file has; the launcher has cut it to whole lines of the surviving lineage."""
-    path = run_dir / FILE_NAME
+    path = run_dir / EVALUATION_FILE
     lines = path.read_text().splitlines() if path.is_file() else []
     return frozenset(int(json.loads(line)["step"]) for line in lines)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncflow.json_lines import JsonLines
+from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
 from tq.batch import PackedBatch
 from tq.refill import Refill
 from workers.algorithms.losses import LossCounts
@@ -219,10 +220,10 @@ class StepRecorder:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._lengths = LengthMean.so_far(context.run_dir / "metrics.jsonl")
-        self._metrics = JsonLines(context.run_dir / "metrics.jsonl")
-        self._ledger = JsonLines(context.run_dir / "ledger.jsonl")
-        self._updates = JsonLines(context.run_dir / "updates.jsonl")
+        self._lengths = LengthMean.so_far(context.run_dir / METRICS_FILE)
+        self._metrics = JsonLines(context.run_dir / METRICS_FILE)
+        self._ledger = JsonLines(context.run_dir / LEDGER_FILE)
+        self._updates = JsonLines(context.run_dir / UPDATES_FILE)
         self._unwritten_refills: list[Refill] = []
         self._complained = False
         self.num_refills = 0

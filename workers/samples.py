@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncflow.json_lines import open_spare
+from asyncflow.run_files import SAMPLES
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 
@@ -29,7 +30,7 @@ class SampleLog:
         shown: `rollout.samples_per_step`.
         groups_per_step: group ids go on from step to step.
         """
-        self._file = open_spare(run_dir / "samples" / f"{gang}.jsonl", what="samples", loss="shows none")
+        self._file = open_spare(run_dir / SAMPLES / f"{gang}.jsonl", what="samples", loss="shows none")
         self._shown = shown
         self._groups_per_step = groups_per_step
 

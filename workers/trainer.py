@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import TrainingDiverged
+from asyncflow.run_files import CHECKPOINTS
 from tq.batch import PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
@@ -234,7 +235,7 @@ class Trainer:
     def _check_finite(self, what: str, value: float, learner: "Learner", record: StepRecord) -> None:
         if math.isfinite(value):
             return
-        saved = max((path.name for path in (self._context.run_dir / "checkpoints").glob("step_*")), default="")
+        saved = max((path.name for path in (self._context.run_dir / CHECKPOINTS).glob("step_*")), default="")
         source = f"go back to checkpoint {saved}" if saved else "start again (there is no checkpoint yet)"
         whose, section = ("", "actor") if learner.model is Model.POLICY else ("critic's ", "critic")
         raise TrainingDiverged(

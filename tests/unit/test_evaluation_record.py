@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from asyncflow.json_lines import JsonLines
+from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.engines.base import Generation
-from workers.evaluate import FILE_NAME, evaluated_steps, evaluation_line, wilson_interval
+from workers.evaluate import evaluated_steps, evaluation_line, wilson_interval
 from workers.rewards.scorer import ScoredAnswer
 
 
@@ -62,7 +63,7 @@ def scored(reward: float, failure: str = "") -> ScoredAnswer:
 def test_steps_of_an_earlier_start_are_known(tmp_path: Path) -> None:
     assert evaluated_steps(tmp_path) == frozenset()
     for step in (0, 10):  # as two instances do
-        lines = JsonLines(tmp_path / FILE_NAME)
+        lines = JsonLines(tmp_path / EVALUATION_FILE)
         lines.write([{"step": step}])
         lines.close()
     assert evaluated_steps(tmp_path) == {0, 10}
