@@ -1,6 +1,6 @@
 """The whole run's configuration, composed of the sections that live beside their code. Torch-free.
 
-The launcher reads, checks and resolves it (`launcher.config`); workers load the resolved `config.yaml` of the run.
+The launcher reads, checks and resolves it (`launcher.config.load`); workers load the resolved `config.yaml` of the run.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig, GRPOConfig
-from workers.columns.config import UserTaskConfig
-from workers.engines.megatron_config import MegatronConfig
-from workers.engines.openai_config import OpenAIConfig
-from workers.engines.sim_config import SimConfig
-from workers.engines.vllm_config import VllmConfig
+from workers.engines.megatron.config import MegatronConfig
+from workers.engines.openai.config import OpenAIConfig
+from workers.engines.sim.config import SimConfig
+from workers.engines.vllm.config import VllmConfig
 from workers.rewards.config import RewardConfig
+from workers.tasks.config import UserTaskConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _COLDEST = 0.01
@@ -164,7 +164,7 @@ class ActorConfig(TrainingConfig):
     """Policy, old policy and reference in one layout in the actor, log-probabilities of all three in the micro-step
     that trains a micro-batch: the reference is sharded over the actor's ranks, and the old policy is the version that
     drew a token, as the trainer computes it (the ratio is exactly 1 on-policy). Keeps `max_staleness` older policies;
-    see `workers.tri_model`."""
+    see `workers.trainer.tri_model`."""
 
     def num_replicas(self, num_ranks: int) -> int:
         """Return how many groups of ranks train on rows of their own.

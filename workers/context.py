@@ -27,11 +27,11 @@ from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
-from workers.checkpoint_files import CheckpointMeta
+from workers.calls.module_search import search_beside
+from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
-from workers.data import data_hash
-from workers.dataflow import OBSERVERS
-from workers.module_search import search_beside
+from workers.data.prompt_rows import data_hash
+from workers.tasks.dataflow import OBSERVERS
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
 from workers.context import WorkerContext
 
 ROLE_LOOPS = {
-    "rollout": "workers.rollout:run_rollout",
-    "actor": "workers.actor:run_actor",
-    "critic": "workers.critic:run_critic",
-    "evaluate": "workers.evaluate:run_evaluate",
+    "rollout": "workers.rollout.loop:run_rollout",
+    "actor": "workers.trainer.actor:run_actor",
+    "critic": "workers.trainer.critic:run_critic",
+    "evaluate": "workers.rollout.evaluate:run_evaluate",
     "storage": "workers.services:run_storage",
     "controller": "workers.services:run_controller",
     "weights": "workers.services:run_weights",
 }
 """Role -> its loop, `module:function(context)`."""
-COLUMN_LOOP = "workers.task_worker:run_task"
+COLUMN_LOOP = "workers.tasks.task_worker:run_task"
 """The loop of all other roles, which compute columns of rows."""
 
 

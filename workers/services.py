@@ -19,16 +19,16 @@ from weightsync.external import WeightFeed
 from workers.admission.admitter import prompt_admission
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmittedGroup
-from workers.checkpoint_files import QUEUE
+from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
-from workers.data import data_hash, read_prompt_rows
-from workers.dataflow import PROMPT_COLUMNS, WEIGHTS
-from workers.engines.hf_weights import copy_without_weights, write_weights
-from workers.graph import graph_of, launched_tasks, task_of, task_specs
-from workers.ledger_file import filtered_groups, trained_groups
-from workers.prompt_dataset import PromptDataset
-from workers.reference import reference_step
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import data_hash, read_prompt_rows
+from workers.engines.hf.weights import copy_without_weights, write_weights
+from workers.records.ledger_file import filtered_groups, trained_groups
+from workers.tasks.dataflow import PROMPT_COLUMNS, WEIGHTS
+from workers.tasks.graph import graph_of, launched_tasks, task_of, task_specs
+from workers.tasks.reference import reference_step
 
 Usable = Callable[[int, int], frozenset[str]]
 """(partition that a row was saved in, step that it is admitted for) -> names of columns."""

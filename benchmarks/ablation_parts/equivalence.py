@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
-from workers.data import read_prompt_rows
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import read_prompt_rows
+from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, generate
-from workers.engines.fsdp import FsdpEngine
-from workers.engines.hf import HfEngine
-from workers.engines.hf_weights import HfWeights
-from workers.prompt_dataset import PromptDataset
+from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.hf.engine import HfEngine
+from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer
-from workers.tokenizer import load_tokenizer
+from workers.tasks.column_tasks import sequences_of
 
 _CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from ablation_parts.workloads import MICRO_BATCH, SCHEDULES, Workload
-from launcher.recipes import find_recipe
-from launcher.run_timeline import RunTimeline
-from workers.ledger_file import read_ledger
+from launcher.config.recipes import find_recipe
+from launcher.timeline.run_timeline import RunTimeline
+from workers.records.ledger_file import read_ledger
 
-_MODULE = "from launcher.cli import launch; launch()"
+_MODULE = "from launcher.cli.launch import launch; launch()"
 _REF_ROWS = 4
 _COMPUTES = frozenset({"forward_backward", "ref_log_probs", "generate"})
 

@@ -32,9 +32,9 @@ from tq.messages import (
 )
 from tq.task_spec import StepSpec, TaskSpec
 from workers.admission.state import AdmissionState
-from workers.engines.sim import SimLengths
-from workers.engines.sim_config import SimConfig
-from workers.rollout import may_swap
+from workers.engines.sim.config import SimConfig
+from workers.engines.sim.engine import SimLengths
+from workers.rollout.loop import may_swap
 
 _INSTANCES, _SLOTS, _BATCH, _GROUP, _ROUND = 8, 8, 64, 4, 32
 _UNIT, _ROLLOUT, _TRAIN = "storage-0", "actor_rollout", "actor_train"

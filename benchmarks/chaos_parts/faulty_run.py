@@ -24,7 +24,7 @@ from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
 from tests.support.run_files import lines
 
-_COMMAND = "from launcher.cli import launch; launch()"
+_COMMAND = "from launcher.cli.launch import launch; launch()"
 _MARK = "ASYNCFLOW_FAULT_RUN"
 _LOOK_S = 0.05
 START_DEADLINE_S = 180.0

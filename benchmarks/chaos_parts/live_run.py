@@ -9,7 +9,7 @@ from asyncflow.job import Job
 from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
 from asyncflow.transport.handshake import Credentials
-from launcher.progress import Status
+from launcher.run.progress import Status
 from tq.client.queue_client import QueueClient
 from workers.config import RunConfig
 

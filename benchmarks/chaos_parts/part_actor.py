@@ -16,7 +16,7 @@ from transferqueue_parts.part import Result
 from chaos_parts.launched_run import LaunchedRun, overrides
 from chaos_parts.options import Options
 from chaos_parts.run_audit import audit
-from launcher.run_timeline import RunTimeline
+from launcher.timeline.run_timeline import RunTimeline
 
 _ROLES = "rollout:2,actor:2,ref:1"
 _KILLS = 3

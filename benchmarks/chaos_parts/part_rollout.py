@@ -20,7 +20,7 @@ from chaos_parts.launched_run import LaunchedRun, overrides, pause
 from chaos_parts.live_run import LiveRun
 from chaos_parts.options import Options
 from chaos_parts.throughput import Throughput
-from launcher.run_timeline import RunTimeline, Span
+from launcher.timeline.run_timeline import RunTimeline, Span
 
 NUM_ROLLOUTS = 4
 SHARE = 0.7

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.state import SyntheticEngine
-from workers.checkpoint import Checkpointer
-from workers.checkpoint_files import sync_tree
-from workers.checkpoint_writer import Contents, RunFacts
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.checkpoint.files import sync_tree
+from workers.checkpoint.writer import Contents, RunFacts
 from workers.config import CheckpointConfig
-from workers.gang_peers import gather
+from workers.trainer.gang_peers import gather
 
 CPU = torch.device("cpu")
 _SIDE = 512

@@ -26,7 +26,7 @@ from end_to_end_parts.training_case import (
     save_model,
 )
 from workers.engines.base import Sequences
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.fsdp.engine import FsdpEngine
 
 SHAPE = (512, 32, 8)
 SHAPES = (SHAPE, (512, 32, 4), (512, 128, 8), (128, 128, 8), (64, 256, 8), (1024, 32, 8))

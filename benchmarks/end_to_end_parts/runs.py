@@ -17,7 +17,7 @@ import yaml
 from end_to_end_parts.workload import ANSWERS, TOKENS, Workload, our_config, write_prompts
 
 _ROOT = Path(__file__).parents[2]
-_LAUNCH = "from launcher.cli import launch; launch()"
+_LAUNCH = "from launcher.cli.launch import launch; launch()"
 _PEER = Path(__file__).with_name("trl_peer.py")
 _TIMEOUT_S = 7200.0
 

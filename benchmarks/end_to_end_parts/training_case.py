@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workers.config import ActorConfig
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.fsdp.engine import FsdpEngine
 
 VOCABULARY, LAYERS = 49152, 6
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from tq.batch import Column, PackedBatch
 from weightsync_parts.setup import CPU
 from workers.algorithms.load import load_algorithm
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
-from workers.data import read_prompt_rows
+from workers.data.prompt_dataset import Prompt, PromptDataset
+from workers.data.prompt_rows import read_prompt_rows
+from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation, LocalShard, generate
 from workers.engines.load import load_generate_engine, load_train_engine
-from workers.prompt_dataset import Prompt, PromptDataset
 from workers.rewards.scorer import Scorer
-from workers.tokenizer import load_tokenizer
+from workers.tasks.column_tasks import sequences_of
 
 
 class GrpoUpdates:

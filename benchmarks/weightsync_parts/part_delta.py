@@ -16,7 +16,7 @@ from typing import Any
 from transferqueue_parts.child import Child
 from transferqueue_parts.part import Result
 
-from launcher.config import load_config
+from launcher.config.load import load_config
 from weightsync.delta import apply_delta, encode_delta
 from weightsync.plan import TransferPlan, plan_transfer
 from weightsync.region import Region, RegionLayout
@@ -26,7 +26,7 @@ from weightsync_parts.options import Options
 from weightsync_parts.setup import begin_process
 from workers.config import RunConfig
 from workers.engines.base import LocalShard
-from workers.gguf import import_gguf
+from workers.engines.hf.gguf import import_gguf
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _OVERRIDES = (

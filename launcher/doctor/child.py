@@ -137,10 +137,10 @@ def _run(check: Check, needs: Needs) -> list[Finding]:
 
 
 def _needs_of_run(order: Order) -> Needs:
+    from launcher.cli.request import Request
     from launcher.doctor.estimate import needs_of
-    from launcher.node_options import ONE_NODE, NodePlace
-    from launcher.request import Request
-    from launcher.rundir import RUNS
+    from launcher.nodes.options import ONE_NODE, NodePlace
+    from launcher.run.rundir import RUNS
 
     place, run_dir = ONE_NODE, order.run_dir
     if order.num_nodes > 1:
@@ -152,7 +152,7 @@ def _needs_of_run(order: Order) -> Needs:
 
 
 def _with_run_dir(needs: Needs, order: Order) -> Needs:
-    from launcher.paths import user_path
+    from launcher.config.paths import user_path
 
     return needs if order.run_dir is None else replace(needs, run_dir=str(user_path(order.run_dir, "--run-dir")))
 

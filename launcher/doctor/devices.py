@@ -11,7 +11,7 @@ from asyncflow.environment import variables_set
 from asyncflow.errors import ConfigError
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from asyncflow.size_text import size_text
-from launcher.devices import Kind, find_devices
+from launcher.checks.devices import Kind, find_devices
 from launcher.doctor.messages import Finding, Needs, reason
 from launcher.doctor.network import between_nodes, find_interfaces
 

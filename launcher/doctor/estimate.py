@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from asyncflow.job import GangSpec
 from asyncflow.size_text import size_text
+from launcher.checks.generating import ranks_per_instance
+from launcher.checks.preflight import Preflight
+from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs
-from launcher.generating_checks import ranks_per_instance
-from launcher.preflight import Preflight
-from launcher.request import Accepted
 from workers.config import RunConfig, TrainingConfig
-from workers.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
+from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, STORAGE, WEIGHTS
 
 _BASE_DESCRIPTORS = 40
 _CHANNEL_DESCRIPTORS = 5
@@ -212,7 +212,7 @@ def _training_bytes(config: RunConfig) -> int:
 
 
 def _policy_copies(config: RunConfig) -> int:
-    """Return how many copies of the policy the actor keeps beside it; see `workers.tri_model`."""
+    """Return how many copies of the policy the actor keeps beside it; see `workers.trainer.tri_model`."""
     if not config.actor.tri_model:
         return 0
     return config.num_old_policies + (config.algorithm.kl_coef > 0)

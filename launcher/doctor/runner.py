@@ -40,7 +40,7 @@ from launcher.doctor.messages import (
     failed,
     summary,
 )
-from launcher.fork_server import environment
+from launcher.process.fork_server import environment
 
 START_S = 60.0
 """Deadline of what comes before the first check: Python starts, CONFIG is read."""

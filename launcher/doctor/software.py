@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncflow.extras import DISTRIBUTION
+from launcher.checks.engine_libraries import install, is_installed
 from launcher.doctor.messages import Finding, Needs, reason
-from launcher.engine_libraries import install, is_installed
 
 PACKAGES, ENGINES, SLURM = "packages", "engines", "slurm"
 _OWN_NAMES = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
-from launcher.paths import user_path
-from launcher.request import Accepted, Request
+from launcher.cli.request import Accepted, Request
+from launcher.config.paths import user_path
 from launcher.slurm.script import BatchJob
 from workers.config import LauncherConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from asyncflow.errors import ConfigError
-from launcher.exits import OneLineCommand, errors_as_exits
+from launcher.cli.exits import OneLineCommand, errors_as_exits
 
 SCRIPT_FILE = "run.sbatch"
 """In the run directory: what was submitted."""
@@ -69,7 +69,7 @@ def sbatch_command(
     goes there.
     """
     with errors_as_exits():
-        from launcher.request import Request
+        from launcher.cli.request import Request
         from launcher.slurm.batch_request import BatchRequest
         from launcher.slurm.script import script_text
 

@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from samples import NUM_SAMPLES, TEMPERATURE, make_sample  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from workers.checkpoint.host_copy import HostCopy  # noqa: E402
 from workers.config import ActorConfig  # noqa: E402
 from workers.engines.base import Sequences  # noqa: E402
-from workers.engines.megatron import MegatronEngine  # noqa: E402
-from workers.host_copy import HostCopy  # noqa: E402
+from workers.engines.megatron.engine import MegatronEngine  # noqa: E402
 
 DEADLINE_S = 400
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from weightsync.config import ExportConfig
 from weightsync.export import WeightExporter
 from weightsync.external import connect_weights
-from workers.engines.hf_weights import copy_without_weights, write_weights
+from workers.engines.hf.weights import copy_without_weights, write_weights
 
 
 def main(run_dir: Path, model_dir: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from workers.config import ActorConfig
 from workers.engines.base import Sequences
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.fsdp.engine import FsdpEngine
 
 
 def make_sequences(rows: list[int]) -> Sequences | None:

@@ -10,7 +10,7 @@ from echo_peers import credentials
 from torch.distributed import PrefixStore
 
 from asyncflow.errors import AsyncFlowError
-from workers.gang_peers import gather, meet_peers
+from workers.trainer.gang_peers import gather, meet_peers
 
 
 def gang_rank(port: int, pipe: Pipe, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from asyncflow.job import GangSpec
-from launcher.job import run_job
+from launcher.run.job import run_job
 from workers.config import RunConfig
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from workers.engines.dtensor_shards import local_shards
+from workers.engines.fsdp.dtensor_shards import local_shards
 
 DEADLINE_S = 200
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
-from workers.columns.chain import TaskChain
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.trainer import Trainer, critic_learner, policy_learner
-from workers.tri_model import TriModel
+from workers.tasks.chain import TaskChain
+from workers.tasks.column_tasks import sequences_of
+from workers.trainer.trainer import Trainer, critic_learner, policy_learner
+from workers.trainer.tri_model import TriModel
 
 CPU = torch.device("cpu")
 GROUPS, SIZE, STEP = 4, 2, 3

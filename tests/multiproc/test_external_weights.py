@@ -38,7 +38,7 @@ from weightsync.receiver import WeightReceiver
 from weightsync.sender import WeightSender
 from weightsync.shard_writer import describe
 from weightsync.version import Version
-from workers.engines.hf_weights import copy_without_weights, write_weights
+from workers.engines.hf.weights import copy_without_weights, write_weights
 
 SECRET = b"the job's secret"
 CPU = torch.device("cpu")

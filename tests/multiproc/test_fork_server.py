@@ -12,7 +12,7 @@ from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 
 from asyncflow.lifeline import STOP_SIGNALS
-from launcher import fork_server
+from launcher.process import fork_server
 
 for number in STOP_SIGNALS:  # as the launcher does, which obeys them
     signal.signal(number, lambda *_: None)

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from asyncflow.job import Job
 from asyncflow.sealed_store import SealedStore
 from asyncflow.store_server import connect_store
-from launcher.launcher_process import SAME_PRESS_S
+from launcher.run.launcher_process import SAME_PRESS_S
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

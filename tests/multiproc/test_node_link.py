@@ -14,12 +14,11 @@ from waiting import wait_until
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import GangSpec, Job
-from launcher.job_store import JobStore
-from launcher.membership import Membership, needed_devices
-from launcher.node_follower import Inbound
-from launcher.node_head import EVENTS, NodeHead, beat_key, orders_key
-from launcher.node_link import HeadLink
-from launcher.node_messages import (
+from launcher.nodes.follower import Inbound
+from launcher.nodes.head import EVENTS, NodeHead, beat_key, orders_key
+from launcher.nodes.link import HeadLink
+from launcher.nodes.membership import Membership, needed_devices
+from launcher.nodes.messages import (
     DumpStacks,
     FinishRun,
     Hello,
@@ -30,8 +29,9 @@ from launcher.node_messages import (
     StartPart,
     StopAsked,
 )
-from launcher.node_wire import Sealer
-from launcher.run_events import GangExited, NodeLost, StopRequested
+from launcher.nodes.wire import Sealer
+from launcher.process.job_store import JobStore
+from launcher.run.events import GangExited, NodeLost, StopRequested
 
 DEADLINE_S = 30.0
 SECRET = "5ec7e7"
@@ -239,7 +239,7 @@ def test_launcher_that_joins_when_the_run_is_over_is_sent_away(run: Run) -> None
 
 
 def test_run_of_another_secret_lets_nobody_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.node_link.ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("launcher.nodes.link.ANSWER_TIMEOUT_S", 0.3)
     run.job = Job(run.store.host, run.store.port, "00", 1, (REF,), 0, "", 3, 4.5, CLOCK)
     with pytest.raises(TransportError, match=r"node 0 does not answer at 127\.0\.0\.1"):
         run.join()

@@ -13,9 +13,9 @@ from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
 from asyncflow.run_files import STATUS_FILE
 from asyncflow.store_server import serve_store
-from launcher.progress import Status
-from launcher.restarts import RestartLog
-from launcher.status_writer import StatusWriter
+from launcher.run.progress import Status
+from launcher.run.restarts import RestartLog
+from launcher.run.status_writer import StatusWriter
 from tq.config import QueueConfig
 
 from ..support.processes import wait_until

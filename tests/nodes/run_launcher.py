@@ -12,9 +12,9 @@ from run_gangs import config
 
 from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.job import GangSpec
-from launcher.job import run_job
-from launcher.node_options import NodePlace
-from launcher.node_run import NodeRun
+from launcher.nodes.node_run import NodeRun
+from launcher.nodes.options import NodePlace
+from launcher.run.job import run_job
 
 
 def gangs(count: int) -> tuple[GangSpec, ...]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from launcher.verify import verify_run
+from launcher.verify.report import verify_run
 from tests.support.processes import kill as kill
 from tests.support.processes import wait_until as wait_until
 from tests.support.run_files import last_step as last_step
 from tests.support.run_files import lines as lines
-from workers.ledger_file import read_ledger
+from workers.records.ledger_file import read_ledger
 
 COMMAND = Path(sys.executable).parent / "asyncflow-launch"
 DEADLINE_S = 150

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.ledger_file import read_ledger
+from workers.records.ledger_file import read_ledger
 
 from . import command
 

@@ -1,12 +1,12 @@
 """What a step's trainer tells in tests: rows are counted, updates written down, nothing is published."""
 
 from tq.batch import PackedBatch
-from workers.ledger import ledger_lines
-from workers.records import StepRecord
+from workers.records.ledger import ledger_lines
+from workers.records.step_record import StepRecord
 
 
 class CountingRole:
-    """A `workers.trainer.TrainingRole`.
+    """A `workers.trainer.trainer.TrainingRole`.
 
     Attributes:
         updates: step, number and count of the policy's updates.

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.errors import CheckpointError
-from workers.checkpoint import Checkpointer
-from workers.checkpoint_directory import prunable
-from workers.checkpoint_files import CheckpointMeta, damages, files_below
-from workers.checkpoint_writer import Contents, RunFacts
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.checkpoint.directory import prunable
+from workers.checkpoint.files import CheckpointMeta, damages, files_below
+from workers.checkpoint.writer import Contents, RunFacts
 from workers.config import CheckpointConfig
 
 DEADLINE_S = 20.0
@@ -201,7 +201,7 @@ def test_next_start_removes_what_an_interrupted_save_left(run_dir: Path) -> None
 def test_interrupted_removal_leaves_nothing_that_looks_complete(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = checkpointer(run_dir, keep_last=1)
     save(saver, FakeEngine(), 1)
-    monkeypatch.setattr("workers.checkpoint_directory.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("workers.checkpoint.directory.shutil.rmtree", lambda *_, **__: None)
     save(saver, FakeEngine(), 2)
     assert names(run_dir) == [".step_000001.tmp", "step_000002"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.config import DataConfig
-from workers.data import PromptRow, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, read_prompt_rows
 
 
 def write(folder: Path, content: str | bytes) -> Path:
@@ -95,8 +95,8 @@ def test_contradicting_templates_are_refused(tmp_path: Path) -> None:
 
 def test_checks_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, workers.data, workers.model_files, workers.prompt_check;"
-        "import workers.rewards.load, workers.gguf;"
+        "import sys, workers.data.prompt_rows, workers.engines.model_files, workers.data.prompt_check;"
+        "import workers.rewards.load, workers.engines.hf.gguf;"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.config import DataConfig
-from workers.data import hub_data_command, hub_model_command, is_hub_name, read_prompt_rows
+from workers.data.prompt_rows import hub_data_command, hub_model_command, is_hub_name, read_prompt_rows
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.evaluate import due_steps, own_steps
+from workers.rollout.evaluate import due_steps, own_steps
 
 
 def own(instance: int = 0, *, interval: int = 4, last: int = 10, of: int = 1, **changes: object) -> list[int]:

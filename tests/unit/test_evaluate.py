@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from weightsync.version import Version
-from workers.evaluate import Evaluator
+from workers.rollout.evaluate import Evaluator
 
 DEADLINE_S = 20
 
@@ -69,7 +69,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             receivers.append(Weights(wanted, arrived))
             return receivers[0]
 
-        monkeypatch.setattr("workers.evaluate.open_receiver", open_receiver)
+        monkeypatch.setattr("workers.rollout.evaluate.open_receiver", open_receiver)
         made.append(Evaluator(context, list(own)))  # type: ignore[arg-type]
         return made[0], receivers[0], context
 

@@ -9,8 +9,8 @@ from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.engines.base import Generation
-from workers.evaluate import evaluated_steps, evaluation_line, wilson_interval
 from workers.rewards.scorer import ScoredAnswer
+from workers.rollout.evaluate import evaluated_steps, evaluation_line, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tq.client.lease import Lease
 from tq.config import ScheduleMode
 from tq.messages import Granted, NoRows, NoRowsReason
 from weightsync.version import Version
-from workers.feeder import Feeder
-from workers.rollout import may_swap
+from workers.rollout.feeder import Feeder
+from workers.rollout.loop import may_swap
 
 DEADLINE_S = 20
 

@@ -9,9 +9,9 @@ from torch.distributed import HashStore
 
 from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
-from workers.checkpoint_files import CheckpointMeta
+from workers.checkpoint.files import CheckpointMeta
 from workers.context import WorkerContext
-from workers.data import data_hash
+from workers.data.prompt_rows import data_hash
 from workers.services import check_data
 
 

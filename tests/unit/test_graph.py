@@ -6,9 +6,9 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.algorithms.config import GRPOConfig
-from workers.columns.config import UserTaskConfig
-from workers.dataflow import PlacedTask, place_tasks
-from workers.graph import algorithm_tasks, with_reward_parts, with_user_tasks
+from workers.tasks.config import UserTaskConfig
+from workers.tasks.dataflow import PlacedTask, place_tasks
+from workers.tasks.graph import algorithm_tasks, with_reward_parts, with_user_tasks
 
 GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
 

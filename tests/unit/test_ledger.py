@@ -11,8 +11,8 @@ from asyncflow.json_lines import JsonLines
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleConfig
 from tq.refill import QuarantineCause, Refill
-from workers.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
-from workers.ledger_file import FilteredLine, QuarantinedLine, filtered_groups, read_ledger, trained_groups
+from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
+from workers.records.ledger_file import FilteredLine, QuarantinedLine, filtered_groups, read_ledger, trained_groups
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tq.batch import Column, PackedBatch
-from workers.log_prob_gap import Comparison, LogProbGap
+from workers.trainer.log_prob_gap import Comparison, LogProbGap
 
 
 def batch(versions: list[list[int]], log_probs: list[list[float]]) -> PackedBatch:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq.batch import Column, PackedBatch
-from workers.batching import micro_batches
 from workers.config import ActorConfig
+from workers.trainer.batching import micro_batches
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedBatch:

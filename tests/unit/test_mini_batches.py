@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq.batch import PackedBatch
-from workers.batching import Round, RoundAssigner, StepRounds
 from workers.config import ActorConfig
+from workers.trainer.batching import Round, RoundAssigner, StepRounds
 
 
 def make_rounds(totals: list[int]) -> list[Round]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.module_search import search_beside
-from workers.user_function import load_function
+from workers.calls.module_search import search_beside
+from workers.calls.user_function import load_function
 
 ARGUMENTS = ("prompt", "response", "answer")
 

@@ -10,19 +10,19 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from asyncflow.errors import Superseded, UserCodeFailed
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.messages import Granted
+from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
-from workers.outbox import Outbox, RolloutLease
+from workers.records.samples import SampleLog
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.exact import exact_reward
 from workers.rewards.scorer import Scorer
-from workers.samples import SampleLog
-from workers.tokenizer import load_tokenizer
+from workers.rollout.outbox import Outbox, RolloutLease
 
 DEADLINE_S = 30
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import configs
 from asyncflow.errors import ConfigError
 from workers.config import DataConfig
-from workers.data import PromptRow
-from workers.prompt_dataset import PromptDataset, epoch_order
-from workers.tokenizer import load_tokenizer
+from workers.data.prompt_dataset import PromptDataset, epoch_order
+from workers.data.prompt_rows import PromptRow
+from workers.data.tokenizer import load_tokenizer
 
 MODEL_DIR = Path(configs.__path__[0]) / "quickstart" / "model"
 ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]

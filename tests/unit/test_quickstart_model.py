@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import configs
 from workers.config import DataConfig, RunConfig
-from workers.data import read_prompt_rows
-from workers.model_files import check_model_dir
-from workers.prompt_dataset import PromptDataset
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import read_prompt_rows
+from workers.engines.model_files import check_model_dir
 from workers.rewards.load import load_reward
 
 CONFIGS = Path(configs.__path__[0])

@@ -14,9 +14,9 @@ import pytest
 from tq.refill import QuarantineCause, Refill
 from workers.algorithms.losses import LossCounts
 from workers.engines.base import StepStats
-from workers.log_prob_gap import LogProbGap
-from workers.records import LengthMean, StepRecord, StepRecorder
-from workers.step_totals import StepTotals
+from workers.records.step_record import LengthMean, StepRecord, StepRecorder
+from workers.records.step_totals import StepTotals
+from workers.trainer.log_prob_gap import LogProbGap
 
 
 def test_all_ranks_hold_the_same_after_joining_and_stop_together() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from asyncflow.errors import WeightSyncError
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from weightsync.plan import Need
 from weightsync.version import Version
 from workers.engines.base import Sequences
-from workers.engines.frozen import FrozenModel
-from workers.reference import Reference, reference_step
+from workers.engines.hf.frozen import FrozenModel
+from workers.tasks.reference import Reference, reference_step
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
         config=config, device=CPU, gang=SimpleNamespace(role="ref"), rank=0, start_step=0,
         job=SimpleNamespace(lineage=0, resume_from=""), run_dir=tmp_path, timeline=NoTimeline(), stopping=None,
     )  # fmt: skip
-    monkeypatch.setattr("workers.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
+    monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
     tokens = torch.tensor([5, 6, 7, 8])
     batch = Sequences(tokens, torch.tensor([4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
     late = Reference(context)

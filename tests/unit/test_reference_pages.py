@@ -9,15 +9,15 @@ import torch
 from click.testing import CliRunner
 
 from asyncflow.errors import ConfigError
-from launcher.commands import main
-from launcher.config_reference import all_keys, as_markdown, keys_of
+from launcher.cli.commands import main
+from launcher.config.reference import all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.engines.base import Generation, StepStats
-from workers.evaluate import evaluation_line
-from workers.ledger_file import FilteredLine, QuarantinedLine, TrainedLine
+from workers.records.ledger_file import FilteredLine, QuarantinedLine, TrainedLine
+from workers.records.step_totals import UpdateTotals
 from workers.rewards.scorer import ScoredAnswer
-from workers.step_totals import UpdateTotals
-from workers.trainer import Model
+from workers.rollout.evaluate import evaluation_line
+from workers.trainer.trainer import Model
 
 from .test_records import finished_step, recorder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import workers.rollout as rollout
+import workers.rollout.loop as rollout
 from asyncflow.errors import TrainingDiverged, WeightSyncError
 from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
@@ -18,11 +18,11 @@ from tq.client.lease import Lease
 from tq.config import ScheduleMode
 from tq.messages import Granted
 from weightsync.version import Version
-from workers.engines.sim import SimGenerateEngine, SimLengths
-from workers.engines.sim_config import SimConfig
+from workers.engines.sim.config import SimConfig
+from workers.engines.sim.engine import SimGenerateEngine, SimLengths
 from workers.held_weights import HeldWeights
-from workers.outbox import RolloutLease
-from workers.rollout import Rollout
+from workers.rollout.loop import Rollout
+from workers.rollout.outbox import RolloutLease
 
 DEADLINE_S = 20
 

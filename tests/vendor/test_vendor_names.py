@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm_config import OWN_ARGUMENTS, VllmConfig
-from workers.engines.vllm_process import engine_arguments, plan_log_probs
+from workers.engines.vllm.config import OWN_ARGUMENTS, VllmConfig
+from workers.engines.vllm.process import engine_arguments, plan_log_probs
 
 from .signatures import dictionary_keys, parameters
 from .uses import Use, uses_of
@@ -103,8 +103,8 @@ def test_arguments_of_vllms_engine_are_known(device: str) -> None:
 
 def test_what_vllm_calls_in_its_workers_is_there() -> None:
     base = "vllm.distributed.weight_transfer.base.WeightTransferEngine."
-    worker = (ROOT / "workers/engines/vllm_worker.py").read_text()
-    ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm_worker.py"].values()
+    worker = (ROOT / "workers/engines/vllm/worker.py").read_text()
+    ours_to_call = RECORDS["vllm"]["objects"]["workers/engines/vllm/worker.py"].values()
     called = {name: one for name, one in RECORDS["vllm"]["names"].items() if name.startswith(base)}
     for name in called.keys() - ours_to_call:
         taken = parameters(worker, f"MailboxTransfer.{name.removeprefix(base)}")
@@ -163,7 +163,7 @@ def test_a_wrong_name_or_parameter_is_objected_to(source: str, reason: str | Non
 )
 def test_a_wrong_use_of_an_object_is_objected_to(source: str, reason: str | None) -> None:
     record = RECORDS["vllm"]
-    uses = uses_of("vllm", source, record["objects"]["workers/engines/vllm.py"])
+    uses = uses_of("vllm", source, record["objects"]["workers/engines/vllm/engine.py"])
     reasons = [why for use in uses if (why := objections(record, use))]
     assert (reason is None) == (not reasons)
     assert reason is None or reason in reasons[0]

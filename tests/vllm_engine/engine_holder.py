@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_config import VllmConfig
+from workers.engines.vllm.config import VllmConfig
+from workers.engines.vllm.engine import VllmEngine
 
 if __name__ == "__main__":
     model_dir = Path(sys.argv[1])

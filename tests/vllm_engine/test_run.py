@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import command
-from workers.ledger_file import read_ledger
+from workers.records.ledger_file import read_ledger
 
 from . import tiny_run
 

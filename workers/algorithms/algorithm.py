@@ -8,7 +8,7 @@ update:
                      advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
 
 To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
-and its graph in `workers.graph` if that is another than the critic-free one.
+and its graph in `workers.tasks.graph` if that is another than the critic-free one.
 
 Legend of shapes: N responses, A tokens of the responses, packed.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import PolicyConfig
 from workers.algorithms.losses import LossCounts, PolicyLoss, loss_scale, token_weights
-from workers.dataflow import LOSS_MASKS
+from workers.tasks.dataflow import LOSS_MASKS
 
 Config = TypeVar("Config", bound=PolicyConfig)
 

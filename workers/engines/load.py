@@ -14,7 +14,7 @@ from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, Valu
 from workers.rewards.config import RewardModelConfig
 
 if TYPE_CHECKING:
-    from workers.engines.reward_model import RewardModel
+    from workers.engines.hf.reward_model import RewardModel
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -31,11 +31,11 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
     model_dir = Path(config.model.path)
     match sampling.engine:
         case "hf":
-            from workers.engines.hf import HfEngine
+            from workers.engines.hf.engine import HfEngine
 
             return HfEngine(model_dir, config.model, sampling=sampling, device=device)
         case "vllm":
-            from workers.engines.vllm import VllmEngine
+            from workers.engines.vllm.engine import VllmEngine
 
             return VllmEngine(
                 model_dir,
@@ -46,11 +46,11 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
                 device=device,
             )
         case "openai":
-            from workers.engines.openai import OpenAIEngine
+            from workers.engines.openai.engine import OpenAIEngine
 
             return OpenAIEngine(model_dir, config.model, config.openai, sampling=sampling)
         case "sim":
-            from workers.engines.sim import SimGenerateEngine, SimLengths
+            from workers.engines.sim.engine import SimGenerateEngine, SimLengths
 
             per_step = config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
             lengths = SimLengths(config.sim, samples_per_step=per_step, seed=config.seed)
@@ -72,15 +72,15 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
         case "hf":
             return _frozen_model(config, device=device, weights_dir=weights_dir)
         case "sim":
-            from workers.engines.sim import SimFrozenModel
+            from workers.engines.sim.engine import SimFrozenModel
 
             return SimFrozenModel(config.sim, s_per_token=config.sim.ref_s_per_token)
 
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
     """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
-    from workers.engines.hf_model import DTYPES
-    from workers.engines.reward_model import RewardModel
+    from workers.engines.hf.model import DTYPES
+    from workers.engines.hf.reward_model import RewardModel
 
     return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device)
 
@@ -97,7 +97,7 @@ def load_forward_model(config: RunConfig, *, device: torch.device) -> FrozenEngi
         case "fsdp" | "megatron":
             return _frozen_model(config, device=device)
         case "sim":
-            from workers.engines.sim import SimFrozenModel
+            from workers.engines.sim.engine import SimFrozenModel
 
             return SimFrozenModel(config.sim, s_per_token=config.sim.policy_forward_s_per_token)
 
@@ -114,11 +114,11 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
     actor = config.actor.for_run(config.steps, begins_after=config.critic_only_steps)
     match actor.engine:
         case "fsdp":
-            from workers.engines.fsdp import FsdpEngine
+            from workers.engines.fsdp.engine import FsdpEngine
 
             return FsdpEngine(model_dir, actor=actor, temperature=temperature, device=device, seed=config.seed)
         case "megatron":
-            from workers.engines.megatron import MegatronEngine
+            from workers.engines.megatron.engine import MegatronEngine
 
             return MegatronEngine(
                 model_dir,
@@ -129,7 +129,7 @@ def load_train_engine(config: RunConfig, *, device: torch.device) -> TrainEngine
                 timeout_s=config.launcher.operation_timeout_s,
             )
         case "sim":
-            from workers.engines.sim import SimTrainEngine
+            from workers.engines.sim.engine import SimTrainEngine
 
             return SimTrainEngine(config.sim, lr=config.actor.lr)
 
@@ -140,7 +140,7 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     Raises:
         ConfigError: see the engine.
     """
-    from workers.engines.fsdp_value import FsdpValueEngine
+    from workers.engines.fsdp.value import FsdpValueEngine
 
     _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)
@@ -155,7 +155,7 @@ def _prepare(device: torch.device) -> None:
 
 
 def _frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None = None) -> FrozenEngine:
-    from workers.engines.frozen import FrozenModel
+    from workers.engines.hf.frozen import FrozenModel
 
     return FrozenModel(
         Path(config.model.path),

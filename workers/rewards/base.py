@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncflow.errors import UserCodeFailed
-from workers.user_function import excerpt
+from workers.calls.user_function import excerpt
 
 LARGEST_REWARD = 3.4028234e38
 """Of float32, rounded down."""

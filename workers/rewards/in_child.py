@@ -1,10 +1,10 @@
 """What the child of a pooled reward calls (`workers.rewards.pooled`): entries of `workers.calls`. Torch-free."""
 
 from workers.calls.callee import Callee
+from workers.calls.user_function import load_function
 from workers.rewards.base import Score, as_score
 from workers.rewards.math_verify import VerifiedMath
 from workers.rewards.regex import LastMatch
-from workers.user_function import load_function
 
 FIELD = "reward.function"
 ARGUMENTS = ("prompt", "response", "answer")

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from asyncflow.errors import ConfigError
+from workers.calls.user_function import check_function
 from workers.rewards.base import ScoreFunction
 from workers.rewards.config import RewardConfig
 from workers.rewards.digits import digits_reward
@@ -15,7 +16,6 @@ from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
 from workers.rewards.regex import compile_pattern
 from workers.rewards.remote import RemoteReward, check_url, is_url
-from workers.user_function import check_function
 
 BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
     {"exact": exact_reward, "digits": digits_reward, "math": math_reward}

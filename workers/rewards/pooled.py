@@ -4,9 +4,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import excerpt
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
-from workers.user_function import excerpt
 
 CONCURRENCY = 4
 """Calls at a time where the configuration says nothing."""

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncflow.errors import UserCodeFailed
 from tq.batch import Column
-from workers.dataflow import REWARD_PARTS
+from workers.data.tokenizer import TextDecoder
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
 from workers.rewards.remote import is_url
-from workers.tokenizer import TextDecoder
+from workers.tasks.dataflow import REWARD_PARTS
 
 logger = logging.getLogger(__name__)
 

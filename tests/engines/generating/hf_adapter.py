@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.hf import HfEngine
+from workers.engines.hf.engine import HfEngine
 
 from .adapter import Adapter
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_config import VllmConfig
+from workers.engines.vllm.config import VllmConfig
+from workers.engines.vllm.engine import VllmEngine
 
 from .adapter import Adapter
 from .tiny_model import MAX_POSITIONS

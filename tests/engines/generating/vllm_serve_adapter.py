@@ -18,8 +18,8 @@ import pytest
 
 import configs
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.openai import OpenAIEngine
-from workers.engines.openai_config import OpenAIConfig
+from workers.engines.openai.config import OpenAIConfig
+from workers.engines.openai.engine import OpenAIEngine
 
 from .adapter import Adapter
 from .tiny_model import MAX_POSITIONS

@@ -6,7 +6,7 @@ import torch
 
 from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.fsdp.engine import FsdpEngine
 
 from .adapter import Adapter
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from workers.config import ActorConfig
 from workers.engines.base import TrainEngine
-from workers.engines.megatron_config import MegatronConfig
+from workers.engines.megatron.config import MegatronConfig
 
 from .adapter import Adapter
 
@@ -40,7 +40,7 @@ class MegatronAdapter(Adapter):
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
 
     def open(self, model_dir: Path, actor: ActorConfig, *, temperature: float, layout: str) -> TrainEngine:
-        from workers.engines.megatron import MegatronEngine
+        from workers.engines.megatron.engine import MegatronEngine
 
         actor = actor.model_copy(update={"engine": "megatron", "megatron": _division(layout)})
         return MegatronEngine(

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from workers.algorithms.config import GRPOConfig, PPOConfig
-from workers.columns.config import UserTaskConfig
-from workers.dataflow import NeededWeights, PlacedTask, place_tasks
-from workers.graph import algorithm_tasks, graph_of, task_specs, with_user_tasks
+from workers.tasks.config import UserTaskConfig
+from workers.tasks.dataflow import NeededWeights, PlacedTask, place_tasks
+from workers.tasks.graph import algorithm_tasks, graph_of, task_specs, with_user_tasks
 
 WITH_KL = GRPOConfig(kl_coef=0.1)
 
@@ -92,7 +92,7 @@ def test_old_log_probs_are_computed_exactly_where_loss_or_reward_need_them(
 
 
 def test_graph_needs_no_torch() -> None:
-    code = "import sys, workers.graph; sys.exit('torch' in sys.modules)"
+    code = "import sys, workers.tasks.graph; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

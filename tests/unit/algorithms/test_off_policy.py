@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig, OffPolicyConfig
 from workers.algorithms.load import load_algorithm

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
-from workers.columns import chain
-from workers.columns.chain import TaskChain, open_task
-from workers.columns.column_tasks import ColumnTask
+from workers.tasks import chain
+from workers.tasks.chain import TaskChain, open_task
+from workers.tasks.column_tasks import ColumnTask
 
 EMPTY = PackedBatch((), {})
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from asyncflow.errors import UserCodeFailed
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
-from workers.columns.column_tasks import Rewards
 from workers.config import RunConfig
-from workers.tokenizer import load_tokenizer
+from workers.data.tokenizer import load_tokenizer
+from workers.tasks.column_tasks import Rewards
 
 CPU = torch.device("cpu")
 ROWS = [("1+2=", "3", "3"), ("1+2=", "4", "3"), ("4+8=", "12", "12"), ("4+8=", "1", "12"), ("4+8=", "=7", "12")]

@@ -11,10 +11,10 @@ import torch
 
 from asyncflow.errors import ConfigError, UserCodeFailed
 from tq.batch import Column, PackedBatch
-from workers.columns.config import UserTaskConfig
-from workers.columns.row import TaskRow
-from workers.columns.user import UserTask
-from workers.tokenizer import TextDecoder
+from workers.data.tokenizer import TextDecoder
+from workers.tasks.config import UserTaskConfig
+from workers.tasks.row import TaskRow
+from workers.tasks.user import UserTask
 
 SOURCE = """
 def remember(row):

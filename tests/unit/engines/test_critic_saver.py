@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncflow.errors import CheckpointError, TransportError
-from workers.actor_critic_channel import ActorCriticChannel
-from workers.critic import CriticSaver
 from workers.engines.base import ValueEngine
+from workers.trainer.actor_critic_channel import ActorCriticChannel
+from workers.trainer.critic import CriticSaver
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

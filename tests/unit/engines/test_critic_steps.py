@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.algorithms.algorithm import Moments
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.algorithms.ppo import PPO
-from workers.columns.chain import TaskChain
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_train_engine, load_value_engine
-from workers.records import StepRecord
-from workers.trainer import Trainer, critic_learner, policy_learner
+from workers.records.step_record import StepRecord
+from workers.tasks.chain import TaskChain
+from workers.tasks.column_tasks import sequences_of
+from workers.trainer.trainer import Trainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from workers.config import ActorConfig
 from workers.engines.base import Sequences
-from workers.engines.fsdp import FsdpEngine
-from workers.engines.fsdp_sharding import mixed_precision
-from workers.engines.hf_model import DTYPES, decoder_layers
+from workers.engines.fsdp.engine import FsdpEngine
+from workers.engines.fsdp.sharding import mixed_precision
+from workers.engines.hf.model import DTYPES, decoder_layers
 from workers.engines.packed_attention import PACKED_ATTENTION
 from workers.engines.packed_forward import PackedInputs, response_log_probs
 
@@ -102,7 +102,7 @@ def test_compiled_layers_train_alike(
     make_model_dir: Callable[..., Path], batch: Sequences, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     """Traced as for a real compiler, which would take minutes; the second micro-batch has other lengths."""
-    monkeypatch.setattr("workers.engines.fsdp_sharding.COMPILER", "aot_eager")
+    monkeypatch.setattr("workers.engines.fsdp.sharding.COMPILER", "aot_eager")
     first = Sequences(batch.tokens_T[:7], batch.lengths_N[:1], batch.prompt_lengths_N[:1])
     model_dir, stats = make_model_dir(num_hidden_layers=1), []
     for compiled in (False, True):

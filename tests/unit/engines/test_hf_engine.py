@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.errors import ConfigError, PlanError
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, generate
-from workers.engines.hf import HfEngine
+from workers.engines.hf.engine import HfEngine
 
 CPU = torch.device("cpu")
 
@@ -198,7 +198,7 @@ def test_answers_of_very_different_lengths_are_not_padded_to_each_other(model_di
 def test_long_documents_enter_in_several_steps(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(12)
     expected = by_index(list(generate(make_engine(model_dir), requests)))
-    monkeypatch.setattr("workers.engines.hf_batch.MAX_ENTERING_TOKENS", 4)
+    monkeypatch.setattr("workers.engines.hf.batch.MAX_ENTERING_TOKENS", 4)
     answers = by_index(list(generate(make_engine(model_dir), requests)))
     assert all(one.response_R.equal(other.response_R) for one, other in zip(expected, answers, strict=True))
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.engines.hf_lanes import KeyShape, Lane
+from workers.engines.hf.lanes import KeyShape, Lane
 
 SHAPE = KeyShape(num_layers=2, num_heads=2, head_dim=3, dtype=torch.float32, device=torch.device("cpu"))
 

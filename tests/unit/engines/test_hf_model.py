@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config import load_config
-from launcher.recipes import find_recipe
-from workers.engines.hf_model import empty_causal_lm
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
+from workers.engines.hf.model import empty_causal_lm
 
 
 def test_modules_of_other_threads_keep_their_memory_while_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_modules_of_other_threads_keep_their_memory_while_a_model_is_built(monke
             other.join(timeout=30)
             return nn.Linear(2, 2)
 
-    monkeypatch.setattr("workers.engines.hf_model.AutoModelForCausalLM", Built)
+    monkeypatch.setattr("workers.engines.hf.model.AutoModelForCausalLM", Built)
     model_dir = load_config(find_recipe("quickstart")).model.path
     built = empty_causal_lm(Path(model_dir), dtype=torch.float32, attention="sdpa")
     assert all(parameter.is_meta for parameter in built.parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncflow.errors import ConfigError
-from workers.engines.hf_weights import HfWeights, write_weights
+from workers.engines.hf.weights import HfWeights, write_weights
 
 
 def test_weights_come_back_from_several_files(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.boxes import Box
+from workers.checkpoint.host_copy import HostCopy
 from workers.engines.boxed_tensor import BoxedTensor, BoxPart
-from workers.engines.hf_weights import SavedTensors
-from workers.engines.megatron_names import MegatronGeometry, flat_boxes, megatron_shards
-from workers.host_copy import HostCopy
+from workers.engines.hf.weights import SavedTensors
+from workers.engines.megatron.names import MegatronGeometry, flat_boxes, megatron_shards
 
 GEOMETRY = MegatronGeometry(
     num_layers=1, hidden_size=6, num_heads=8, num_kv_heads=4, head_dim=2, ffn_hidden_size=10, vocab_size=7,

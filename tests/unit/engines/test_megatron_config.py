@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.preflight import check_megatron
-from launcher.recipes import find_recipe
+from launcher.checks.preflight import check_megatron
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from workers.config import ActorConfig, RunConfig
-from workers.engines.megatron_config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
-from workers.replicas import ReplicaPlace
+from workers.engines.megatron.config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
+from workers.trainer.replicas import ReplicaPlace
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 24,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.engines.base import Sequences
-from workers.engines.megatron_context import TokenShare
+from workers.engines.megatron.context import TokenShare
 from workers.engines.packed_forward import PackedInputs
 from workers.engines.packed_layout import ALONE
 

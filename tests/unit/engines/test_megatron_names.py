@@ -15,7 +15,7 @@ from asyncflow.errors import PlanError
 from weightsync.boxes import Box
 from weightsync.plan import ShardSpec, plan_transfer
 from workers.engines.base import LocalShard
-from workers.engines.megatron_names import MegatronGeometry, megatron_shards
+from workers.engines.megatron.names import MegatronGeometry, megatron_shards
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, FFN, VOCAB, PADDED_VOCAB = 4, 12, 6, 20, 29, 40
 

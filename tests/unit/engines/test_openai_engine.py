@@ -15,8 +15,8 @@ from asyncflow.errors import ConfigError, EngineFailed, PlanError, UserCodeFaile
 from tests.support.completions_server import Answer, CompletionsServer, error, events, in_turn, reply, stream
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, generate
-from workers.engines.openai import OpenAIEngine
-from workers.engines.openai_config import OpenAIConfig
+from workers.engines.openai.config import OpenAIConfig
+from workers.engines.openai.engine import OpenAIEngine
 
 EOS = 1
 

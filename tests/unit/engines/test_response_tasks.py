@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import DeadlineExceeded
-from workers.engines.answer_tasks import ResponseTasks
+from workers.engines.response_tasks import ResponseTasks
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_answer_that_comes_just_after_the_deadline_counts(
         return Late()
 
     with monkeypatch.context() as patched:
-        patched.setattr("workers.engines.answer_tasks.asyncio.run_coroutine_threadsafe", start)
+        patched.setattr("workers.engines.response_tasks.asyncio.run_coroutine_threadsafe", start)
         assert tasks.run(give(0), what="an answer", timeout_s=1.0) == 7
 
 

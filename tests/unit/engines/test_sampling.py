@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import SamplingConfig
-from workers.engines.hf import draw_tokens
+from workers.engines.hf.engine import draw_tokens
 
 
 def config(**changes: float) -> SamplingConfig:

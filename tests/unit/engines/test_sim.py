@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from workers.engines.base import GenerateRequest
-from workers.engines.sim import SimGenerateEngine, SimLengths, sim_shapes
-from workers.engines.sim_config import SimConfig
+from workers.engines.sim.config import SimConfig
+from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
 
 
 class Clock:

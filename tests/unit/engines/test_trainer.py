@@ -11,20 +11,20 @@ import torch
 
 from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
-from workers.batching import RoundAssigner
-from workers.columns.chain import TaskChain
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
-from workers.trainer import Trainer, open_loader, policy_learner
-from workers.tri_model import TriModel
+from workers.tasks.chain import TaskChain
+from workers.tasks.column_tasks import sequences_of
+from workers.trainer.batching import RoundAssigner
+from workers.trainer.trainer import Trainer, open_loader, policy_learner
+from workers.trainer.tri_model import TriModel
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_a_trainer_waits_for_producers_as_long_as_a_start_may_take(
 ) -> None:
     """A generating engine that loads slowly connects late."""
     config = configure("launcher.start_timeout_s=123")
-    monkeypatch.setattr("workers.trainer.StreamingDataLoader", lambda *_, **settings: settings)
+    monkeypatch.setattr("workers.trainer.trainer.StreamingDataLoader", lambda *_, **settings: settings)
     context: Any = SimpleNamespace(config=config, start_step=2, job=SimpleNamespace(last_step=9))
     task: Any = SimpleNamespace(name="train", inputs=())
     settings: Any = open_loader(context, cast(Any, None), task, getattr(config, section), rank=0, num_ranks=1)

@@ -11,12 +11,12 @@ from torch import Tensor
 from asyncflow.errors import ConfigError
 from tq.batch import Column, PackedBatch
 from workers.algorithms.losses import MicroLoss
-from workers.columns.column_tasks import sequences_of
 from workers.config import RunConfig
 from workers.engines.base import TrainEngine
-from workers.engines.fsdp import FsdpEngine
+from workers.engines.fsdp.engine import FsdpEngine
 from workers.engines.load import load_frozen_model, load_train_engine
-from workers.graph import graph_of
+from workers.tasks.column_tasks import sequences_of
+from workers.tasks.graph import graph_of
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

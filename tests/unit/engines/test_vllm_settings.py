@@ -14,10 +14,10 @@ from asyncflow.device import visible_alone
 from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.config import ModelConfig, SamplingConfig
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm_config import VllmConfig
-from workers.engines.vllm_process import engine_arguments, plan_log_probs, process_variables
-from workers.engines.weight_mailbox import Letter, MailboxReader, WeightMailbox
+from workers.engines.vllm.config import VllmConfig
+from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.mailbox import Letter, MailboxReader, WeightMailbox
+from workers.engines.vllm.process import engine_arguments, plan_log_probs, process_variables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -111,7 +111,7 @@ def test_letter_carries_weights_to_another_process() -> None:
         expected = [[name, float(weight.bfloat16().double().sum())] for name, weight in weights.items()]
         script = (
             "import sys, json, torch\n"
-            "from workers.engines.weight_mailbox import Letter, MailboxReader\n"
+            "from workers.engines.vllm.mailbox import Letter, MailboxReader\n"
             "letter = Letter(**json.loads(sys.argv[1]))\n"
             "read = MailboxReader(torch.device('cpu')).read(letter)\n"
             "print(json.dumps([[name, float(weight.double().sum())] for name, weight in read]))\n"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation, generate
-from workers.engines.hf import HfEngine
+from workers.engines.hf.engine import HfEngine
 
 REQUESTS = [GenerateRequest(i, torch.arange(2, 6), seed=100 + i) for i in range(8)]
 

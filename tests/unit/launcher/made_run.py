@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.verify_records import Prompts, Readers
+from launcher.verify.records import Prompts, Readers
 from tq.config import ScheduleConfig
 from tq.refill import QuarantineCause, Refill
 from workers.admission.state import AdmissionState
-from workers.checkpoint_files import CheckpointMeta, FileEntry, describe
+from workers.checkpoint.files import CheckpointMeta, FileEntry, describe
 from workers.config import RunConfig
-from workers.ledger_file import Ledger
+from workers.records.ledger_file import Ledger
 
 Line = dict[str, Any]
 NUM_PROMPTS = 7

@@ -3,9 +3,9 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.preflight import check_run
-from launcher.recipes import find_recipe
+from launcher.checks.preflight import check_run
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.batch_sizes import check_batch_sizes, num_micro_batches
-from launcher.config import load_config
+from launcher.checks.batch_sizes import check_batch_sizes, num_micro_batches
+from launcher.config.load import load_config
 from workers.config import RunConfig
 
 Configure = Callable[[int, int, int, int], RunConfig]

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from conftest import MODEL_CONFIG
 
-from launcher.cli import launch
+from launcher.cli.launch import launch
 
 WriteConfig = Callable[..., Path]
 Edit = Callable[[Path], None]
@@ -56,7 +56,7 @@ def refuse(tmp_path: Path, *arguments: object) -> str:
 
 
 def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) -> None:
-    from workers.checkpoint_files import CheckpointMeta, describe
+    from workers.checkpoint.files import CheckpointMeta, describe
 
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     (path / "dcp").mkdir(parents=True)
@@ -70,10 +70,10 @@ def make_checkpoint(run_dir: Path, step: int, *, fingerprint: str, data: str) ->
 
 def make_run(run_dir: Path, source: Path, step: int) -> Path:
     """A stopped run of `source` with one checkpoint."""
-    from launcher.config import load_config
-    from launcher.rundir import create_run_dir
-    from workers.data import data_hash
-    from workers.model_files import model_fingerprint
+    from launcher.config.load import load_config
+    from launcher.run.rundir import create_run_dir
+    from workers.data.prompt_rows import data_hash
+    from workers.engines.model_files import model_fingerprint
 
     config = load_config(source)
     create_run_dir(run_dir, config)
@@ -451,7 +451,7 @@ def test_dry_run_shows_a_prompt_that_commands_the_terminal_as_text(write_config:
 
 
 def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "launcher.cli", *(str(argument) for argument in arguments)]
+    line = [sys.executable, "-m", "launcher.cli.launch", *(str(argument) for argument in arguments)]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
@@ -472,7 +472,7 @@ def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig
     """Numpy comes with safetensors' own reading of headers."""
     code = (
         "import sys\n"
-        "from launcher.cli import launch\n"
+        "from launcher.cli.launch import launch\n"
         "try:\n"
         "    launch()\n"
         "except SystemExit as end:\n"
@@ -486,7 +486,7 @@ def test_no_torch_is_imported_before_a_run_is_accepted(write_config: WriteConfig
 
 
 def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:
-    code = "from launcher.exits import prepare_streams; prepare_streams(); print('\xfc')"
+    code = "from launcher.cli.exits import prepare_streams; prepare_streams(); print('\xfc')"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ascii_only)
     assert (result.returncode, result.stdout) == (0, "\\xfc\n")
@@ -494,7 +494,7 @@ def test_output_that_cannot_show_a_character_does_not_end_the_command() -> None:
 
 def test_command_started_without_standard_streams_hands_some_to_its_children() -> None:
     code = (
-        "import os, subprocess, sys; from launcher.exits import prepare_streams; prepare_streams();"
+        "import os, subprocess, sys; from launcher.cli.exits import prepare_streams; prepare_streams();"
         "sys.exit(subprocess.call([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']))"
     )
     shell = f"{shlex.join([sys.executable, '-c', code])} <&- >&- 2>&-"
@@ -510,7 +510,7 @@ def test_command_started_without_standard_streams_hands_some_to_its_children() -
     ],
 )
 def test_usage_errors_of_secondary_commands_are_one_line(arguments: list[str], expected: str) -> None:
-    from launcher.commands import main
+    from launcher.cli.commands import main
 
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
@@ -519,7 +519,7 @@ def test_usage_errors_of_secondary_commands_are_one_line(arguments: list[str], e
 
 
 def test_secondary_commands_explain_themselves() -> None:
-    from launcher.commands import main
+    from launcher.cli.commands import main
 
     result = CliRunner().invoke(main, ["import-gguf", "--help"])
     assert result.exit_code == 0
@@ -527,7 +527,7 @@ def test_secondary_commands_explain_themselves() -> None:
 
 
 def test_unreadable_gguf_is_refused(tmp_path: Path) -> None:
-    from launcher.commands import main
+    from launcher.cli.commands import main
 
     result = CliRunner().invoke(main, ["import-gguf", str(tmp_path / "no.gguf"), str(tmp_path / "out")])
     assert result.exit_code == 2
@@ -551,7 +551,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
     overrides: list[str],
     expected: str,
 ) -> None:
-    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: False)
+    monkeypatch.setattr("launcher.checks.engine_libraries.is_installed", lambda module: False)
     sets = [word for override in overrides for word in ("--set", override)]
     message = refuse(tmp_path, write_config(), *sets, *option)
     assert message.startswith(expected)
@@ -562,7 +562,7 @@ def test_library_that_is_not_installed_is_told_before_anything_is_written(
 def test_megatron_on_a_cpu_is_told_before_anything_is_written(
     write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
-    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: True)
+    monkeypatch.setattr("launcher.checks.engine_libraries.is_installed", lambda module: True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(MEGATRON_MODEL))
     message = refuse(tmp_path, write_config(), "--set", "actor.engine=megatron", *option)
     assert message.startswith("actor.engine: megatron computes on CUDA and NPU")

@@ -7,13 +7,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from asyncflow.errors import ConfigError
-from launcher.cli import launch
-from launcher.config import load_config
-from launcher.devices import Devices
-from launcher.node_options import NodePlace
-from launcher.preflight import check_run
-from launcher.request import Request
-from launcher.rundir import create_run_dir, discard_run_dir
+from launcher.checks.devices import Devices
+from launcher.checks.preflight import check_run
+from launcher.cli.launch import launch
+from launcher.cli.request import Request
+from launcher.config.load import load_config
+from launcher.nodes.options import NodePlace
+from launcher.run.rundir import create_run_dir, discard_run_dir
 
 WriteConfig = Callable[..., Path]
 
@@ -97,7 +97,7 @@ def test_node_that_can_take_part_says_what_it_has(write_config: WriteConfig, tmp
 def test_ranks_use_only_the_devices_that_every_node_has(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.preflight.find_devices", lambda _: Devices("npu", 8))
+    monkeypatch.setattr("launcher.checks.preflight.find_devices", lambda _: Devices("npu", 8))
     config = load_config(write_config(launcher={"device": "npu", "devices_per_node": 3}), roles="rollout:2,actor:2")
     checked = check_run(config, num_nodes=2)
     devices = {gang.name: (gang.nodes, gang.devices) for gang in checked.gangs}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.recipes import find_recipe, packaged_recipes
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe, packaged_recipes
 from tq.config import Fill, ScheduleConfig
 from workers.config import RunConfig
 

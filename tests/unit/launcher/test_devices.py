@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.devices import Devices, find_devices
+from launcher.checks.devices import Devices, find_devices
 
 
 def make_dev(tmp_path: Path, *names: str) -> Path:

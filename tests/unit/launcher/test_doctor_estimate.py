@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.config import load_config
-from launcher.devices import Devices
+from launcher.checks.devices import Devices
+from launcher.checks.preflight import Preflight, check_run
+from launcher.cli.request import Accepted, Request
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from launcher.doctor.child import resolve
 from launcher.doctor.estimate import (
     channels_of,
@@ -22,10 +25,7 @@ from launcher.doctor.estimate import (
     threads,
 )
 from launcher.doctor.messages import Order
-from launcher.placement import place_gangs
-from launcher.preflight import Preflight, check_run
-from launcher.recipes import find_recipe
-from launcher.request import Accepted, Request
+from launcher.run.placement import place_gangs
 
 WriteConfig = Callable[..., Path]
 PARAMETERS = 1_000_000
@@ -206,7 +206,7 @@ def test_parts_that_are_empty_are_not_named(write_config: WriteConfig) -> None:
 def test_configuration_is_placed_on_as_many_nodes_as_there_are(
     run_dir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.preflight.find_devices", lambda _: Devices("npu", 5))
+    monkeypatch.setattr("launcher.checks.preflight.find_devices", lambda _: Devices("npu", 5))
     given = None if run_dir is None else str(tmp_path / run_dir)
     order = Order("quickstart", "rollout:6,actor:2,ref:1", ("weightsync.path=staged",), given)
     two = resolve(replace(order, num_nodes=2))

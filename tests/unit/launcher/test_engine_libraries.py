@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.engine_libraries import check_libraries
+from launcher.checks.engine_libraries import check_libraries
+from launcher.config.load import load_config
 
 
 @pytest.mark.parametrize(

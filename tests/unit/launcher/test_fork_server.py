@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import fork_server
+from launcher.process import fork_server
 
 DEADLINE_S = 10.0
 

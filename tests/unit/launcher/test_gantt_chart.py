@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launcher.gantt_chart import WAITING, GanttChart, gantt_html
-from launcher.run_timeline import RunTimeline, Span, in_order
+from launcher.timeline.gantt_chart import WAITING, GanttChart, gantt_html
+from launcher.timeline.run_timeline import RunTimeline, Span, in_order
 
 SPANS = {
     "actor-0": [Span("wait for rows", 0, 3, {"step": 1}), Span("forward_backward", 3, 7, {"step": 1})],

@@ -1,6 +1,6 @@
 """When a silent peer counts as gone."""
 
-from launcher.membership import SILENT_S, HeartbeatTimeout
+from launcher.nodes.membership import SILENT_S, HeartbeatTimeout
 
 LOOK_S = 0.5
 

@@ -1,7 +1,7 @@
 """Hints lead to keys that exist."""
 
-from launcher.config_errors import _OTHER_WORDS
-from launcher.config_reference import key_paths
+from launcher.config.errors import _OTHER_WORDS
+from launcher.config.reference import key_paths
 
 
 def test_other_words_stand_for_keys_that_exist_and_are_no_keys_themselves() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.node_options import expand_nodelist
+from launcher.nodes.options import expand_nodelist
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.node_options import NodePlace, find_place
+from launcher.nodes.options import NodePlace, find_place
 
 STEP = {
     "SLURM_JOB_ID": "17",

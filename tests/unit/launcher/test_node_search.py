@@ -10,8 +10,8 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, RoleFailed, TransportError
 from asyncflow.job import Job
-from launcher.node_messages import FinishRun, Refuse
-from launcher.node_run import RunSearch
+from launcher.nodes.messages import FinishRun, Refuse
+from launcher.nodes.node_run import RunSearch
 
 OLD = Job("10.0.0.1", 1, "00", 2, (), 0, "", 3, 4.5, HostClock.measure())
 NEW = Job("10.0.0.1", 2, "11", 3, (), 0, "", 3, 4.5, HostClock.measure())

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from asyncflow.errors import TransportError
-from launcher.node_messages import FromNode, Order, Ping, StopAsked
-from launcher.node_wire import Envelope, Opener, Sealer, read_body, read_envelope
+from launcher.nodes.messages import FromNode, Order, Ping, StopAsked
+from launcher.nodes.wire import Envelope, Opener, Sealer, read_body, read_envelope
 
 SECRET = b"secret"
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
-from launcher.config import load_config
-from launcher.devices import Devices
-from launcher.placement import place_gangs
+from launcher.checks.devices import Devices
+from launcher.config.load import load_config
+from launcher.run.placement import place_gangs
 from workers.config import RunConfig
 
 Configure = Callable[..., RunConfig]

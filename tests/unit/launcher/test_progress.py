@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncflow.job import GangSpec
 from asyncflow.json_lines import VersionTail
-from launcher.progress import (
+from launcher.run.progress import (
     Progress,
     Status,
     final_lines,

@@ -1,8 +1,8 @@
 """Which ranks are taken for stuck."""
 
-from launcher.progress import STARTING, Status
-from launcher.rank_watch import RankWatch
-from launcher.run_events import RankStuck
+from launcher.run.events import RankStuck
+from launcher.run.progress import STARTING, Status
+from launcher.run.rank_watch import RankWatch
 
 WORKERS = {"rollout-0": True, "actor": True, "storage-0": False}
 

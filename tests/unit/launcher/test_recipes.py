@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from conftest import MODEL_CONFIG, write_model
 from safetensors.numpy import save_file
 
-from launcher.cli import launch
-from launcher.recipes import packaged_recipes
+from launcher.cli.launch import launch
+from launcher.config.recipes import packaged_recipes
 
 RECIPES = sorted(packaged_recipes())
 QWEN = {
@@ -48,8 +48,8 @@ def tiny_qwen(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_passes_the_dry_run(name: str, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # on the machine that it is for
-    monkeypatch.setattr("launcher.engine_libraries.is_installed", lambda module: True)
-    monkeypatch.setattr("launcher.engine_libraries.ACCELERATED", ())
+    monkeypatch.setattr("launcher.checks.engine_libraries.is_installed", lambda module: True)
+    monkeypatch.setattr("launcher.checks.engine_libraries.ACCELERATED", ())
     recipe = yaml.safe_load(packaged_recipes()[name].read_text())
     if recipe.get("reward", {}).get("function") == "math_verify" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("needs math-verify: pip install '.[math]'")

@@ -9,10 +9,10 @@ import pytest
 from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from launcher.restore import cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
-from launcher.resume import find_checkpoint, unsaved_run
-from launcher.rundir import running_launcher
-from workers.checkpoint_files import CheckpointMeta, describe
+from launcher.run.restore import cut_lines, newest_checkpoint, next_lineage, rewind_run, rewind_to_start
+from launcher.run.resume import find_checkpoint, unsaved_run
+from launcher.run.rundir import running_launcher
+from workers.checkpoint.files import CheckpointMeta, describe
 
 SHARD = "dcp/__0_0.distcp"
 EXPORT = "hf/model.safetensors"

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.devices import Devices
+from launcher.checks.devices import Devices
+from launcher.checks.preflight import Preflight, check_run
+from launcher.cli.dry_run import describe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 from launcher.doctor.estimate import memory_parts
-from launcher.dry_run import describe
-from launcher.placement import place_gangs
-from launcher.preflight import Preflight, check_run
-from launcher.recipes import find_recipe
+from launcher.run.placement import place_gangs
 
 ROLES = "rollout:1,actor:1,reward:2"
 

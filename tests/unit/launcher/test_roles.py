@@ -1,7 +1,7 @@
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import check_roles, parse_roles
+from launcher.config.load import check_roles, parse_roles
 
 
 def test_roles_are_parsed_into_canonical_order() -> None:

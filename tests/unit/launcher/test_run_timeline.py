@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launcher.commands import main
-from launcher.run_timeline import (
+from launcher.cli.commands import main
+from launcher.timeline.run_timeline import (
     CATEGORIES,
     RunTimeline,
     Span,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from launcher.commands import main
-from launcher.config import load_config
-from launcher.rundir import create_run_dir
+from launcher.cli.commands import main
+from launcher.config.load import load_config
+from launcher.run.rundir import create_run_dir
 
 WriteConfig = Callable[..., Path]
 

@@ -16,9 +16,9 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.job import GangSpec, Job
 from asyncflow.run_files import STATUS_FILE
-from launcher.progress import Status
-from launcher.restarts import RestartLog
-from launcher.status import RunStatus
+from launcher.run.progress import Status
+from launcher.run.restarts import RestartLog
+from launcher.run.status import RunStatus
 from tq.messages import QueueStats, TaskStats, UnitStats
 from weightsync.messages import AgentStatus
 from weightsync.version import Version
@@ -149,7 +149,7 @@ def test_run_of_another_host_is_alive_while_its_launcher_writes(tmp_path: Path) 
 
 
 def test_the_command_imports_neither_torch_nor_the_configuration() -> None:
-    modules = "sys, launcher.commands, launcher.status"
+    modules = "sys, launcher.cli.commands, launcher.run.status"
     code = f"import {modules}; print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
@@ -165,7 +165,7 @@ def test_run_that_was_killed_on_this_host_is_over_whatever_it_wrote_last(tmp_pat
 
 
 def test_timeline_imports_neither_torch_nor_the_configuration() -> None:
-    code = "import sys, launcher.commands, launcher.gantt_chart, launcher.run_timeline\n"
+    code = "import sys, launcher.cli.commands, launcher.timeline.gantt_chart, launcher.timeline.run_timeline\n"
     code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]

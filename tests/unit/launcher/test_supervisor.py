@@ -3,8 +3,7 @@
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.restarts import RestartBook
-from launcher.run_events import (
+from launcher.run.events import (
     AllReady,
     Arm,
     DeadlinePassed,
@@ -19,7 +18,8 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from launcher.supervisor import Supervisor
+from launcher.run.restarts import RestartBook
+from launcher.run.supervisor import Supervisor
 
 STOP = [SetPhase(Phase.STOP), Arm(Timer.STOP, 30.0)]
 EXIT = [SetPhase(Phase.EXIT), Arm(Timer.EXIT, 5.0)]

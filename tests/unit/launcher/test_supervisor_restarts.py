@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from asyncflow.job import GangSpec
-from launcher.restarts import RestartBook
-from launcher.run_events import (
+from launcher.run.events import (
     AllReady,
     Arm,
     DeadlinePassed,
@@ -30,7 +29,8 @@ from launcher.run_events import (
     StopRequested,
     Timer,
 )
-from launcher.supervisor import Supervisor
+from launcher.run.restarts import RestartBook
+from launcher.run.supervisor import Supervisor
 
 NAMES = ("controller-0", "storage-0", "weights-0", "actor", "rollout-0", "rollout-1", "ref-0", "evaluate-0")
 WITH_THE_ACTOR = ("controller-0", "storage-0", "actor", "evaluate-0")

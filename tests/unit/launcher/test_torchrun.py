@@ -2,7 +2,7 @@ import shlex
 from pathlib import Path
 
 from asyncflow.job import GangSpec
-from launcher.dry_run import torchrun_line
+from launcher.cli.dry_run import torchrun_line
 
 
 def test_line_starts_all_ranks_of_a_gang_and_opens_no_port() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.config import load_config
-from launcher.preflight import check_run
-from launcher.recipes import find_recipe
-from launcher.trial_call import try_functions, try_reward
+from launcher.checks.preflight import check_run
+from launcher.checks.trial_call import try_functions, try_reward
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
 
 SOURCE = """
 import time, pathlib

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import Line, MadeRun, fake_readers, make_run
 
-from launcher.verify import Report, verify_records
-from launcher.verify_records import read_records
+from launcher.verify.records import read_records
+from launcher.verify.report import Report, verify_records
 
 runs = st.builds(
     make_run,

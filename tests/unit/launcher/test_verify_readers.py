@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from asyncflow.errors import CheckpointError
 from asyncflow.json_lines import JsonLines
-from launcher.config import load_config
-from launcher.verify_records import prompts_of, saved_groups, saved_updates
+from launcher.config.load import load_config
+from launcher.verify.records import prompts_of, saved_groups, saved_updates
 from tq.backends.backend import MemoryBackend
 from tq.batch import Column, PackedBatch
 from tq.snapshot import write_manifest
@@ -19,10 +19,10 @@ from tq.unit.block import BlockStore
 from tq.unit.snapshots import SnapshotWriter
 from tq.unit.state import UnitState
 from tq.wire import describe
-from workers.data import read_prompt_rows
-from workers.ledger import ledger_lines, token_hashes
-from workers.ledger_file import Ledger, read_ledger
-from workers.prompt_dataset import PromptDataset
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import read_prompt_rows
+from workers.records.ledger import ledger_lines, token_hashes
+from workers.records.ledger_file import Ledger, read_ledger
 
 WriteConfig = Callable[..., Path]
 

@@ -11,12 +11,13 @@ from click.testing import CliRunner
 from made_run import MadeRun, fake_readers, make_run
 
 from asyncflow.errors import ConfigError
-from launcher import verify, verify_records
-from launcher.commands import main
-from launcher.verify import Report
-from launcher.verify import verify_records as judge
-from launcher.verify_records import read_records
-from launcher.verify_steps import Check, named
+from launcher.cli.commands import main
+from launcher.verify import records as verify_records
+from launcher.verify import report as verify
+from launcher.verify.records import read_records
+from launcher.verify.report import Report
+from launcher.verify.report import verify_records as judge
+from launcher.verify.steps import Check, named
 
 
 def report_of(run_dir: Path, **options: Any) -> Report:

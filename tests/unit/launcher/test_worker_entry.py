@@ -8,7 +8,7 @@ from pathlib import Path
 def redirected(log: Path) -> "subprocess.CompletedProcess[str]":
     """Redirect as a worker does, then print to both streams."""
     code = (
-        "import sys; from launcher.worker_entry import _redirect; _redirect(sys.argv[1]); "
+        "import sys; from launcher.process.worker_entry import _redirect; _redirect(sys.argv[1]); "
         "print('out'); print('err', file=sys.stderr)"
     )
     return subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True, check=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from asyncflow.errors import UserCodeFailed
-from launcher.config import load_config
-from launcher.recipes import find_recipe
+from launcher.config.load import load_config
+from launcher.config.recipes import find_recipe
+from workers.data.tokenizer import load_tokenizer
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.scorer import Scorer
-from workers.tokenizer import load_tokenizer
 
 DEADLINE_S = 20
 PROMPT, RESPONSE = torch.tensor([3]), torch.tensor([4])

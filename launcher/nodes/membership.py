@@ -1,0 +1,198 @@
+"""The members of a run on several nodes: node 0's list of the launchers that said hello, and the timeout of heartbeats.
+
+Pure: the clock is passed in.
+
+Hello -> Welcome .. Ready -> here       Hello that cannot be -> Refuse, and the run ends with its reason
+                                        a second launcher with the same rank -> Refuse; it may ask again
+"""
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from asyncflow.clock import HostClock
+from asyncflow.job import GangSpec, Node
+from launcher.nodes.messages import Hello, Ready, Refuse, Welcome
+
+MOST_AHEAD_S = 1.0
+"""Wall clocks that differ by more are worth a warning (s)."""
+HEARTBEAT_S = 0.5
+"""How often launchers send a heartbeat (s)."""
+SILENT_S = 4.0
+"""Silence that counts as death (s): with the pauses between looks that is seen within 5 s."""
+_LONGEST_LOOK_S = 1.0
+"""Time between two looks that counts. In a longer one this process did not run, and knows nothing of the peer (s)."""
+
+
+@dataclass(frozen=True)
+class DevicesUsed:
+    """Devices of a node that the placement uses: `count` of this kind, from number 0."""
+
+    kind: str
+    count: int
+
+
+@dataclass
+class _Entry:
+    token: str
+    hello: Hello
+    ready: Ready | None = None
+
+
+class Membership:
+    """The launchers of nodes 1, 2, ...; node 0 is not among them."""
+
+    def __init__(self, count: int, devices: Mapping[int, DevicesUsed], version: str) -> None:
+        """Args:
+        count: nodes of the run.
+        devices: what the placement needs on each node.
+        version: of AsyncFlow here.
+        """
+        self._count = count
+        self._devices = devices
+        self._version = version
+        self._entries: dict[int, _Entry] = {}
+        self._turned_away: dict[int, str] = {}
+        self.obstacle = ""
+        """Why the run cannot begin: the first launcher that cannot take part says so."""
+
+    def hello(self, token: str, hello: Hello) -> Welcome | Refuse:
+        """Answer a launcher that wants to take part.
+
+        Args:
+            token: names this try of it.
+            hello: what it says.
+        """
+        before = self._entries.get(hello.rank)
+        if before is not None and before.hello.launcher != hello.launcher:
+            self._turned_away[hello.rank] = hello.host
+            return Refuse(f"node {hello.rank} is {before.hello.host} already; give every node its own number", True)
+        if before is not None and before.ready is not None:
+            return Refuse(f"node {hello.rank} has joined already", True)
+        obstacle = self._obstacle(hello)
+        if obstacle:
+            reason = f"node {hello.rank} ({hello.host}): {obstacle}"
+            self.obstacle = self.obstacle or reason
+            return Refuse(reason, False)
+        self._entries[hello.rank] = _Entry(token, hello)
+        return Welcome()
+
+    def ready(self, token: str, ready: Ready) -> bool:
+        """Note that a launcher can start gangs; return whether it is a member."""
+        entry = next((entry for entry in self._entries.values() if entry.token == token), None)
+        if entry is not None:
+            entry.ready = ready
+        return entry is not None
+
+    def is_complete(self) -> bool:
+        """Return whether all are ready."""
+        return not self.missing()
+
+    def missing(self) -> list[int]:
+        """Return the nodes that are not ready."""
+        here = {rank for rank, entry in self._entries.items() if entry.ready is not None}
+        return [rank for rank in range(1, self._count) if rank not in here]
+
+    def complaint(self, timeout_s: float, where: str) -> str:
+        """Return which nodes did not come in time, for the user.
+
+        Args:
+            timeout_s: that was waited.
+            where: they should have found the run.
+        """
+        missing = self.missing()
+        nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        also = [f"{host} was started as node {rank}, too" for rank, host in sorted(self._turned_away.items())]
+        notes = f"; {'; '.join(also)}" if also else ""
+        return (
+            f"{nodes} of {self._count}: did not join within {timeout_s:g} s (launcher.start_timeout_s){notes}; start "
+            f"the same command on every node, with {where} on a file system that all share"
+        )
+
+    def name(self, rank: int) -> str:
+        """Return a node's name for messages."""
+        entry = self._entries.get(rank)
+        return f"node {rank}" if entry is None else f"node {rank} ({entry.hello.host})"
+
+    def token(self, rank: int) -> str:
+        """Return the token of the launcher that has joined as this node."""
+        return self._entries[rank].token
+
+    def nodes(self) -> list[Node]:
+        """Return those that are ready."""
+        return [
+            Node(rank, entry.hello.host, entry.hello.address, HostClock(entry.ready.boot, entry.ready.offset_s))
+            for rank, entry in sorted(self._entries.items())
+            if entry.ready is not None
+        ]
+
+    def warnings(self) -> list[str]:
+        """Return a line for each node whose wall clock is wrong."""
+        ahead = {rank: entry.ready.ahead_s for rank, entry in sorted(self._entries.items()) if entry.ready is not None}
+        return [
+            f"{self.name(rank)}: its clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} node 0's; "
+            f"timelines are aligned, times in logs and of files are not: run an NTP client there"
+            for rank, seconds in ahead.items()
+            if abs(seconds) > MOST_AHEAD_S
+        ]
+
+    def _obstacle(self, hello: Hello) -> str:
+        if hello.complaint:
+            return hello.complaint
+        if hello.version != self._version:
+            return f"it has AsyncFlow {hello.version}, node 0 has {self._version}; install the same version everywhere"
+        if hello.count != self._count:
+            return f"it was started with --nnodes {hello.count}, node 0 with {self._count}; give all the same"
+        if not 1 <= hello.rank < self._count:
+            return f"--node-rank {hello.rank} is not 1 to {self._count - 1}"
+        needed = self._devices[hello.rank]
+        if needed.count and (hello.device != needed.kind or hello.num_devices < needed.count):
+            return (
+                f"it has {_text(hello.device, hello.num_devices)}, but {needed.count} {needed.kind} devices are used "
+                f"there; set launcher.devices_per_node to what every node has"
+            )
+        return ""
+
+
+class HeartbeatTimeout:
+    """Says when one peer has been silent for too long. Its heartbeats carry a number that grows."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+        self._silent_s = 0.0
+        self._last = -1
+
+    def look(self, number: int, now: float) -> bool:
+        """Take in the newest number that is known; returns whether the peer has been silent for too long.
+
+        Args:
+            number: of the peer's last heartbeat.
+            now: monotonic time (s).
+        """
+        self._silent_s += min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
+        if number > self._last:
+            self._last = number
+            self._silent_s = 0.0
+        return self._silent_s > SILENT_S
+
+
+def needed_devices(gangs: Iterable[GangSpec], count: int) -> dict[int, DevicesUsed]:
+    """Return what a placement uses on each of `count` nodes."""
+    used = dict.fromkeys(range(count), DevicesUsed("cpu", 0))
+    for gang in gangs:
+        for node, device in gang.places:
+            kind, _, number = device.partition(":")
+            if number:
+                used[node] = DevicesUsed(kind, max(used[node].count, int(number) + 1))
+    return used
+
+
+def own_name() -> str:
+    """Return what people call this host."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _text(kind: str, count: int) -> str:
+    return "no accelerator" if kind == "cpu" else f"{count} {kind} devices"

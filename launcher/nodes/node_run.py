@@ -1,0 +1,276 @@
+"""The command on any node but node 0: finds the run, joins it, does its part, ends with its exit code.
+
+NodeRun.start --> job.json --> fork server, import of torch --> join --> NodeFollower.run --> last line, exit code
+"""
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from asyncflow.errors import AsyncFlowError, ConfigError, RoleFailed
+from asyncflow.job import Job
+from launcher.checks.devices import Devices
+from launcher.nodes.follower import End, Inbound, NodeFollower
+from launcher.nodes.membership import own_name
+from launcher.nodes.messages import FinishRun, Hello, Refuse
+from launcher.nodes.options import NodePlace
+from launcher.process import fork_server
+from launcher.process.gang_hosts import LocalGangs
+from launcher.process.worker_entry import ENTRYPOINT
+from launcher.run.events import FAILED, RESUMABLE, StopRequested
+from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
+from launcher.run.progress import print_line
+from workers.config import LauncherConfig
+
+if TYPE_CHECKING:
+    from launcher.nodes.link import HeadLink
+
+COMPLAINT_TIMEOUT_S = 60.0
+"""How long a node that cannot take part tries to tell node 0, which may have ended with the same complaint (s)."""
+_CLOSE_TIMEOUT_S = 2.0
+_LOOK_S = 0.25
+
+Join = Callable[[Job, threading.Event], "HeadLink | Refuse | FinishRun"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """A command on node 1, 2, ... whose arguments were checked.
+
+    Attributes:
+        place: which node this is.
+        run_dir: of the run, the same on all nodes.
+        settings: of the launcher.
+        devices: that this node has.
+        complaint: why this node cannot take part; node 0 is told.
+        entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
+    """
+
+    place: NodePlace
+    run_dir: Path
+    settings: LauncherConfig = field(default_factory=LauncherConfig)
+    devices: Devices = field(default_factory=lambda: Devices("cpu"))
+    complaint: str = ""
+    entrypoint: str = ENTRYPOINT
+
+    def start(self) -> int:
+        """Take part in the run; call it from the main thread. Returns the exit code of the whole run.
+
+        Raises:
+            ConfigError: this node cannot take part.
+            RoleFailed: no run let it in in time.
+        """
+        inbox: SimpleQueue[Inbound] = SimpleQueue()
+        stopped = threading.Event()
+
+        def stop(count: int) -> None:
+            inbox.put(StopRequested(count))
+            stopped.set()
+
+        with stop_signals(stop), contextlib.ExitStack() as stack:
+            try:
+                end, ended = self._take_part(inbox, stopped, stack)
+            except RoleFailed:
+                if not self.complaint:
+                    raise
+        if self.complaint:
+            raise ConfigError(self.complaint)
+        print_line(end.line, err=end.code == FAILED)
+        if not ended:
+            _leave_at_once(end.code)
+        return end.code
+
+    def _take_part(
+        self, inbox: "SimpleQueue[Inbound]", stopped: threading.Event, stack: contextlib.ExitStack
+    ) -> tuple[End, bool]:
+        """Return how it ended, and whether all threads did."""
+        timeout_s = COMPLAINT_TIMEOUT_S if self.complaint else self.settings.start_timeout_s
+        hello = self._hello()
+        state = f"cannot take part: {self.complaint}" if self.complaint else f"takes part in {self.run_dir}"
+        print_line(f"node {self.place.rank} of {self.place.count} ({hello.host}): {state}")
+        search = RunSearch(self.run_dir, timeout_s=timeout_s, stopped=stopped)
+        if not search.wait_for_job():
+            return End(RESUMABLE, "stopped before the run began"), True
+        log_file = launcher_log(self.run_dir, self.place.rank)
+        stack.enter_context(logging_to(log_file))
+        stack.enter_context(fork_server.serving(log_file, threads=self.settings.threads_per_worker))
+        from launcher.nodes.link import HeadLink  # imports torch
+
+        keep_torch_off_the_terminal()
+        link = search.find(lambda job, given_up: HeadLink.join(job, hello, inbox, given_up))
+        match link:
+            case None:
+                return End(RESUMABLE, "stopped before the run began"), True
+            case FinishRun(code=code, line=line):
+                return End(code, line), True
+        return self._follow(link, inbox, log_file)
+
+    def _follow(self, link: "HeadLink", inbox: "SimpleQueue[Inbound]", log_file: Path) -> tuple[End, bool]:
+        def load_job() -> Job:
+            job = Job.load(self.run_dir)
+            if job.secret != link.job.secret:
+                raise ConfigError(f"run directory: another run began in {self.run_dir}")
+            return job
+
+        host = LocalGangs(
+            entrypoint=self.entrypoint,
+            run_dir=self.run_dir,
+            store=link.store,
+            log_file=log_file,
+            exited=inbox.put,
+            node=self.place.rank,
+        )
+        end = NodeFollower(self.place.rank, link, host, inbox, load_job=load_job).run()
+        return end, link.close(_CLOSE_TIMEOUT_S)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            rank=self.place.rank,
+            count=self.place.count,
+            launcher=secrets.token_hex(8),
+            host=own_name(),
+            address="",
+            version=importlib.metadata.version("asyncflow-rl"),
+            device=self.devices.kind,
+            num_devices=self.devices.count,
+            complaint=self.complaint,
+        )
+
+
+@dataclass
+class _Try:
+    """One attempt to join, in a thread of its own."""
+
+    job: Job
+    given_up: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: "HeadLink | Refuse | FinishRun | AsyncFlowError | None" = None
+
+
+class RunSearch:
+    """Finds the run that this node is to take part in.
+
+    Node 0 writes where it is, and the secret, into `job.json` in the run directory. What lies there
+    may be of a run that is over: then nothing answers, or something that does not know the secret, and the file is read
+    again until it changes. A try that hangs (node 0 is stopped) is waited for, unless another run begins.
+
+        job.json --> try to join, in a thread --> HeadLink | refused | no answer --> again, until the deadline
+    """
+
+    def __init__(self, run_dir: Path, *, stopped: threading.Event, timeout_s: float) -> None:
+        """Args:
+        run_dir: of the run; it need not exist yet.
+        stopped: the user or the scheduler asked to stop.
+        timeout_s: for the run to appear, and to let this node in.
+        """
+        self._run_dir = run_dir
+        self._stopped = stopped
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._obstacle = f"there is no run in {run_dir}; is it on a file system that all nodes share?"
+        self._try: _Try | None = None
+
+    def wait_for_job(self) -> bool:
+        """Wait for a `job.json`, perhaps an old one; False: a stop came first.
+
+        Raises:
+            RoleFailed: there was none in time.
+        """
+        while self._read() is None:
+            if self._pause():
+                return False
+        return True
+
+    def find(self, join: Join) -> "HeadLink | FinishRun | None":
+        """Join the run; None: a stop came first.
+
+        Args:
+            join: see `HeadLink.join`; is called in a thread.
+
+        Raises:
+            ConfigError: node 0 refuses this node.
+            RoleFailed: no run let it in in time.
+        """
+        while True:
+            job = self._read()
+            if self._try is not None and job is not None and job.secret != self._try.job.secret:
+                self._try.given_up.set()
+                self._try = None
+            if self._try is None and job is not None:
+                self._begin(job, join)
+            if self._pause():
+                return None
+            answer = self._answer()
+            if answer is not None:
+                return answer
+            if self._try is None:
+                self._stopped.wait(_LOOK_S)
+
+    def _begin(self, job: Job, join: Join) -> None:
+        self._try = _Try(job)
+        threading.Thread(target=_join, args=(self._try, join), name="join", daemon=True).start()
+
+    def _answer(self) -> "HeadLink | FinishRun | None":
+        """Return what the try brought; None: nothing yet, or nothing but a reason to try again."""
+        if self._try is None or not self._try.done.is_set():
+            return None
+        answer, self._try = self._try.answer, None
+        match answer:
+            case Refuse(reason=reason, later=False):
+                raise ConfigError(reason)
+            case Refuse(reason=reason):
+                self._obstacle = reason
+            case AsyncFlowError():
+                self._obstacle = str(answer)
+            case None:
+                self._obstacle = "joining it failed; see the launcher's log"
+            case _:
+                return answer
+        return None
+
+    def _pause(self) -> bool:
+        """Wait a moment; returns whether a stop came."""
+        if time.monotonic() > self._deadline:
+            raise RoleFailed(f"no run to take part in within {self._timeout_s:g} s: {self._obstacle}")
+        done = self._try.done if self._try is not None else None
+        if done is not None:
+            done.wait(_LOOK_S)
+        elif self._stopped.wait(_LOOK_S):
+            return True
+        return self._stopped.is_set()
+
+    def _read(self) -> Job | None:
+        try:
+            return Job.load(self._run_dir)
+        except (ConfigError, OSError, ValueError, TypeError, KeyError):  # none yet, or one of another version
+            return None
+
+
+def _join(one: _Try, join: Join) -> None:
+    try:
+        one.answer = join(one.job, one.given_up)
+    except AsyncFlowError as error:
+        one.answer = error
+    except Exception:  # the boundary of a thread: another try may do better
+        logger.exception("joining the run failed")
+    finally:
+        one.done.set()
+
+
+def _leave_at_once(code: int) -> None:
+    """End without waiting for threads that hang in a store whose host is stopped."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

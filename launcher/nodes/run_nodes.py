@@ -1,0 +1,122 @@
+"""The nodes of a run as `launcher.run.job` sees them: one `GangHost`, whatever their number. Imports torch.
+
+On one node there is nothing to wait for. On several, the launchers of the others join first; from then on `job.json`
+names all nodes.
+"""
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import Job, Node
+from asyncflow.network import LOOPBACK, address_to_listen_on
+from launcher.nodes.head import NodeHead
+from launcher.nodes.membership import Membership, needed_devices, own_name
+from launcher.nodes.options import NodePlace
+from launcher.process.gang_hosts import AllHosts
+from launcher.process.job_store import JobStore
+from launcher.run.events import RESUMABLE, Event, Finish
+from launcher.run.placement import HEAD
+
+
+def open_store(place: NodePlace, secret: str) -> JobStore:
+    """Start the job store, of a job with this secret (hex): on loopback for one node, else where the others reach it.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    host = LOOPBACK if place.count == 1 else address_to_listen_on(place.head_host, place.hints)
+    try:
+        return JobStore(secret, host, place.head_port)
+    except OSError as error:
+        raise ConfigError(
+            f"--head: cannot listen at {host}:{place.head_port} ({error.strerror}); choose another port, or none"
+        ) from error
+
+
+class RunNodes:
+    """All nodes of a run. A context manager: at its end no other launcher waits for this one."""
+
+    def __init__(
+        self, job: Job, run_dir: Path, *, store: JobStore, place: NodePlace, events: "SimpleQueue[Event]"
+    ) -> None:
+        """Begin to let other launchers in.
+
+        Args:
+            job: as it was written, without nodes.
+            run_dir: of the run.
+            store: of the job.
+            place: how many nodes there are.
+            events: of the run.
+        """
+        self.job = job
+        self.hosts = AllHosts(events.put)
+        self._run_dir = run_dir
+        self._count = place.count
+        self._events = events
+        self._head: NodeHead | None = None
+        if place.count > 1:
+            members = Membership(
+                place.count, needed_devices(job.gangs, place.count), importlib.metadata.version("asyncflow-rl")
+            )
+            self._head = NodeHead(
+                store,
+                job.secret,
+                members,
+                clock=job.clock,
+                run_dir=run_dir,
+                part_exited=self.hosts.part_exited,
+                report=events.put,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._head is not None:
+            self._head.end(error)
+
+    def gather(self, timeout_s: float, *, say: Callable[[str], None]) -> Finish | None:
+        """Wait for all launchers and write down where they are; returns how the run ends if it cannot begin.
+
+        Args:
+            timeout_s: for all of them.
+            say: tells the user.
+        Raises:
+            ConfigError: one cannot take part.
+            RoleFailed: not all came in time.
+        """
+        if self._head is None:
+            return None
+        where = f"{self.job.store_host}:{self.job.store_port}"
+        say(f"node 0 of {self._count} ({own_name()}): waits for the others at {where}")
+        obstacle = self._head.gather(timeout_s, lambda: not self._events.empty())
+        if obstacle:
+            return Finish(RESUMABLE, obstacle)
+        for warning in self._head.warnings():
+            say(warning)
+        own = Node(HEAD, own_name(), self.job.store_host, self.job.clock)
+        self.job = self.job.changed(nodes=(own, *self._head.nodes()))
+        self.job.save(self._run_dir)
+        self.hosts.add(self._head.hosts())
+        return None
+
+    def check(self) -> None:
+        """Check the threads that listen to the other nodes.
+
+        Raises:
+            RoleFailed: one died.
+        """
+        if self._head is not None:
+            self._head.threads.check()
+
+    def finish(self, code: int, line: str) -> None:
+        """End what is left on other nodes; their launchers print `line` and exit with `code`."""
+        if self._head is not None:
+            self._head.finish(code, line)

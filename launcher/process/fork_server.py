@@ -1,0 +1,186 @@
+"""Starts and ends the fork server from which every worker is forked, so that they import torch once, not each.
+
+Torch-free. `start` is called as early as possible: the server imports on one core while the launcher imports on the
+other. The server runs `launcher.process.preloaded`. It has its own process group, so Ctrl-C in a terminal reaches the
+launcher alone.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from asyncflow.environment import variables_set
+from asyncflow.lifeline import STOP_SIGNALS
+
+logger = logging.getLogger(__name__)
+
+LOG_VARIABLE = "ASYNCFLOW_FORK_SERVER_LOG"
+LAUNCHER_VARIABLE = "ASYNCFLOW_LAUNCHER_PID"
+
+_DYING_S = 1.0
+_LOOK_S = 0.02
+
+_forkserver: Any = forkserver._forkserver  # its process id and its end are not public
+
+
+@contextlib.contextmanager
+def serving(log_file: Path, *, threads: int) -> Iterator[None]:
+    """Have a fork server while the enclosed block runs; torch may be imported inside, and not before.
+
+    The server imports it on one core while this process does so on another.
+
+    Args:
+        log_file: see `start`.
+        threads: see `environment`.
+    """
+    os.environ.update(environment(threads=threads))
+    start(log_file)
+    try:
+        with hidden_main():
+            yield
+    finally:
+        stop()
+
+
+def environment(*, threads: int) -> dict[str, str]:
+    """Return the variables that launcher and workers need before they import torch.
+
+    Args:
+        threads: intra-op threads per worker; forked workers also call `torch.set_num_threads`.
+    """
+    return {
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        # Each TCPStore client looks its peer's name up; with a slow resolver that costs seconds a connection.
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
+        "OMP_NUM_THREADS": str(threads),
+        # numpy's OpenBLAS would start threads at import, and forking a process with threads is unsafe.
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def start(log_file: Path) -> int:
+    """Start the fork server unless it runs, and return its process id at once; it goes on importing.
+
+    Call it from the main thread: the server dies with the thread that started it.
+
+    Args:
+        log_file: receives what the server prints, and what a worker prints before it has its own log.
+    """
+    variables = {
+        "PYTHONSAFEPATH": "1",  # `python -P`: the working directory shadows nothing
+        LOG_VARIABLE: str(log_file),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    # Should this process be killed, the tracker removes multiprocessing's semaphores; it need not say so.
+    quiet = [os.environ.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
+    with _stop_signals_blocked(), variables_set({"PYTHONWARNINGS": ",".join(filter(None, quiet))}):
+        resource_tracker.ensure_running()
+    multiprocessing.set_forkserver_preload(["launcher.process.preloaded"])
+    with _stop_signals_blocked(), variables_set(variables):  # again, because `ensure_running` lets two of them in
+        forkserver.ensure_running()
+    _forkserver.ensure_running = _check_running
+    return int(_forkserver._forkserver_pid)
+
+
+def server_pid() -> int:
+    """Return the process id of the fork server; 0: there is none."""
+    return _forkserver._forkserver_pid or 0
+
+
+def is_running() -> bool:
+    """Return whether the fork server lives; it is not reaped here, `multiprocessing` does that."""
+    pid = server_pid()
+    if not pid:
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def let_go_on() -> None:
+    """Continue the fork server if a signal has stopped it: new workers would wait for it."""
+    pid = _forkserver._forkserver_pid
+    if pid is not None and is_stopped(pid):
+        logger.warning("the fork server was stopped by a signal; it goes on")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a process is in state T; not while a debugger looks at it, which is t."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def stop() -> None:
+    """End the fork server, and with it whatever workers are left; idempotent."""
+    pid = _forkserver._forkserver_pid
+    if pid is None:
+        return
+    # The server's own way to stop waits for every holder of its pipe; the kernel's way does not.
+    os.kill(pid, signal.SIGKILL)
+    _forkserver._stop()
+
+
+def has_died(pid: int) -> bool:
+    """Return whether a fork server is gone, or replaced; waits a moment, for its pipes close before it is.
+
+    Args:
+        pid: of the server whose pipe just closed, or that refused.
+    """
+    deadline = time.monotonic() + _DYING_S
+    while pid == server_pid() and is_running():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _check_running() -> None:
+    """Take the place of `ForkServer.ensure_running`, which every start of a worker calls, in whichever thread.
+
+    It would start another server, which would die with that thread; only `start` may do that.
+
+    Raises:
+        ConnectionRefusedError: there is no server to fork a worker.
+    """
+    if not is_running():
+        raise ConnectionRefusedError("the fork server is gone")
+
+
+@contextlib.contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep `multiprocessing` from running the launcher's main script again in every worker that is forked inside."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Have the processes that are started inside begin with these signals blocked; in this one they only wait.
+
+    A scheduler sends them to every process at once. The fork server ignores them as soon as it can; the tracker keeps
+    those blocked that `multiprocessing` does not think of (USR1, HUP).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,210 @@
+"""What starts and ends the ranks of gangs: this node (`LocalGangs`), or all nodes of a run as one (`AllHosts`).
+
+`launcher.run.job` has an `AllHosts`; the launcher of another node has its `LocalGangs`, which node 0 reaches through
+`launcher.nodes.head.RemoteNode`. A gang that several nodes share starts on each and ends as a whole:
+
+    part of node 0 failed --> kill the parts on nodes 1, 2 --> they are gone --> GangExited with what failed first
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from asyncflow.job import GangSpec
+from launcher.process import fork_server
+from launcher.run.events import GangExited
+
+if TYPE_CHECKING:
+    from launcher.process.gang import Gang
+    from launcher.process.job_store import JobStoreClient
+
+_KILLED = -signal.SIGKILL
+
+logger = logging.getLogger(__name__)
+
+
+class GangHost(Protocol):
+    """One host, or all of them. One thread calls it; ends of gangs are reported elsewhere, as `GangExited`."""
+
+    def start(self, gang: GangSpec, attempt: int) -> None:
+        """Start this host's ranks of a gang; returns at once."""
+
+    def kill(self, gang: str) -> None:
+        """SIGKILL its ranks here, also those that are only about to start; idempotent, and nothing for one unknown."""
+
+    def dump_stacks(self) -> None:
+        """Have every process here write the stacks of its threads into its log."""
+
+    def close(self, timeout_s: float) -> None:
+        """Kill what is left and wait until it is gone."""
+
+
+class LocalGangs:
+    """The gangs of this node. Every gang has one living attempt at most.
+
+    The launcher's main thread owns it: the fork server lives as long as the thread that started it.
+    """
+
+    def __init__(
+        self,
+        *,
+        entrypoint: str,
+        run_dir: Path,
+        store: "JobStoreClient",
+        log_file: Path,
+        exited: Callable[[GangExited], None],
+        node: int = 0,
+    ) -> None:
+        """Args:
+        entrypoint: `module:function` that every rank runs as `function(run_dir, gang)`.
+        run_dir: of the run.
+        store: of the job.
+        log_file: of the fork server, should it have to be started again.
+        exited: is called, by other threads, when this node's ranks of a gang are gone.
+        node: this node.
+        """
+        self._entrypoint = entrypoint
+        self._run_dir = run_dir
+        self._store = store
+        self._log_file = log_file
+        self._exited = exited
+        self._node = node
+        self._gangs: dict[str, Gang] = {}
+
+    def start(self, gang: GangSpec, attempt: int) -> None:
+        """Start this node's ranks; returns at once. An earlier attempt is gone."""
+        from launcher.process.gang import Gang  # imports torch
+
+        if not fork_server.is_running():
+            logger.warning("the fork server is gone; starting another")
+            fork_server.stop()
+            fork_server.start(self._log_file)
+        self._gangs[gang.name] = Gang(
+            gang,
+            attempt,
+            entrypoint=self._entrypoint,
+            run_dir=self._run_dir,
+            store=self._store,
+            exited=self._exited,
+            node=self._node,
+        )
+        self._gangs[gang.name].start()
+
+    def kill(self, gang: str) -> None:
+        """SIGKILL all ranks, also those that are only about to start; idempotent."""
+        if gang in self._gangs:
+            self._gangs[gang].kill()
+
+    def dump_stacks(self) -> None:
+        """Have every process write the stacks of its threads into its log."""
+        for gang in self._gangs.values():
+            gang.dump_stacks()
+
+    def close(self, timeout_s: float) -> None:
+        """Kill what is left, end the fork server, and wait for the threads."""
+        for gang in self._gangs.values():
+            gang.kill()
+        fork_server.stop()
+        deadline = time.monotonic() + timeout_s
+        for name, gang in self._gangs.items():
+            if not gang.join(max(0.0, deadline - time.monotonic())):
+                logger.error("the thread of gang %s did not end", name)
+
+
+class AllHosts:
+    """One `GangHost` made of one for each node; it knows which node has which part of a gang."""
+
+    def __init__(self, report: Callable[[GangExited], None]) -> None:
+        """Args:
+        report: is told, from any thread, when all ranks of a gang are gone.
+        """
+        self._report = report
+        self._hosts: dict[int, GangHost] = {}
+        self._parts: dict[str, GangParts] = {}
+        self._lock = threading.Lock()
+
+    def add(self, hosts: Mapping[int, GangHost]) -> None:
+        """Have these start and end what is on their nodes."""
+        self._hosts.update(hosts)
+
+    def start(self, gang: GangSpec, attempt: int) -> None:
+        """Start a gang's ranks on all its nodes."""
+        with self._lock:
+            self._parts[gang.name] = GangParts(gang)
+        for node in gang.parts:
+            self._hosts[node].start(gang, attempt)
+
+    def kill(self, gang: str) -> None:
+        """SIGKILL a gang's ranks wherever they are."""
+        with self._lock:
+            parts = self._parts.get(gang)
+            orders = [] if parts is None else parts.kill()
+        for order in orders:
+            self._hosts[order.node].kill(gang)
+
+    def dump_stacks(self) -> None:
+        """Have every process of the run write the stacks of its threads into its log."""
+        for host in self._hosts.values():
+            host.dump_stacks()
+
+    def close(self, timeout_s: float) -> None:
+        """Kill what is left on every host."""
+        for host in self._hosts.values():
+            host.close(timeout_s)
+
+    def part_exited(self, node: int, part: GangExited) -> None:
+        """A gang's ranks on a node are gone; from any thread."""
+        with self._lock:
+            parts = self._parts.get(part.gang)
+            orders = [] if parts is None else parts.exited(node, part)
+        for order in orders:
+            match order:
+                case KillPart():
+                    self._hosts[order.node].kill(part.gang)
+                case GangExited():
+                    self._report(order)
+
+
+@dataclass(frozen=True)
+class KillPart:
+    """SIGKILL the gang's ranks on a node."""
+
+    node: int
+
+
+class GangParts:
+    """The parts of one attempt of a gang, by node; the next attempt begins when all of them are gone. Pure."""
+
+    def __init__(self, gang: GangSpec) -> None:
+        self._running = set(gang.parts)
+        self._killed: set[int] = set()
+        self._failures: list[GangExited] = []
+
+    def kill(self) -> list[KillPart]:
+        """End the gang: say which parts that still run have not been told yet."""
+        orders = [KillPart(node) for node in sorted(self._running - self._killed)]
+        self._killed |= self._running
+        return orders
+
+    def exited(self, node: int, part: GangExited) -> list[KillPart | GangExited]:
+        """Take in the end of a node's ranks; the whole gang's end follows the last one."""
+        if node not in self._running:
+            return []
+        self._running.discard(node)
+        orders: list[KillPart | GangExited] = []
+        if part.code != 0:
+            if not (self._failures and node in self._killed and part.code == _KILLED):  # else it is our own doing
+                self._failures.append(part)
+            orders += self.kill()
+        return orders if self._running else [self._merged(part)]
+
+    def _merged(self, last: GangExited) -> GangExited:
+        if not self._failures:
+            return last
+        first = min(self._failures, key=GangExited.precedence)
+        return replace(first, deadline=any(part.deadline for part in self._failures))

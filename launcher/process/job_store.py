@@ -1,0 +1,126 @@
+"""The job store: a TCPStore in the head launcher, and the keys through which launcher and workers see each other.
+
+    phase              run | evaluate | stop | exit                             launcher -> workers
+    status/GANG/RANK   JSON of `launcher.run.progress.Status`, about twice a second  worker -> launcher
+    warning/GANG/RANK  JSON: trouble that the run survives, or text ""           worker -> launcher
+    first/reward_failure   why an answer could not be scored, the first time     worker -> launcher
+    reward_failure         the same, the last time                               worker -> actor
+    done               b"1" when the last step is trained and saved              actor rank 0 -> launcher
+    left/GANG/RANK     set by a rank when it leaves; a value that starts with    worker -> launcher
+                       `error:` carries the failure
+    launcher/...       between launchers of several nodes, see `launcher.nodes.head`
+
+Values are sealed (`asyncflow.sealed_store`), those between launchers in their own way. A value that this job did not
+write is passed over, as if nothing had been said since the one before: all of these are told again or can be missed.
+
+Imports torch, so it is imported after the config is accepted. One client per thread: a blocked call stalls all others
+on the same client.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from asyncflow.job import GangSpec, error_in
+from asyncflow.network import LOOPBACK
+from asyncflow.sealed_store import SealedStore
+from asyncflow.store_server import connect_store, serve_store
+from launcher.run.events import FAILED, GangExited, Phase
+from launcher.run.progress import STARTING, Status, Statuses
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class JobStoreClient:
+    """Where the job store is, and a client of it; what a launcher on another node has."""
+
+    def __init__(self, host: str, port: int, secret: str, client: TCPStore | None = None) -> None:
+        """Args:
+        host, port: of the server.
+        secret: the job's (hex).
+        client: to use; None: a new one.
+        """
+        self.host = host
+        self.port = port
+        self._store = SealedStore(self.client() if client is None else client, bytes.fromhex(secret))
+
+    def client(self, timeout: timedelta = TIMEOUT) -> TCPStore:
+        """Connect once more, for a thread of its own; what it reads and writes is not sealed."""
+        return connect_store(self.host, self.port, timeout)
+
+    def left(self, gang: str, rank: int) -> str | None:
+        """Return what a rank said when it left; None while it has not. From any thread: it does not block."""
+        key = f"left/{gang}/{rank}"
+        words = self._store.look([key]).get(key)
+        return None if words is None else words.decode(errors="replace")
+
+
+class JobStore(JobStoreClient):
+    """The server and the main thread's client."""
+
+    def __init__(self, secret: str, host: str = LOOPBACK, port: int = 0) -> None:
+        """Serve at an address of this host.
+
+        Args:
+            secret: the job's (hex).
+            host, port: where; port 0: any free one.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        server, port = serve_store(host, TIMEOUT, port)
+        super().__init__(host, port, secret, server)
+        self._told_reward_failure = False
+
+    def set_phase(self, phase: Phase) -> None:
+        """Publish the phase."""
+        self._store.set("phase", phase.value)
+
+    def is_done(self) -> bool:
+        """Return whether the last step is trained and saved."""
+        return bool(self._store.look(["done"]))
+
+    def forget(self, gang: GangSpec) -> None:
+        """A gang starts again: what its ranks said before they ended counts no more."""
+        for rank in range(gang.num_ranks):
+            self._store.delete_key(f"left/{gang.name}/{rank}")
+            status = {"state": STARTING, "time": time.time()}
+            self._store.set(f"status/{gang.name}/{rank}", json.dumps(status))
+
+    def warning(self, gang: str, rank: int) -> str:
+        """Return the trouble that a rank told of last and that is not over; "" when there is none."""
+        key = f"warning/{gang}/{rank}"
+        said = self._store.look([key]).get(key)
+        return "" if said is None else str(json.loads(said)["text"])
+
+    def first_reward_failure(self) -> str:
+        """Return, once, why an answer could not be scored the first time; "" before and after."""
+        key = "first/reward_failure"
+        if self._told_reward_failure or (said := self._store.look([key]).get(key)) is None:
+            return ""
+        self._told_reward_failure = True
+        return said.decode()
+
+    def statuses(self, ranks: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Status]:
+        """Return the newest status of those (gang, rank) that have one; two round trips once all of them have."""
+        keys = {f"status/{gang}/{rank}": (gang, rank) for gang, rank in ranks}
+        return {keys[key]: Status.from_json(json.loads(said)) for key, said in self._store.look(list(keys)).items()}
+
+    def exit_of(self, gang: GangSpec, statuses: Statuses) -> GangExited | None:
+        """Return how a gang ended that the launcher did not start; None while its ranks live.
+
+        All of them said that they left, or one failed, or is gone without a word.
+        """
+        words = {rank: self.left(gang.name, rank) for rank in range(gang.num_ranks)}
+        for rank, word in words.items():
+            if error := error_in(word):
+                return GangExited(gang.name, FAILED, error, rank, time.time())
+        for rank, word in words.items():
+            status = statuses.get((gang.name, rank))
+            if word is None and status is not None and status.pid > 0 and not Path(f"/proc/{status.pid}").exists():
+                return GangExited(gang.name, FAILED, "its process is gone", rank, time.time())
+        return GangExited(gang.name, 0, at=time.time()) if None not in words.values() else None

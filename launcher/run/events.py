@@ -1,0 +1,195 @@
+"""What can happen to a run, and what can be done about it: the data between `launcher.run.supervisor` and its shell.
+
+Events go in, instructions come out. Plain data, no decisions.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DONE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
+"""Exit codes of the command: USAGE for refused input; 75 is EX_TEMPFAIL of sysexits.h."""
+
+
+class Phase(StrEnum):
+    """Value of the store key `phase`, which every worker watches."""
+
+    RUN = "run"
+    EVALUATE = "evaluate"
+    STOP = "stop"
+    EXIT = "exit"
+
+
+class Timer(StrEnum):
+    """Deadlines that the supervisor asks for."""
+
+    START = "start"
+    EVALUATE = "evaluate"
+    STOP = "stop"
+    EXIT = "exit"
+    RESTART = "restart"
+    KILL = "kill"
+
+
+@dataclass(frozen=True)
+class GangExited:
+    """All processes of a gang are gone.
+
+    Attributes:
+        gang: its name.
+        code: 0, the exit code of the rank that failed first, or minus the signal that ended it.
+        error: the last error in one line, "" for code 0.
+        rank: the rank that failed first.
+        at: when it failed (unix time, s); tells a cause from its consequences in other gangs.
+        final: another start would fail in the same way.
+        deadline: the error is a deadline that passed, so another rank may be stuck.
+    """
+
+    gang: str
+    code: int
+    error: str = ""
+    rank: int = 0
+    at: float = 0.0
+    final: bool = False
+    deadline: bool = False
+
+    def precedence(self) -> tuple[bool, float]:
+        """Sort key that puts the cause first: a signal before the errors that peers of the lost rank then raise."""
+        return self.code >= 0, self.at
+
+
+@dataclass(frozen=True)
+class RankStuck:
+    """A rank is alive but makes no progress: `why` says with what and for how long."""
+
+    gang: str
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """The launcher of another node is gone or silent, and what ran there with it."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class RunDirLost:
+    """The run's directory was removed or moved; nothing can be recorded or saved any more."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class AllReady:
+    """Every rank of every gang reported that it is at work."""
+
+
+@dataclass(frozen=True)
+class LastStepDone:
+    """The last step is trained and saved."""
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The user (Ctrl-C) or the scheduler asked to stop; `count` is how often so far."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The run's files are those of `step` again; `lineage` is the new one."""
+
+    step: int
+    lineage: int
+
+
+@dataclass(frozen=True)
+class RestoreFailed:
+    """There is nothing to go back to; `error` says why in one line."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """A timer that was armed ran out; `detail` names the ranks that were waited for."""
+
+    timer: Timer
+    detail: str = ""
+    gang: str = ""
+
+
+Event = (
+    GangExited
+    | RankStuck
+    | NodeLost
+    | RunDirLost
+    | AllReady
+    | LastStepDone
+    | StopRequested
+    | Restored
+    | RestoreFailed
+    | DeadlinePassed
+)
+
+
+@dataclass(frozen=True)
+class SetPhase:
+    """Tell every worker the phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Send `DeadlinePassed(timer, gang=gang)` after `seconds`; armed again, a timer runs anew."""
+
+    timer: Timer
+    seconds: float
+    gang: str = ""
+
+
+@dataclass(frozen=True)
+class StartGang:
+    """Start all ranks of a gang again; `attempt` counts its starts from 0."""
+
+    gang: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class KillGang:
+    """SIGKILL every process of a gang."""
+
+    gang: str
+
+
+@dataclass(frozen=True)
+class DumpStacks:
+    """Have every process write the stacks of its threads into its log."""
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Take the run's files back to the newest valid checkpoint, as the next lineage; answer with an event."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell the user; `failure`: that something failed."""
+
+    text: str
+    failure: bool = False
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the command with `code`; `message` says why in one line."""
+
+    code: int
+    message: str
+
+
+Instruction = SetPhase | Arm | StartGang | KillGang | DumpStacks | Restore | Note | Finish

@@ -1,0 +1,392 @@
+"""Runs a job whose configuration was accepted: store, fork server, gangs, until the supervisor says how it ended.
+
+`launcher.cli.request` calls `run_job`. `launcher.run.supervisor` decides; this shell carries its decisions out.
+One thread owns everything here: gang threads and signal handlers only put events into its queue.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from asyncflow.clock import HostClock
+from asyncflow.job import GangSpec, Job
+from asyncflow.json_lines import VersionTail
+from asyncflow.network import choose_interfaces
+from asyncflow.run_files import EVALUATION_FILE, JOB_FILE, METRICS_FILE, STATUS_FILE
+from launcher.nodes.options import ONE_NODE, NodePlace
+from launcher.process import fork_server
+from launcher.process.gang_hosts import LocalGangs
+from launcher.process.worker_entry import ENTRYPOINT
+from launcher.run.events import (
+    FAILED,
+    AllReady,
+    Arm,
+    DeadlinePassed,
+    DumpStacks,
+    Event,
+    Finish,
+    GangExited,
+    Instruction,
+    KillGang,
+    LastStepDone,
+    Note,
+    Phase,
+    Restore,
+    RunDirLost,
+    SetPhase,
+    StartGang,
+    StopRequested,
+    Timer,
+)
+from launcher.run.launcher_process import keep_torch_off_the_terminal, launcher_log, logging_to, stop_signals
+from launcher.run.placement import HEAD
+from launcher.run.progress import Progress, Status, final_lines, print_line
+from launcher.run.rank_watch import RankWatch
+from launcher.run.restarts import RestartBook, RestartLog
+from launcher.run.restore import restore_run
+from launcher.run.rundir import has_checkpoint
+from launcher.run.supervisor import Supervisor
+from workers.config import RunConfig
+from workers.tasks.dataflow import CONTROLLER, OBSERVERS, SERVICES, TRAINERS
+
+if TYPE_CHECKING:
+    from launcher.nodes.run_nodes import RunNodes
+    from launcher.process.job_store import JobStore
+    from launcher.run.status_writer import StatusWriter
+
+POLL_S = 0.5
+JOIN_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(
+    config: RunConfig,
+    gangs: tuple[GangSpec, ...],
+    run_dir: Path,
+    *,
+    resume_from: str,
+    lineage: int,
+    started_at: float,
+    entrypoint: str = ENTRYPOINT,
+    place: NodePlace = ONE_NODE,
+) -> int:
+    """Run the job to its end; call it from the main thread.
+
+    Args:
+        config: the resolved configuration.
+        gangs: every gang of the run; those in `launcher.external_gangs` are the user's to start.
+        run_dir: exists, with `config.yaml` in it.
+        resume_from: checkpoint directory, or "".
+        lineage: number of actor restores before this start.
+        started_at: when the user's command started (unix time, s).
+        entrypoint: `module:function` that every worker runs as `function(run_dir, gang)`.
+        place: says how many nodes the run has; this is node 0.
+    Returns:
+        The exit code: 0 done, 1 failed, 75 stopped and resumable.
+    Raises:
+        ConfigError: another node cannot take part, or the job store cannot listen where it should.
+        RoleFailed: not all nodes came in time.
+    """
+    events: SimpleQueue[Event] = SimpleQueue()
+    with stop_signals(lambda count: events.put(StopRequested(count))):  # SimpleQueue.put may be interrupted by itself
+        with contextlib.ExitStack() as stack:
+            log_file = launcher_log(run_dir)
+            stack.enter_context(logging_to(log_file))
+            stack.enter_context(fork_server.serving(log_file, threads=config.launcher.threads_per_worker))
+            from launcher.nodes.run_nodes import RunNodes, open_store  # imports torch
+            from launcher.run.status_writer import StatusWriter
+
+            keep_torch_off_the_terminal()
+            secret = secrets.token_hex(32)
+            store = open_store(place, secret)
+            choose_interfaces(store.host)  # the launcher has channels, too
+            job = Job(
+                store_host=store.host,
+                store_port=store.port,
+                secret=secret,
+                launcher_pid=os.getpid(),
+                gangs=gangs,
+                lineage=lineage,
+                resume_from=resume_from,
+                last_step=config.steps,
+                started_at=started_at,
+                clock=HostClock.measure(),
+            )
+            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # of an earlier start that was killed
+            job.save(run_dir)
+            stack.callback((run_dir / JOB_FILE).unlink, missing_ok=True)
+            progress = stack.enter_context(
+                Progress(gangs, last_step=config.steps, started_at=started_at, clock=job.clock.now)
+            )
+            nodes = stack.enter_context(RunNodes(job, run_dir, store=store, place=place, events=events))
+            finish = nodes.gather(config.launcher.start_timeout_s, say=progress.event)
+            if finish is None:
+                status = stack.enter_context(StatusWriter(nodes.job, run_dir, config.tq))
+                run = _Run(
+                    config, nodes, run_dir, store=store, events=events, progress=progress, status=status,
+                    entrypoint=entrypoint,
+                )  # fmt: skip
+                finish = run.until_finished()
+            lines = _final_lines(finish, run_dir, progress=progress, job=job)
+            nodes.finish(finish.code, lines[-1])
+        for line in lines:
+            print_line(line, err=finish.code == FAILED)
+    return finish.code
+
+
+def _final_lines(finish: Finish, run_dir: Path, *, progress: Progress, job: Job) -> list[str]:
+    return final_lines(
+        finish.code,
+        finish.message,
+        step=progress.last_finished_step,
+        last_step=job.last_step,
+        elapsed_s=job.clock.now() - job.started_at,
+        run_dir=run_dir,
+        resumable=has_checkpoint(run_dir),
+        evaluation=progress.last_evaluation,
+    )
+
+
+class _Run:
+    """One run while it goes on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        nodes: "RunNodes",
+        run_dir: Path,
+        *,
+        store: "JobStore",
+        events: "SimpleQueue[Event]",
+        progress: Progress,
+        status: "StatusWriter",
+        entrypoint: str,
+    ) -> None:
+        own = config.launcher
+        self._job = job = nodes.job
+        self._run_dir = run_dir
+        self._run_dir_is = (run_dir.stat().st_dev, run_dir.stat().st_ino)
+        self._specs = {gang.name: gang for gang in job.gangs}
+        self._external = {name: self._specs[name] for name in own.external_gangs}
+        self._ranks = [(gang.name, rank) for gang in job.gangs for rank in range(gang.num_ranks)]
+        self._nodes = nodes
+        self._host = nodes.hosts
+        local = LocalGangs(
+            entrypoint=entrypoint,
+            run_dir=run_dir,
+            store=store,
+            log_file=launcher_log(run_dir),
+            exited=functools.partial(nodes.hosts.part_exited, HEAD),
+        )
+        nodes.hosts.add({HEAD: local})
+        self._store = store
+        self._events = events
+        self._progress = progress
+        self._status = status
+        self._tail = VersionTail(run_dir / METRICS_FILE, lineage=job.lineage)
+        self._evaluations = VersionTail(run_dir / EVALUATION_FILE, lineage=job.lineage)
+        self._supervisor = Supervisor(
+            job.gangs,
+            restarts=RestartBook(
+                max_restarts=own.max_restarts,
+                max_global_restarts=own.max_global_restarts,
+                window_s=own.restart_window_s,
+            ),
+            start_timeout_s=own.start_timeout_s,
+            evaluate_timeout_s=config.evaluate.timeout_s,
+            stop_timeout_s=own.stop_timeout_s,
+            reference_follows=bool(config.algorithm.ref_update_interval),
+            external=self._external,
+        )
+        self._watch = RankWatch(
+            start_timeout_s=own.start_timeout_s,
+            operation_timeout_s=own.operation_timeout_s,
+            silence_timeout_s=own.silence_timeout_s,
+            deadlock_timeout_s=own.deadlock_timeout_s,
+        )
+        self._restarts = RestartLog(lineage=job.lineage)
+        self._phase = Phase.RUN
+        self._deadlines: dict[tuple[Timer, str], float] = {}
+        self._gone: set[str] = set()
+        self._all_ready = False
+        self._statuses: dict[tuple[str, int], Status] = {}
+        self._warnings: dict[str, str] = {}
+        self._next_poll = 0.0
+
+    def until_finished(self) -> Finish:
+        """Start the gangs and follow the supervisor; on return no process of theirs is left."""
+        try:
+            finish = self._apply(self._supervisor.start())
+            with contextlib.suppress(Empty):  # a stop that was requested during the imports comes before the start
+                while finish is None:
+                    finish = self._take(self._events.get_nowait())
+            if finish is None:
+                self._start()
+            while finish is None:
+                finish = self._once()
+            self._show()
+            logger.info("finish: %s", finish)
+            return finish
+        finally:
+            self._end()
+
+    def _start(self) -> None:
+        for gang in sorted(self._specs.values(), key=lambda gang: gang.role not in SERVICES):
+            if gang.name not in self._external:
+                self._host.start(gang, 0)
+
+    def _once(self) -> Finish | None:
+        """Handle one event, or poll when there is none."""
+        wait_s = max(0.0, self._next_poll - time.monotonic())
+        try:
+            return self._take(self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait())
+        except Empty:
+            pass
+        self._next_poll = time.monotonic() + POLL_S
+        self._nodes.check()
+        self._show()
+        for event in [*self._due(), *self._left(), *self._stuck(), *self._lost_run_dir()]:
+            if (finish := self._take(event)) is not None:
+                return finish
+        return None
+
+    def _take(self, event: Event) -> Finish | None:
+        logger.info("event: %s", event)
+        if isinstance(event, StopRequested):
+            self._show()  # whether there is something to save may be news of the last half second
+        if isinstance(event, GangExited):
+            self._gone.add(event.gang)
+            self._watch.forget(event.gang)
+            if self._store.is_done():
+                self._supervisor.handle(LastStepDone())
+        is_first = self._phase is not Phase.STOP  # a scheduler signals the launchers of all nodes at once
+        finish = self._apply(self._supervisor.handle(event))
+        if finish is None and event == StopRequested(1) and is_first:
+            self._progress.note("stopping: saving the last completed step (Ctrl-C again: at once)")
+        return finish
+
+    def _apply(self, instructions: list[Instruction]) -> Finish | None:
+        for instruction in instructions:
+            logger.info("instruction: %s", instruction)
+            match instruction:
+                case SetPhase(phase=phase):
+                    self._set_phase(phase)
+                case Arm(timer=timer, seconds=seconds, gang=gang):
+                    self._deadlines[timer, gang] = time.monotonic() + seconds
+                case StartGang(gang=name, attempt=attempt):
+                    self._start_again(name, attempt)
+                case KillGang(gang=name):
+                    self._host.kill(name)
+                case DumpStacks():
+                    self._host.dump_stacks()
+                case Restore():
+                    return self._restore()
+                case Note():
+                    self._tell(instruction)
+                case Finish():
+                    return instruction
+        return None
+
+    def _tell(self, note: Note) -> None:
+        self._progress.event(note.text)
+        if note.failure:
+            self._restarts.failed(note.text)
+
+    def _start_again(self, name: str, attempt: int) -> None:
+        self._gone.discard(name)
+        self._restarts.started_again(name)
+        self._store.forget(self._specs[name])
+        self._host.start(self._specs[name], attempt)
+
+    def _restore(self) -> Finish | None:
+        """Always the last instruction of its list."""
+        self._job, outcome = restore_run(self._run_dir, self._job)
+        self._restarts.restored(self._job.lineage)
+        return self._take(outcome)
+
+    def _set_phase(self, phase: Phase) -> None:
+        self._phase = phase
+        self._store.set_phase(phase)
+        if phase is Phase.EVALUATE:
+            self._progress.note("trained and saved; held-out prompts are still answered (Ctrl-C leaves that out)")
+
+    def _show(self) -> None:
+        """Read what workers and trainer say; tell the user, and the supervisor when all are at work."""
+        self._statuses = self._store.statuses(self._ranks)
+        finished_steps = self._tail.read()
+        if not self._all_ready and (finished_steps or not self._missing()):
+            self._all_ready = True
+            self._supervisor.handle(AllReady())
+            if not self._gone:
+                self._progress.ready(len(self._ranks))
+        for metrics in finished_steps:
+            self._progress.step(metrics)
+        for evaluation in self._evaluations.read():
+            self._progress.evaluation(evaluation)
+        for warning in self._new_warnings():
+            self._progress.event(f"warning: {warning}")
+        self._progress.update(self._statuses)
+        self._status.tell(self._statuses, self._restarts)
+
+    def _new_warnings(self) -> list[str]:
+        """Return what trainers and controllers complain about since the last look, and the first reward that failed."""
+        new = []
+        if text := self._store.first_reward_failure():
+            new.append(f"{text}; such answers have no weight (reward_failures in metrics.jsonl counts them)")
+        for name in [gang.name for gang in self._specs.values() if gang.role in TRAINERS | {CONTROLLER}]:
+            text = self._store.warning(name, 0)
+            if text != self._warnings.get(name, ""):
+                self._warnings[name] = text
+                new.append(text or f"{name}: that is over")
+        return new
+
+    def _missing(self) -> list[str]:
+        """Return the ranks that are not at work yet."""
+        return [
+            f"{name} rank {rank}"
+            for name, rank in self._ranks
+            if name not in self._gone and not ((status := self._statuses.get((name, rank))) and status.at_work)
+        ]
+
+    def _due(self) -> list[Event]:
+        """Return the deadlines that passed."""
+        due = [key for key, at in self._deadlines.items() if at <= time.monotonic()]
+        for key in due:
+            del self._deadlines[key]
+        missing = ", ".join(self._missing())
+        return [DeadlinePassed(timer, missing if timer is Timer.START else "", gang) for timer, gang in due]
+
+    def _stuck(self) -> list[Event]:
+        """Return the ranks that do not get on; those that start, for the first time or again, have another deadline."""
+        if self._phase is not Phase.RUN or not self._all_ready:
+            return []
+        away = self._gone | self._supervisor.pending
+        passive = SERVICES | OBSERVERS
+        workers = {name: gang.role not in passive for name, gang in self._specs.items() if name not in away}
+        return list(self._watch.look(self._statuses, workers=workers, now=time.monotonic()))
+
+    def _left(self) -> list[Event]:
+        """Return the exits of the gangs that the user started."""
+        waited = [gang for name, gang in self._external.items() if name not in self._gone]
+        return [exited for gang in waited if (exited := self._store.exit_of(gang, self._statuses)) is not None]
+
+    def _lost_run_dir(self) -> list[Event]:
+        """Return whether the directory was removed, moved or replaced by another one."""
+        try:
+            facts = self._run_dir.stat()
+        except FileNotFoundError:
+            return [RunDirLost(str(self._run_dir))]
+        except OSError:  # a file system that stutters
+            return []
+        return [] if (facts.st_dev, facts.st_ino) == self._run_dir_is else [RunDirLost(str(self._run_dir))]
+
+    def _end(self) -> None:
+        """Kill what is left of the gangs and wait for their threads."""
+        self._host.close(JOIN_TIMEOUT_S)

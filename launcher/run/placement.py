@@ -1,0 +1,171 @@
+"""Decide which gangs a run has, and which node and device every rank gets. Pure: roles and settings in, gangs out.
+
+One ref rank is one copy; the actor's ranks are one gang. A rollout rank is an instance, unless several make one: one
+process drives all of their devices. Advantages processes take no device, reward processes only with a reward model.
+Services come first, because all others need them.
+
+    devices    node after node in the order of `roles_on_device`; an instance stays on one node, and leaves devices to
+               smaller ones where it does not fit; a gang that needs more than one node begins on an empty one
+    cpu        as many ranks on every node, in the same order
+    others     storage units and ranks without a device in turn, controllers on node 0, a weight agent on each node
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import GangSpec
+from launcher.checks.devices import Devices
+from workers.config import RunConfig
+from workers.tasks.dataflow import CONTROLLER, STORAGE, WEIGHTS, roles_on_device
+
+ONE_GANG = ("actor", "critic")
+"""Roles whose ranks all live and die together."""
+HEAD = 0
+
+
+def place_gangs(
+    config: RunConfig,
+    devices: Devices,
+    *,
+    num_nodes: int = 1,
+    ranks_per_instance: Mapping[str, int] | None = None,
+) -> tuple[GangSpec, ...]:
+    """Return all gangs: services, then those of `roles_on_device` in its order, then those without a device.
+
+    Args:
+        config: roles, the queue's services, `launcher.external_gangs`.
+        devices: of every node.
+        num_nodes: nodes of the run.
+        ranks_per_instance: role -> ranks of one instance, where that is more than one.
+    Raises:
+        ConfigError: fewer accelerators than ranks, no node with room for an instance, ranks that make no whole
+            instances, or `launcher.external_gangs` names no gang, or one that is not on node 0.
+    """
+    sizes = ranks_per_instance or {}
+    roles = config.roles
+    takers = roles_on_device(reward_model=config.reward.model is not None)
+    on_device = [gang for role in takers if role in roles for gang in _gangs_of(role, roles[role], sizes.get(role))]
+    without = [gang for role in roles if role not in takers for gang in _gangs_of(role, roles[role], None)]
+    services = [_gang(name, CONTROLLER, index) for index, name in enumerate(config.tq.controllers)]
+    units = [_gang(f"{STORAGE}-{unit}", STORAGE, unit) for unit in range(config.tq.num_storage_units)]
+    agents = [replace(_gang(f"{WEIGHTS}-{node}", WEIGHTS, node), nodes=(node,)) for node in range(num_nodes)]
+    placed = _spread(on_device, num_nodes) if devices.kind == "cpu" else _fill(on_device, devices, num_nodes, roles)
+    gangs = (*services, *_in_turn(units, num_nodes), *agents, *placed, *_in_turn(without, num_nodes))
+    _check_external(config.launcher.external_gangs, gangs)
+    return gangs
+
+
+def _gangs_of(role: str, num_ranks: int, size: int | None) -> list[GangSpec]:
+    if role in ONE_GANG:
+        return [_gang(role, role, 0, num_ranks)]
+    size = size or 1
+    if num_ranks % size:
+        raise ConfigError(
+            f"roles: {role}:{num_ranks} makes no whole instances of {size} ranks (vllm.tensor_parallel_size); give a "
+            f"multiple of {size}"
+        )
+    return [_gang(f"{role}-{index}", role, index, num_devices=size) for index in range(num_ranks // size)]
+
+
+def _gang(name: str, role: str, index: int, num_ranks: int = 1, num_devices: int | None = None) -> GangSpec:
+    return GangSpec(name, role, index, num_ranks, ("cpu",) * (num_devices or num_ranks))
+
+
+def _in_turn(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
+    return [replace(gang, nodes=(gang.index % num_nodes,) * gang.num_ranks) for gang in gangs]
+
+
+def _spread(gangs: Sequence[GangSpec], num_nodes: int) -> list[GangSpec]:
+    """Give every node an even block of all ranks; an instance is where its first rank falls."""
+    total = sum(len(gang.devices) for gang in gangs)
+    placed, begin = [], 0
+    for gang in gangs:
+        spans = gang.role in ONE_GANG
+        ranks = [begin + (rank if spans else 0) for rank in range(gang.num_ranks)]
+        placed.append(replace(gang, nodes=tuple(rank * num_nodes // total for rank in ranks)))
+        begin += len(gang.devices)
+    return placed
+
+
+@dataclass
+class _Room:
+    """Free devices of one node: those from `used` on."""
+
+    node: int
+    used: int
+    count: int
+
+    @property
+    def free(self) -> int:
+        return self.count - self.used
+
+    def take(self, number: int) -> list[tuple[int, int]]:
+        """Return (node, device) of so many, or of all that are left."""
+        first, self.used = self.used, min(self.used + number, self.count)
+        return [(self.node, device) for device in range(first, self.used)]
+
+
+def _fill(gangs: Sequence[GangSpec], devices: Devices, num_nodes: int, roles: Mapping[str, int]) -> list[GangSpec]:
+    rooms = [_Room(node, 0, devices.count) for node in range(num_nodes)]
+    wanted = sum(len(gang.devices) for gang in gangs)
+    if wanted > devices.count * num_nodes:
+        raise _too_few(roles, wanted, devices, num_nodes)
+    return [_with_devices(gang, rooms, devices) for gang in gangs]
+
+
+def _with_devices(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> GangSpec:
+    number = len(gang.devices)
+    if gang.role in ONE_GANG and number > devices.count:
+        wholes = -(-number // devices.count)
+        empty = [room for room in rooms if room.used == 0][:wholes]
+        able = empty if len(empty) == wholes else []
+    else:
+        able = [room for room in rooms if room.free >= number][:1]
+    if not able:
+        raise _no_room(gang, rooms, devices)
+    places: list[tuple[int, int]] = []
+    for room in able:
+        places += room.take(number - len(places))
+    names = tuple(f"{devices.kind}:{device}" for _, device in places)
+    return replace(gang, devices=names, nodes=tuple(node for node, _ in places[: gang.num_ranks]))
+
+
+def _too_few(roles: Mapping[str, int], wanted: int, devices: Devices, num_nodes: int) -> ConfigError:
+    asked = ",".join(f"{role}:{count}" for role, count in roles.items())
+    there = devices.count * num_nodes
+    nodes = f" ({num_nodes} nodes x {devices.count})" if num_nodes > 1 else ""
+    more = ", add nodes (--nnodes)" if num_nodes > 1 else ""
+    return ConfigError(
+        f"roles: {asked} needs {wanted} {devices.kind} devices, but {there} are there{nodes}; launch {there} ranks in "
+        f"all{more}, or set launcher.device=cpu"
+    )
+
+
+def _no_room(gang: GangSpec, rooms: Sequence[_Room], devices: Devices) -> ConfigError:
+    free = ", ".join(f"{room.free} on node {room.node}" for room in rooms)
+    spans = gang.role in ONE_GANG and gang.num_ranks > devices.count
+    if not spans and len(gang.devices) > devices.count:
+        return ConfigError(
+            f"vllm.tensor_parallel_size: {len(gang.devices)} ranks share a model on one node, but a node has "
+            f"{devices.count} {devices.kind} devices; set it to {devices.count} or less"
+        )
+    needs = "begins on an empty node" if spans else "stays on one node"
+    return ConfigError(
+        f"roles: {gang.name} needs {len(gang.devices)} {devices.kind} devices and {needs}, but free are {free}; launch "
+        f"fewer ranks, or more nodes (--nnodes)"
+    )
+
+
+def _check_external(external: Sequence[str], gangs: Sequence[GangSpec]) -> None:
+    by_name = {gang.name: gang for gang in gangs}
+    for name in external:
+        if name not in by_name:
+            raise ConfigError(
+                f"launcher.external_gangs: {name!r} is not a gang of this run; its gangs: {' '.join(by_name)}"
+            )
+        if by_name[name].parts != (HEAD,):
+            raise ConfigError(
+                f"launcher.external_gangs: {name!r} is placed on node {by_name[name].parts[-1]}, but only gangs of "
+                f"node 0 may be started by hand"
+            )

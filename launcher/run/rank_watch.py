@@ -1,0 +1,106 @@
+"""Finds ranks that are alive but make no progress, from the status that each reports twice a second. Pure.
+
+    one works, without progress, longer than `operation_timeout_s`    it is stuck (one that starts: `start_timeout_s`)
+    one says nothing for `silence_timeout_s`                          it is stuck, in something that lets no thread run
+    all wait, for longer than `deadlock_timeout_s`                    so is the run; the longest wait is named
+
+`launcher.process.gang` finds dead and stopped processes. Waits have deadlines of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncflow.awake import excused
+from launcher.run.events import RankStuck
+from launcher.run.progress import Status, Statuses
+
+Place = tuple[str, int]
+
+_LONGEST_LOOK_S = 5.0
+"""Time between two looks that counts. After more, what ranks said meanwhile may not have been read yet (s)."""
+
+
+@dataclass
+class _Seen:
+    """What is known of a rank.
+
+    Attributes:
+        time: its own, of its last status; tells a new one from an old.
+        heard_at: when that came (monotonic s, of this process).
+    """
+
+    time: float
+    heard_at: float
+
+
+class RankWatch:
+    """Looks at every status; one instance per run."""
+
+    def __init__(
+        self,
+        *,
+        start_timeout_s: float,
+        operation_timeout_s: float,
+        silence_timeout_s: float,
+        deadlock_timeout_s: float,
+    ) -> None:
+        """Args:
+        start_timeout_s: longest time of a rank's start (s).
+        operation_timeout_s: longest time without progress of a rank that works (s).
+        silence_timeout_s: longest time without a word (s).
+        deadlock_timeout_s: longest time in which all ranks wait (s).
+        """
+        self._start_timeout_s = start_timeout_s
+        self._operation_timeout_s = operation_timeout_s
+        self._silence_timeout_s = silence_timeout_s
+        self._deadlock_timeout_s = deadlock_timeout_s
+        self._seen: dict[Place, _Seen] = {}
+        self._looked_at = 0.0
+
+    def forget(self, gang: str) -> None:
+        """Drop the statuses of a gang that ended or starts again."""
+        self._seen = {place: seen for place, seen in self._seen.items() if place[0] != gang}
+
+    def look(self, statuses: Statuses, *, workers: Mapping[str, bool], now: float) -> list[RankStuck]:
+        """Return the stuck ranks, the longest stuck first, since others may wait for it.
+
+        Args:
+            statuses: the newest of each rank.
+            workers: the gangs that should be at work -> whether the run cannot end without their work (else they
+                serve others, and wait by nature).
+            now: monotonic (s).
+        """
+        stuck: list[tuple[float, RankStuck]] = []
+        waiting = []
+        self._excuse(now)
+        for (gang, rank), status in sorted(statuses.items()):
+            if gang not in workers:
+                continue
+            seen = self._seen.get((gang, rank))
+            if seen is None or seen.time != status.time:
+                seen = self._seen[gang, rank] = _Seen(status.time, now)
+            silent_s = now - seen.heard_at
+            if silent_s > self._silence_timeout_s:
+                why = f"no sign of life for {silent_s:.0f} s; last: {status.state}"
+                stuck.append((silent_s, RankStuck(gang, rank, why)))
+            elif not status.waits and status.idle_s + silent_s > self._timeout_s(status):
+                doing = f"{status.state} {status.detail}".rstrip()
+                why = f"no progress for {status.idle_s + silent_s:.0f} s with: {doing}"
+                stuck.append((status.idle_s + silent_s, RankStuck(gang, rank, why)))
+            elif workers[gang]:
+                waiting.append((status.idle_s + silent_s if status.waits else 0.0, gang, rank, status.state))
+        if not stuck and waiting and min(waiting)[0] > self._deadlock_timeout_s:
+            seconds, gang, rank, state = max(waiting)
+            others = ", ".join(f"{name} {doing}" for _, name, _, doing in waiting if name != gang)
+            why = f"everybody waits: it for {seconds:.0f} s, {state}; {others}"
+            stuck.append((seconds, RankStuck(gang, rank, why)))
+        return [one for _, one in sorted(stuck, key=lambda each: -each[0])]
+
+    def _excuse(self, now: float) -> None:
+        """Take the time for which this process stood still (Ctrl-Z, a suspended job) off the silence of all ranks."""
+        for seen in self._seen.values():
+            seen.heard_at = excused(seen.heard_at, looked_at=self._looked_at, now=now, longest_s=_LONGEST_LOOK_S)
+        self._looked_at = now
+
+    def _timeout_s(self, status: Status) -> float:
+        return self._operation_timeout_s if status.at_work else self._start_timeout_s

@@ -1,0 +1,182 @@
+"""`--resume`: find the checkpoint that the user means, and check that this command may continue from it.
+
+    find_checkpoint -> check_resume -> (everything else accepted) -> restore.rewind_run -> start
+
+A run that was stopped or killed before it saved anything (`unsaved_run`) starts again from step 0:
+`restore.rewind_to_start`.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
+from launcher.config.paths import user_path
+from launcher.config.yaml_file import read_yaml
+from launcher.run.restore import (
+    CUT_FILES,
+    Checkpoint,
+    is_checkpoint,
+    lines_up_to,
+    newest_checkpoint,
+    verified_checkpoint,
+)
+from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
+from workers.checkpoint.files import HF
+from workers.config import RunConfig
+from workers.data.prompt_rows import data_hash
+from workers.engines.model_files import model_fingerprint
+from workers.records.ledger_file import trained_groups
+
+LATEST = "latest"
+_FIXED = ("data.", "seed", "schedule.rollout_batch_size", "schedule.n_samples_per_prompt", "schedule.fill")
+"""Settings that decide which prompt, which rows and which step group g has."""
+_REFERENCE = "algorithm.ref_update_interval"
+"""Decides which weights are the reference of a step; checkpoints hold that one alone."""
+
+logger = logging.getLogger(__name__)
+
+
+def resume_path(target: str) -> Path:
+    """Return the run or checkpoint that `--resume TARGET` names, absolute; nothing needs to exist there.
+
+    A run's `checkpoints/` may be a link to another disk. It is not followed: the run would not be known from its
+    target.
+
+    Raises:
+        ConfigError: the system cannot look at such a path.
+    """
+    path = user_path(target, "--resume")
+    root = Path(target).expanduser().absolute().parent
+    is_of_run = root.name == CHECKPOINTS and (root.parent / CONFIG_FILE).is_file() and root.resolve() == path.parent
+    return root.parent.resolve() / CHECKPOINTS / path.name if is_of_run else path
+
+
+def find_checkpoint(target: str, run_dir: Path | None) -> Checkpoint:
+    """Return the checkpoint that `--resume TARGET` means.
+
+    Args:
+        target: `latest`, a run directory, or one checkpoint directory.
+        run_dir: `--run-dir`, absolute, when given; for `latest` the run to look in, else it must be the target's run.
+    Raises:
+        ConfigError: nothing to resume, a damaged checkpoint, or two different runs named.
+    """
+    if target == LATEST:
+        return _newest_in(run_dir if run_dir is not None else newest_run())
+    path = resume_path(target)
+    if not path.is_dir():
+        raise ConfigError(f"--resume: {target!r} is not a directory; give a run, one of its checkpoints, or 'latest'")
+    names_one = is_checkpoint(path)
+    if names_one and path.parent.name != CHECKPOINTS:
+        raise ConfigError(f"--resume: {path} is not in the {CHECKPOINTS}/ of a run; name a run or a checkpoint in it")
+    checkpoint = _verified_or_refused(path) if names_one else _newest_in(path)
+    if run_dir is not None and run_dir != checkpoint.run_dir:
+        raise ConfigError(
+            f"--run-dir: {run_dir} is not the run of --resume ({checkpoint.run_dir}), and a run continues in its own "
+            f"directory; leave --run-dir out"
+        )
+    return checkpoint
+
+
+def unsaved_run(target: str, run_dir: Path | None) -> Path | None:
+    """Return the run that `--resume TARGET` means if it never saved anything, else None.
+
+    A run whose checkpoints cannot be read, or are gone, is not one: to start that again would throw away what they
+    hold. Nor is a directory with another `config.yaml` than a run's, which would be overwritten.
+
+    Args:
+        target: as in `find_checkpoint`.
+        run_dir: as in `find_checkpoint`.
+    Raises:
+        ConfigError: `latest` without any run, or a path that the system cannot look at.
+    """
+    path = resume_path(target) if target != LATEST else run_dir if run_dir is not None else newest_run()
+    is_other = run_dir is not None and run_dir != path
+    is_run = began_run(path) and not is_checkpoint(path)
+    return path if is_run and not is_other and not has_checkpoint(path) else None
+
+
+def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that `config` may continue from `checkpoint`; write nothing.
+
+    Raises:
+        ConfigError: its run is still running, the last step is reached already, a setting is another one that decides
+            which prompt a group has, the data or the model are others, ledger, metrics or evaluations cannot be read,
+            or the ledger does not name the groups that were trained.
+    """
+    check_not_running(checkpoint.run_dir)
+    if config.steps <= checkpoint.step:
+        raise ConfigError(
+            f"steps: {config.steps} is reached already, {checkpoint.path.name} is of step {checkpoint.step}; "
+            f"raise it with --steps N"
+        )
+    _check_same_prompts(checkpoint, config)
+    content = data_hash(Path(config.data.path))
+    if content != checkpoint.data_hash:
+        raise ConfigError(
+            f"data.path: the content of {config.data.path} is not what the run began with (checksum {content}, not "
+            f"{checkpoint.data_hash}), and prompts would be trained twice or never; restore the file, or start a new "
+            f"run from {checkpoint.path / HF} (--set model.path=...)"
+        )
+    fingerprint = model_fingerprint(Path(config.model.path))
+    if fingerprint != checkpoint.fingerprint:
+        raise ConfigError(
+            f"model.path: {config.model.path} (fingerprint {fingerprint[:12]}) is not the model that "
+            f"{checkpoint.path} was trained from ({checkpoint.fingerprint[:12]}); resume with that model"
+        )
+    for name in CUT_FILES:
+        lines_up_to(checkpoint.run_dir / name, checkpoint.step)
+    trained_groups(checkpoint.run_dir, config.schedule, completed=checkpoint.step)
+
+
+def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that group g still is the prompt, the rows and the step that it was: else some would be trained twice."""
+    own = checkpoint.run_dir / CONFIG_FILE
+    if not own.is_file():
+        return
+    before, now = _flat(read_yaml(own).values), _flat(config.model_dump(mode="json"))
+    for name in now:
+        if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
+            continue
+        if name == "data.path":
+            continue  # its content is compared
+        if name == _REFERENCE:
+            raise ConfigError(
+                f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "
+                f"no other reference; leave it out, or start a new run from {checkpoint.path / 'hf'} "
+                f"(--set model.path=...)"
+            )
+        raise ConfigError(
+            f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and prompts would be trained "
+            f"twice or never; leave it out, or start a new run from {checkpoint.path / 'hf'} (--set model.path=...)"
+        )
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _newest_in(run_dir: Path) -> Checkpoint:
+    if run_dir.name == CHECKPOINTS and not (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(f"--resume: {run_dir} holds a run's checkpoints; name one of them, or their run")
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        raise ConfigError(
+            f"--resume: {run_dir} holds no complete checkpoint, so there is nothing to resume; name another run"
+        )
+    return newest
+
+
+def _verified_or_refused(path: Path) -> Checkpoint:
+    try:
+        return verified_checkpoint(path, logger.warning)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"--resume: {path} is not a valid checkpoint: {error}; name another, or the run {path.parent.parent}"
+        ) from error

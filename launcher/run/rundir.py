@@ -1,0 +1,246 @@
+"""The run directory: its default name, whether a new run may use it, and whether a launcher runs it now.
+
+`asyncflow.run_files` has the names in it. Nothing is written before the whole configuration has been accepted.
+"""
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncflow.clock import HostClock
+from asyncflow.errors import ConfigError
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    JOB_FILE,
+    LEDGER_FILE,
+    LOGS,
+    METRICS_FILE,
+    SAMPLES,
+    STATUS_FILE,
+    TIMELINE,
+    UPDATES_FILE,
+)
+from launcher.config.paths import why_not_writable
+
+if TYPE_CHECKING:
+    from workers.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+RUNS = Path("runs")
+DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
+_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
+_LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
+OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
+"""What a run may create in its directory."""
+_LONGEST_NAME = 200
+"""Bytes; the time follows it, and file systems end at 255."""
+_START_SLACK_S = 5.0
+
+
+def default_run_dir(name: str, now: datetime) -> Path:
+    """Return `runs/NAME-TIMESTAMP` in the working directory, with a counter when that exists.
+
+    Raises:
+        ConfigError: `name` cannot be part of a directory name.
+    """
+    if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
+        raise ConfigError(f"name: {name!r} cannot name a run directory; use letters, digits, '-' and '_'")
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise ConfigError(f"name: {reprlib.repr(name)} is longer than {_LONGEST_NAME} bytes; shorten it")
+    return next(path for path in _numbered((RUNS / f"{name}-{now:%Y%m%d-%H%M%S}").resolve()) if not path.exists())
+
+
+def check_new_run_dir(path: Path) -> None:
+    """Check that a new run may be created at `path`; write nothing.
+
+    Raises:
+        ConfigError: it holds a run already, is not a directory, or cannot be written.
+    """
+    held = [name for name in (CONFIG_FILE, *_LINES, *DIRECTORIES) if (path / name).exists()]
+    if held == [CONFIG_FILE] and not began_run(path):
+        raise ConfigError(f"run directory: {path} has a {CONFIG_FILE} that no run wrote; choose another --run-dir")
+    if held:
+        resumable = has_checkpoint(path) or began_run(path)
+        advice = f"continue it with --resume {path}" if resumable else "remove it (it has no checkpoint)"
+        raise ConfigError(
+            f"run directory: {path} already holds a run ({held[0]}); {advice}, or choose another --run-dir"
+        )
+    check_writable(path)
+
+
+def newest_run(asked_by: str = "--resume", remedy: str = "name a run with --resume DIR or --run-dir DIR") -> Path:
+    """Return the newest run directory in `runs/`; raises ConfigError when there is none."""
+    runs = [file.parent for file in RUNS.glob(f"*/{CONFIG_FILE}")]
+    if not runs:
+        raise ConfigError(f"{asked_by}: there is no run in {RUNS.resolve()}; {remedy}")
+    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns).resolve()
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has saved anything."""
+    return any((path / CHECKPOINTS).glob("step_*"))
+
+
+def began_run(path: Path) -> bool:
+    """Return whether a run began in `path`: it makes `checkpoints/` before it writes its configuration.
+
+    A project or a checkpoint has a `config.yaml`, too, but is no run. A run whose `checkpoints/` was taken away, say a
+    link to a disk that is not there, does not count either: what it saved is unknown.
+    """
+    config = path / CONFIG_FILE
+    return config.is_file() and ((path / CHECKPOINTS).is_dir() or not config.stat().st_size)
+
+
+def check_writable(path: Path) -> None:
+    """Check that a run may write into `path`, or into the nearest directory above it that exists; nothing is left.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"run directory: {path} cannot be made, {nearest} is a file; choose another --run-dir")
+    if nearest != path and (reason := why_not_writable(nearest)):
+        raise ConfigError(
+            f"run directory: {path} cannot be made, nothing can be written to {nearest} ({reason}); choose another "
+            f"--run-dir or its permissions"
+        )
+    for directory in (path, *(path / name for name in DIRECTORIES)) if nearest == path else ():
+        if directory.is_dir() and (reason := why_not_writable(directory)):
+            raise ConfigError(
+                f"run directory: {directory} cannot be written ({reason}); choose another --run-dir or its permissions"
+            )
+
+
+def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) -> Path:
+    """Make a new run's directory and write the resolved configuration; return where.
+
+    The directory is taken by making its `config.yaml`, which only one process can do. Of two commands that chose the
+    same free directory the second is refused or, with `or_beside`, takes the next free number.
+
+    Raises:
+        ConfigError: somebody else took it, or the file system refuses.
+    """
+    for candidate in _numbered(path):
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+            (candidate / CONFIG_FILE).open("x").close()
+        except FileExistsError as error:
+            if not or_beside:
+                raise ConfigError(
+                    f"run directory: {path} was taken by another run just now; choose another --run-dir"
+                ) from error
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        else:
+            return rewrite_run_dir(candidate, config)
+    raise AssertionError("the numbers have no end")
+
+
+def rewrite_run_dir(path: Path, config: "RunConfig") -> Path:
+    """Make what is missing of the layout and write the resolved configuration over the old one; return `path`.
+
+    Raises:
+        ConfigError: the file system refuses.
+    """
+    try:
+        for name in DIRECTORIES:
+            (path / name).mkdir(parents=True, exist_ok=True)
+        config.save(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    return path
+
+
+def discard_run_dir(path: Path) -> None:
+    """Remove what a run made that never began: its configuration, the launchers' logs, directories that are empty."""
+    (path / CONFIG_FILE).unlink(missing_ok=True)
+    for log in (path / LOGS).glob("launcher*.log"):
+        log.unlink(missing_ok=True)
+    for directory in (*(path / name for name in DIRECTORIES), path):
+        with suppress(OSError):  # something of the user's is in it
+            directory.rmdir()
+
+
+@contextmanager
+def held_run_dir(path: Path) -> Iterator[None]:
+    """Keep other launchers out of a run's directory; the system lets go of it when this process ends, however it does.
+
+    Raises:
+        ConfigError: another launcher holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"run directory: another launcher runs {path} now; stop it first") from error
+    except OSError as error:  # a file system without locks
+        logger.warning("%s is not locked against a second launcher: %s", path, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def running_launcher(run_dir: Path) -> int | None:
+    """Return the process id of the launcher that runs `run_dir` now, or None.
+
+    A launcher that was killed leaves `job.json` behind; its process id may since belong to another process, which
+    then started later than the job did. The process id of another host says nothing here: from there the lock of
+    `held_run_dir` keeps a second launcher out, where the file system has locks.
+    """
+    try:
+        job = json.loads((run_dir / JOB_FILE).read_text())
+        host, pid, started_at = str(job["clock"]["host"]), int(job["launcher_pid"]), float(job["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != HostClock.measure().host:
+        return None
+    process_start = _process_start(pid)
+    return pid if process_start is not None and process_start <= started_at + _START_SLACK_S else None
+
+
+def check_not_running(run_dir: Path) -> None:
+    """Check that no launcher of this host runs `run_dir` now; raises ConfigError."""
+    pid = running_launcher(run_dir)
+    if pid is not None:
+        raise ConfigError(f"--resume: {run_dir} is still running (launcher process {pid}); stop it first")
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Yield `path`, then `path-2`, `path-3`, ..."""
+    yield path
+    for count in itertools.count(2):
+        yield path.with_name(f"{path.name}-{count}")
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run directory: {path} cannot be written: {error.strerror}; choose another --run-dir")
+
+
+def _process_start(pid: int) -> float | None:
+    """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    try:
+        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot_s = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
+        )
+    except (OSError, StopIteration):
+        return None
+    state, start_ticks = fields[0], int(fields[19])
+    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,223 @@
+"""`asyncflow status`: what a live run is doing. Torch-free: it reads what the launcher wrote, a second or a few ago.
+
+    launcher: StatusWriter (`launcher.run.status_writer`) --> status.json --> RunStatus.read --> tables or JSON
+
+Called by `launcher.cli.commands`. It only looks: nothing in the run changes, and no process of it is asked.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncflow.clock import HostClock
+from asyncflow.errors import ConfigError, TransportError
+from asyncflow.job import GangSpec, Job
+from asyncflow.json_lines import LineTail
+from asyncflow.run_files import EVALUATION_FILE, STATUS_FILE
+from asyncflow.size_text import size_text
+from launcher.process.fork_server import is_stopped
+from launcher.run.progress import Status, Statuses, accuracy_text, role_rows, table
+from launcher.run.restarts import RestartLog
+from launcher.run.rundir import running_launcher
+from weightsync.version import Version
+
+Fields = Mapping[str, Any]
+"""A message of a service as JSON has it."""
+
+LATE_S = 10.0
+"""A look that is older is told to the user (s)."""
+_STALE_S = 30.0
+"""A run whose launcher is on another host counts as over when its last snapshot is older (s)."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One look at a run.
+
+    Attributes:
+        run_dir: of the run.
+        at: when (unix time, s).
+        gangs: all of them.
+        ranks: what each said last.
+        controllers: `tq.messages.QueueStats` of each controller, the lead first; none: the queue does not answer.
+        units: `tq.messages.UnitStats` of each storage unit.
+        weights: `weightsync.messages.AgentStatus` of each weight agent that answers.
+        evaluation: on held-out prompts, of the newest version that was evaluated; None: there is none yet.
+        restarts: what failed and was started again; see `launcher.run.restarts`.
+    """
+
+    run_dir: Path
+    at: float
+    gangs: tuple[GangSpec, ...]
+    ranks: Statuses
+    controllers: Sequence[Fields] = ()
+    units: Mapping[str, Fields] = field(default_factory=dict)
+    weights: Mapping[str, Fields] = field(default_factory=dict)
+    evaluation: Fields | None = None
+    restarts: RestartLog = field(default_factory=RestartLog)
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunStatus":
+        """Return the newest look at a live run.
+
+        Raises:
+            ConfigError: nothing runs there.
+            TransportError: the launcher is starting, or was stopped by a signal.
+        """
+        if not run_dir.is_dir():
+            raise ConfigError(f"run directory: {run_dir} does not exist; name a run, or leave it out for the newest")
+        fields = _newest_fields(run_dir)
+        launcher = running_launcher(run_dir)
+        if launcher is None and not (_is_of_another_host(run_dir) and _is_recent(fields)):
+            raise ConfigError(
+                f"run directory: nothing runs in {run_dir}; what it did is in metrics.jsonl and logs/, and "
+                f"`asyncflow-launch --resume {run_dir}` goes on with a run that ended too early"
+            )
+        if is_stopped(launcher):
+            raise TransportError(
+                f"{run_dir}: its launcher (process {launcher}) was stopped by a signal, so nobody answers; let it go "
+                f"on: kill -CONT {launcher}"
+            )
+        if fields is None:
+            raise TransportError(f"{run_dir}: the run is starting; ask again in a moment")
+        return RunStatus(
+            run_dir,
+            fields["time"],
+            Job.load(run_dir).gangs,
+            {_place(name): Status.from_json(status) for name, status in fields["ranks"].items()},
+            fields["controllers"],
+            fields["units"],
+            fields["weights"],
+            _newest_evaluation(run_dir),
+            RestartLog.from_summary(fields["restarts"]),
+        )
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object (SI units)."""
+        fields: dict[str, Any] = {
+            "run_dir": str(self.run_dir),
+            "time": self.at,
+            "ranks": {f"{gang}/{rank}": asdict(status) for (gang, rank), status in self.ranks.items()},
+            "controllers": self.controllers,
+            "units": self.units,
+            "weights": self.weights,
+            "evaluation": self.evaluation,
+            "restarts": self.restarts.summary(),
+        }
+        return json.dumps(fields, indent=2)
+
+    def as_text(self, now: float) -> str:
+        """Return tables for a person."""
+        roles = [("ROLE", "RANKS", "DOES", "WEIGHTS"), *role_rows(self.gangs, self.ranks, now)]
+        tables = [table(rows) for rows in (self._tasks(), self._units(), self._weights()) if len(rows) > 1]
+        age = now - self.at
+        late = f": the launcher said nothing for {age:.0f} s" if age > LATE_S else ""
+        parts = [f"{self.run_dir}{late}", table(roles), *self._restarts(now), *self._held_out(), self._queue(), *tables]
+        return "\n\n".join(parts)
+
+    def _restarts(self, now: float) -> list[str]:
+        log = self.restarts
+        if not log.last_error:
+            return []
+        again = ", ".join(f"{name} {times}x" for name, times in sorted(log.gangs.items())) or "nothing"
+        back = f"; {log.restores}x back to a checkpoint (lineage {log.lineage})" if log.restores else ""
+        return [f"started again: {again}{back}\nlast error, {now - log.last_error_at:.0f} s ago: {log.last_error}"]
+
+    def _held_out(self) -> list[str]:
+        if self.evaluation is None:
+            return []
+        return [f"held-out accuracy: {accuracy_text(self.evaluation)} at step {self.evaluation['step']}"]
+
+    def _queue(self) -> str:
+        if not self.controllers:
+            return "queue: it does not answer; it may be starting"
+        lead = self.controllers[0]
+        room = f" of {lead['row_limit']}" if lead["row_limit"] else ""
+        bytes_room = f" of {size_text(lead['byte_limit'])}" if lead["byte_limit"] else ""
+        parts = [
+            f"{lead['live_rows']}{room} rows, {size_text(lead['live_bytes'])}{bytes_room} live",
+            f"{lead['waiting_puts']} puts wait for room",
+            f"{lead['admitted_groups']} groups admitted",
+            f"weights of step {lead['newest_version']}",
+        ]
+        if lead["lost_rows"]:
+            parts.append(f"{lead['lost_rows']} rows lost with a unit")
+        quarantined = max(stats["quarantined_groups"] for stats in self.controllers)
+        if quarantined:
+            parts.append(f"{quarantined} groups in quarantine")
+        filtered = max(stats["filtered_groups"] for stats in self.controllers)
+        if filtered:
+            parts.append(f"{filtered} groups filtered out")
+        return "queue: " + ", ".join(parts)
+
+    def _tasks(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("TASK", "CONTROLLER", "WAITING", "READY", "LEASED", "DONE", "ROWS/S", "REQUESTS", "OLDEST")
+        ]
+        for stats in self.controllers:
+            for task in stats["tasks"]:
+                counts = (task["waiting"], task["ready"], task["leased"], task["acked"])
+                oldest = f"{task['oldest_request_s']:.1f} s" if task["parked_requests"] else "-"
+                speed = f"{task['rows_per_s']:.1f}"
+                parked = str(task["parked_requests"])
+                rows.append((task["task"], task["controller"], *map(str, counts), speed, parked, oldest))
+        return rows
+
+    def _units(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("UNIT", "ROWS", "HELD", "KEPT FOR CHECKPOINT", "IN", "OUT", "CHANNELS")]
+        for name, unit in self.units.items():
+            channels = f"{unit['shared_channels']} shared memory, {unit['wire_channels']} wire"
+            moved = (size_text(unit["bytes_in"]), size_text(unit["bytes_out"]))
+            rows.append(
+                (
+                    name,
+                    str(unit["num_rows"]),
+                    size_text(unit["num_bytes"]),
+                    size_text(unit["retained_bytes"]),
+                    *moved,
+                    channels,
+                )
+            )
+        return rows
+
+    def _weights(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("WEIGHTS", "NEWEST", "MEMORY", "FROM OTHER NODES", "IN USE")]
+        for name, agent in self.weights.items():
+            serving = ", ".join(f"{who}: {Version(*version)}" for who, version in sorted(agent["serving"].items()))
+            newest = "-" if agent["newest"] is None else str(Version(*agent["newest"]))
+            rows.append(
+                (name, newest, size_text(agent["slot_bytes"]), size_text(agent["fetched_bytes"]), serving or "-")
+            )
+        return rows
+
+
+def _is_of_another_host(run_dir: Path) -> bool:
+    try:
+        return Job.load(run_dir).clock.host != HostClock.measure().host
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_recent(fields: Mapping[str, Any] | None) -> bool:
+    return fields is not None and time.time() - fields["time"] <= _STALE_S
+
+
+def _newest_fields(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        fields: dict[str, Any] = json.loads((run_dir / STATUS_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return fields
+
+
+def _place(name: str) -> tuple[str, int]:
+    gang, _, rank = name.rpartition("/")
+    return gang, int(rank)
+
+
+def _newest_evaluation(run_dir: Path) -> dict[str, Any] | None:
+    lines = LineTail(run_dir / EVALUATION_FILE).read()
+    return max(lines, key=lambda line: int(line["step"]), default=None)

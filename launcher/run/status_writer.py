@@ -1,0 +1,174 @@
+"""Writes `status.json` for `asyncflow status`: what ranks, queue and weight agents say. A thread of the head launcher.
+
+`launcher.run.job` hands it what it knows anyway, ranks and restarts. The thread asks queue and agents over channels of
+its own, which stay open. Nothing waits for it. Imports torch.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+from torch.distributed import DistError
+
+from asyncflow.errors import TransportError
+from asyncflow.job import Job
+from asyncflow.run_files import STATUS_FILE
+from asyncflow.store_server import connect_store
+from asyncflow.transport.connection import Connection
+from asyncflow.transport.handshake import Credentials
+from launcher.run.progress import Statuses
+from launcher.run.restarts import RestartLog
+from launcher.run.status import RunStatus
+from tq.client.queue_client import QueueClient
+from tq.config import QueueConfig
+from tq.directory import Directory
+from weightsync.messages import AgentStatus, AskStatus, Reply
+from workers.tasks.dataflow import WEIGHTS
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 5.0
+"""Between two looks. It grows with what a look takes, that is, with the number of services (s)."""
+_SHARE = 0.05
+"""Of the time goes into asking, within these bounds."""
+_TIMEOUT_S = 2.0
+_LEAVE_S = 20.0
+"""For the call that is under way, and closing. A process that ends while a thread of it is in PyTorch aborts (s)."""
+_NAME = "status"
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StatusWriter:
+    """A context manager: the file exists while it is open."""
+
+    def __init__(self, job: Job, run_dir: Path, config: QueueConfig) -> None:
+        self._job = job
+        self._path = run_dir / STATUS_FILE
+        self._config = config
+        self._known = RunStatus(run_dir, time.time(), job.gangs, {})
+        self._stop = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(_LEAVE_S)
+        with self._writing:  # a thread that is late finds the stop, and does not make the file again
+            self._path.unlink(missing_ok=True)
+
+    def tell(self, ranks: Statuses, restarts: RestartLog) -> None:
+        """Take in what the launcher knows; from its main thread."""
+        self._known = replace(self._known, ranks=ranks, restarts=restarts)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._write()
+            try:
+                self._look_again_and_again()
+            except Exception:  # the picture is a convenience: nothing in it may end or stop anything
+                logger.exception("status: begins anew")
+                self._stop.wait(_LONGEST_PAUSE_S)
+
+    def _look_again_and_again(self) -> None:
+        services = _Services(self._job, self._config, self._stop)
+        try:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                for ask in (services.controllers, services.units, services.weights):
+                    if not self._stop.is_set():
+                        self._write(**ask())
+                took_s = time.monotonic() - began
+                self._stop.wait(min(max(_SHORTEST_PAUSE_S, took_s / _SHARE), _LONGEST_PAUSE_S))
+        finally:
+            services.close()
+
+    def _write(self, **answers: Any) -> None:
+        """Write the file with these answers, and the last ones of the other services."""
+        self._known = replace(self._known, at=time.time(), **answers)
+        beside = self._path.with_suffix(".tmp")
+        with self._writing:
+            if self._stop.is_set():
+                return
+            try:
+                beside.write_text(self._known.as_json())
+                beside.replace(self._path)
+            except OSError as error:
+                logger.debug("%s: %s", self._path, error)  # a full disk is told by what the run needs of it
+
+
+class _Services:
+    """Queue and weight agents as an onlooker sees them. A service that does not answer is left out of this look."""
+
+    def __init__(self, job: Job, config: QueueConfig, stop: threading.Event) -> None:
+        store = connect_store(job.store_host, job.store_port, timedelta(seconds=_TIMEOUT_S))
+        self._credentials = Credentials(store, bytes.fromhex(job.secret), _TIMEOUT_S)
+        self._stop = stop
+        self._config = config.model_copy(update={"request_timeout_s": _TIMEOUT_S})
+        self._client: QueueClient | None = None
+        self._agents: dict[str, Connection | None] = {gang.name: None for gang in job.of_role(WEIGHTS)}
+
+    def controllers(self) -> dict[str, Any]:
+        """Return `controllers`, the lead first; none while one does not answer."""
+        answers = self._asked(lambda client: client.stats())
+        return {"controllers": [msgspec.to_builtins(stats) for stats in answers or ()]}
+
+    def units(self) -> dict[str, Any]:
+        """Return `units`; none while one does not answer."""
+        answers = self._asked(lambda client: client.unit_stats())
+        return {"units": {name: msgspec.to_builtins(stats) for name, stats in (answers or {}).items()}}
+
+    def weights(self) -> dict[str, Any]:
+        """Return `weights`, of each agent that answers."""
+        answers = {}
+        for name, connection in self._agents.items():
+            if self._stop.is_set():
+                break
+            try:
+                connection = connection or Connection(
+                    self._credentials, name, _NAME, Reply, timeout_s=_TIMEOUT_S, stop=self._stop
+                )
+                status, _ = connection.call(AskStatus(), timeout_s=_TIMEOUT_S)
+                assert isinstance(status, AgentStatus)
+                answers[name] = msgspec.to_builtins(status)
+            except (TransportError, DistError) as error:
+                logger.debug("status: %s", error)
+                if connection is not None:
+                    connection.close()
+                connection = None
+            self._agents[name] = connection
+        return {"weights": answers}
+
+    def _asked(self, question: Callable[[QueueClient], T]) -> T | None:
+        """Return the queue's answer, or None; a client that got none is opened anew the next time."""
+        try:
+            if self._client is None:
+                with self._credentials.borrowed_store() as store:
+                    if not Directory.is_published(store):  # a client would wait in the store, which no stop ends
+                        return None
+                self._client = QueueClient(self._credentials, _NAME, config=self._config, stop=self._stop)
+            return question(self._client)
+        except (TransportError, DistError) as error:
+            logger.debug("status: %s", error)
+            if self._client is not None:
+                self._client.close()
+            self._client = None
+            return None
+
+    def close(self) -> None:
+        for closable in (self._client, *self._agents.values()):
+            if closable is not None:
+                closable.close()

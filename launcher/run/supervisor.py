@@ -1,0 +1,339 @@
+"""Decides how a run goes on when something happens to it: events in, instructions out. Pure: no clock, no sockets.
+
+`launcher.run.job` feeds it and carries out what it says. A run moves through phases, only forwards:
+
+    run ----------> stop ----> exit ----> Finish(0 done | 75 stopped, resumable | 1 failed)
+     | '-> evaluate -^  |       ^  services leave
+     |                  '- the actor saves
+     '--------------------------'  no rank can save, all leave at once
+
+In `evaluate` the last step is saved, and held-out prompts are still answered: only a run that trained to its end is
+there, and every other work gang leaves meanwhile. Work gangs leave in `stop`, services only in `exit`, when no work
+gang is left.
+
+A gang that fails while it should be at work starts again; one that was told to leave does not. `launcher.run.restarts`
+says which gangs start again with it, and when that has been too often.
+
+    rollout, ref, unit, ...   RestartBook -> wait -> StartGang
+    actor, or everything      KillGang of all that follow -> all gone -> Restore -> Restored -> StartGang of all
+"""
+
+from collections.abc import Collection, Iterable
+
+from asyncflow.job import GangSpec
+from launcher.run.events import (
+    DONE,
+    FAILED,
+    RESUMABLE,
+    AllReady,
+    Arm,
+    DeadlinePassed,
+    DumpStacks,
+    Event,
+    Finish,
+    GangExited,
+    Instruction,
+    KillGang,
+    LastStepDone,
+    NodeLost,
+    Note,
+    Phase,
+    RankStuck,
+    Restore,
+    Restored,
+    RestoreFailed,
+    RunDirLost,
+    SetPhase,
+    StartGang,
+    StopRequested,
+    Timer,
+)
+from launcher.run.restarts import Restart, RestartBook, Scope, restarts_with
+from workers.tasks.dataflow import OBSERVERS, SERVICES, TRAINERS
+
+EXIT_TIMEOUT_S = 5.0
+"""How long processes may take to leave in phase `exit` after a failure, when nothing is saved any more (s)."""
+EARLY_EXIT_TIMEOUT_S = 3.0
+"""The same before all are at work: some may wait for the gang that failed, and would until their deadlines (s)."""
+STACKS_TIMEOUT_S = 1.0
+"""How long processes have to write their stacks before a stuck gang is killed (s)."""
+
+
+class Supervisor:
+    """State of one run; see the module."""
+
+    def __init__(
+        self,
+        gangs: Iterable[GangSpec],
+        *,
+        restarts: RestartBook,
+        start_timeout_s: float,
+        evaluate_timeout_s: float,
+        stop_timeout_s: float,
+        reference_follows: bool = False,
+        external: Collection[str] = (),
+    ) -> None:
+        """Args:
+        gangs: of the run.
+        restarts: counts failures.
+        start_timeout_s, evaluate_timeout_s, stop_timeout_s: see `launcher` and `evaluate` in the configuration.
+        reference_follows: the reference's weights are earlier ones of the policy.
+        external: gangs that others start, so that they cannot be started again.
+        """
+        self._gangs = {gang.name: gang for gang in gangs}
+        self._restarts = restarts
+        self._start_timeout_s = start_timeout_s
+        self._evaluate_timeout_s = evaluate_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._reference_follows = reference_follows
+        self._external = frozenset(external)
+        self._phase = Phase.RUN
+        self._running = dict.fromkeys(self._gangs)
+        self._attempts = dict.fromkeys(self._gangs, 0)
+        self._waiting: set[str] = set()
+        self._restoring: dict[str, None] = {}
+        self._stuck: dict[str, RankStuck] = {}
+        self._failures: list[GangExited] = []
+        self._all_ready = False
+        self._last_step_done = False
+        self._stop_requested = False
+        self._lost_node = ""
+        self._finished = False
+        self._complaint = ""
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """Gangs that are being started again."""
+        return frozenset(self._waiting | self._restoring.keys())
+
+    def start(self) -> list[Instruction]:
+        """Return the first instructions; the shell starts every gang with attempt 0."""
+        return [SetPhase(Phase.RUN), Arm(Timer.START, self._start_timeout_s)]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event and return what follows; after `Finish` nothing does."""
+        if self._finished:
+            return []
+        match event:
+            case AllReady():
+                self._all_ready = True
+            case LastStepDone():
+                self._last_step_done = True
+            case GangExited():
+                return self._exited(event)
+            case RankStuck():
+                return self._found_stuck(event)
+            case NodeLost():
+                self._lost_node = event.node
+                return self._enter(Phase.EXIT)
+            case RunDirLost():
+                self._finished = True
+                text = f"run directory {event.path} was removed or moved, so nothing can be recorded any more"
+                return [*(KillGang(name) for name in self._running), Finish(FAILED, text)]
+            case StopRequested():
+                return self._stop(event.count)
+            case Restored():
+                return self._restored(event)
+            case RestoreFailed():
+                return self._give_up(GangExited("actor", FAILED, event.error))
+            case DeadlinePassed():
+                return self._deadline(event)
+        return []
+
+    def _exited(self, event: GangExited) -> list[Instruction]:
+        gang = self._gangs[event.gang]
+        self._running.pop(event.gang, None)
+        stuck = self._stuck.pop(event.gang, None)
+        if stuck is not None and event.code < 0:
+            event = GangExited(event.gang, event.code, stuck.why, stuck.rank, event.at)
+        if event.gang in self._restoring:
+            return self._restore_if_all_are_gone()
+        if self._was_told_to_leave(gang):
+            return self._left(gang, event)
+        if event.code == 0 and gang.role in SERVICES:
+            event = GangExited(event.gang, FAILED, "it left while the run was going on", 0, event.at)
+        return self._left(gang, event) if event.code == 0 else self._failed(gang, event)
+
+    def _was_told_to_leave(self, gang: GangSpec) -> bool:
+        if gang.role in SERVICES:
+            return self._phase is Phase.EXIT
+        leaving = self._phase in (Phase.STOP, Phase.EXIT) or self._last_step_done
+        return leaving and not (self._phase is Phase.EVALUATE and gang.role in OBSERVERS)
+
+    def _left(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
+        """A gang is gone for good."""
+        instructions: list[Instruction] = []
+        if event.code != 0:
+            self._complain(event)
+        if gang.role in TRAINERS and event.code != 0 and not self._last_step_done:
+            instructions += self._enter(Phase.EXIT)
+        elif gang.role in TRAINERS:
+            instructions += self._enter(Phase.EVALUATE if self._last_step_done and self._observers() else Phase.STOP)
+        elif self._phase is Phase.EVALUATE and not self._observers():
+            instructions += self._enter(Phase.STOP)
+        return instructions + self._after_leaving()
+
+    def _after_leaving(self) -> list[Instruction]:
+        """Services leave after the last work gang; the run ends after the last service."""
+        instructions: list[Instruction] = []
+        if not self.pending and all(self._gangs[name].role in SERVICES for name in self._running):
+            instructions += self._enter(Phase.EXIT)
+        return instructions if self._running or self.pending else [*instructions, self._finish()]
+
+    def _complain(self, event: GangExited) -> None:
+        """Note a failure while leaving. What a trainer did not save makes the run fail, unless a signal killed it."""
+        gang = self._gangs[event.gang]
+        if self._failures or (gang.role in TRAINERS and event.code > 0 and not self._last_step_done):
+            self._failures.append(event)
+        elif self._phase is not Phase.EXIT:
+            self._complaint = self._complaint or f"{self._named(event)} failed while it left: {event.error}"
+
+    def _failed(self, gang: GangSpec, event: GangExited) -> list[Instruction]:
+        """A gang failed that should be at work."""
+        never_worked = not self._all_ready and event.code > 0
+        restart = self._restarts.failed(gang.name)
+        names = restarts_with(gang, self._gangs.values(), reference_follows=self._reference_follows)
+        if restart.scope is Scope.ALL:
+            names = tuple(self._gangs)
+        dump: list[Instruction] = [DumpStacks()] if event.deadline else []
+        if event.final or never_worked or restart.scope is Scope.NONE or self._external.intersection(names):
+            return [*dump, *self._give_up(event)]
+        goes_back = gang.role in TRAINERS or len(names) > 1
+        note = Note(
+            f"{self._named(event)} failed: {event.error}; {_remedy(restart, goes_back=goes_back)}", failure=True
+        )
+        if goes_back:
+            return [*dump, note, *self._restore(names)]
+        self._waiting.add(gang.name)
+        return [*dump, note, Arm(Timer.RESTART, restart.wait_s, gang.name)]
+
+    def _restore(self, names: Iterable[str]) -> list[Instruction]:
+        """End these gangs; when they are gone, the run goes back to its last checkpoint and they start again."""
+        new = [name for name in names if name not in self._restoring]
+        self._restoring |= dict.fromkeys(new)
+        self._waiting.difference_update(new)
+        kills = [KillGang(name) for name in new if name in self._running]
+        return [*kills, *self._restore_if_all_are_gone()]
+
+    def _restore_if_all_are_gone(self) -> list[Instruction]:
+        if self._restoring.keys() & self._running.keys():
+            return []
+        if self._phase is Phase.RUN:
+            return [Restore()]
+        self._restoring.clear()  # a stop came meanwhile: what was saved last is the run
+        return self._after_leaving()
+
+    def _restored(self, event: Restored) -> list[Instruction]:
+        names = [name for name in self._gangs if name in self._restoring]
+        self._restoring.clear()
+        note = Note(f"going on from step {event.step} (lineage {event.lineage})")
+        return [note, *(start for name in names for start in self._start_again(name))]
+
+    def _start_again(self, name: str) -> list[Instruction]:
+        self._attempts[name] += 1
+        self._running[name] = None
+        return [StartGang(name, self._attempts[name])]
+
+    def _found_stuck(self, event: RankStuck) -> list[Instruction]:
+        """Have all processes write their stacks, and end the gang a moment later."""
+        if event.gang in self._stuck or event.gang not in self._running:
+            return []
+        self._stuck[event.gang] = event
+        return [DumpStacks(), Arm(Timer.KILL, STACKS_TIMEOUT_S, event.gang)]
+
+    def _stop(self, count: int) -> list[Instruction]:
+        self._stop_requested = True
+        if not self._all_ready or count > 1:  # before all are at work there is nothing to save
+            return self._kill_and_finish()
+        return self._enter(Phase.STOP)
+
+    def _give_up(self, event: GangExited) -> list[Instruction]:
+        """Let the run fail; what is trained is saved if the trainer is still there."""
+        self._failures.append(event)
+        gang = self._gangs[event.gang]
+        self._running.pop(event.gang, None)
+        can_save = self._all_ready and gang.role not in SERVICES | TRAINERS
+        return [*self._enter(Phase.STOP if can_save else Phase.EXIT), *self._after_leaving()]
+
+    def _deadline(self, event: DeadlinePassed) -> list[Instruction]:
+        match event.timer:
+            case Timer.RESTART if event.gang in self._waiting:
+                self._waiting.discard(event.gang)
+                return self._start_again(event.gang)
+            case Timer.KILL if event.gang in self._stuck:
+                return [KillGang(event.gang)]
+            case Timer.START if not self._all_ready and self._phase is Phase.RUN:
+                text = f"not at work {self._start_timeout_s:g} s after the start (launcher.start_timeout_s)"
+                return self._kill_and_finish(f"{event.detail or 'a worker'}: {text}; see logs/")
+            case Timer.EVALUATE if self._phase is Phase.EVALUATE:
+                text = f"not ready {self._evaluate_timeout_s:g} s after the last step (evaluate.timeout_s); given up"
+                self._complaint = f"{', '.join(self._observers())}: {text}"
+                return self._enter(Phase.STOP)
+            case Timer.STOP if self._phase is Phase.STOP:
+                text = f"still running {self._stop_timeout_s:g} s after the stop (launcher.stop_timeout_s); killed"
+                late = [name for name in self._running if self._gangs[name].role not in SERVICES]
+                return self._kill_and_finish(f"{', '.join(late)}: {text}")
+            case Timer.EXIT:
+                return self._kill_and_finish()
+        return []
+
+    def _enter(self, phase: Phase) -> list[Instruction]:
+        """Move forwards to `phase`; nothing if the run is there or beyond. Gangs that wait for a restart stay down."""
+        order = list(Phase)
+        if order.index(phase) <= order.index(self._phase):
+            return []
+        self._phase = phase
+        if phase is Phase.EVALUATE:
+            return [SetPhase(phase), Arm(Timer.EVALUATE, self._evaluate_timeout_s)]
+        self._waiting = {name for name in self._waiting if phase is Phase.STOP and self._gangs[name].role in SERVICES}
+        self._restoring = {name: None for name in self._restoring if name in self._running}
+        if phase is Phase.STOP:
+            return [SetPhase(phase), Arm(Timer.STOP, self._stop_timeout_s)]
+        if not self._all_ready:
+            timeout_s = EARLY_EXIT_TIMEOUT_S
+        else:
+            failed = self._failures or self._lost_node
+            timeout_s = EXIT_TIMEOUT_S if failed else self._stop_timeout_s  # the last weights are exported
+        return [SetPhase(phase), Arm(Timer.EXIT, min(timeout_s, self._stop_timeout_s))]
+
+    def _observers(self) -> list[str]:
+        """Return the evaluators that are left; the run waits for them only when the training is over."""
+        return [name for name in self._gangs if self._gangs[name].role in OBSERVERS and self._is_left(name)]
+
+    def _is_left(self, name: str) -> bool:
+        return name in self._running or name in self._waiting
+
+    def _kill_and_finish(self, complaint: str = "") -> list[Instruction]:
+        return [*(KillGang(name) for name in self._running), self._finish(complaint)]
+
+    def _finish(self, complaint: str = "") -> Finish:
+        self._finished = True
+        complaint = complaint or self._complaint
+        if self._failures:
+            return Finish(FAILED, self._cause())
+        if self._last_step_done:
+            return Finish(DONE, complaint or "done")
+        if self._lost_node:
+            return Finish(RESUMABLE, f"{self._lost_node} is gone, and its processes with it")
+        if self._stop_requested:
+            return Finish(RESUMABLE, complaint or "stopped")
+        return Finish(FAILED, complaint) if complaint else Finish(DONE, "done")
+
+    def _cause(self) -> str:
+        """Return what failed first, and how many others did."""
+        first = min(self._failures, key=GangExited.precedence)
+        others = len(self._failures) - 1
+        more = f" (then {others} more gang{'s' if others > 1 else ''})" if others else ""
+        return f"{self._named(first)} failed: {first.error}{more}"
+
+    def _named(self, event: GangExited) -> str:
+        gang = self._gangs[event.gang]
+        return f"{gang.role} rank {gang.index * gang.num_ranks + event.rank}"
+
+
+def _remedy(restart: Restart, *, goes_back: bool) -> str:
+    if restart.scope is Scope.ALL:
+        return f"that was number {restart.count}, so everything starts again from the last checkpoint"
+    if goes_back:
+        return "it starts again from the last checkpoint"
+    return "it starts again" + (f" in {restart.wait_s:g} s" if restart.wait_s else "")

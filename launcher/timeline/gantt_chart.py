@@ -1,0 +1,289 @@
+"""A Gantt chart of a run: what it shows and where (rows, bars, colours, step numbers), and the HTML page that draws it.
+Pure. Times are seconds from the window's start, heights are in rows.
+
+rollout-0  | generate 3 |load| generate 4 ...      one row per process, one colour per task, grey while it waits,
+actor      | fb | fb | opt | publish | fb ...      thin bars for background threads, a line where a step's weights exist
+"""
+
+import html
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launcher.timeline.run_timeline import BESIDE, CATEGORIES, RunTimeline, Span, in_order, role_of
+from workers.tasks.dataflow import SERVICES
+
+WAITING = "#e4e4e4"
+_COLOURS = {
+    "generate": "#4c78a8", "load weights": "#e45756",
+    "rewards": "#eeca3b", "ref_log_probs": "#f58518", "compute_advantages_and_returns": "#72b7b2",
+    "evaluate": "#a0a03c",
+    "forward_backward": "#54a24b", "optimizer": "#2f6b2a", "publish weights": "#b279a2", "checkpoint": "#9d755d",
+    "write checkpoint": "#d6c1b4",
+    "copy weights": "#d9b8d2", "seal weights": "#7f5a83", "receive weights": "#f7c1be", "check weights": "#ee9490",
+}  # fmt: skip
+_OTHERS = ("#8c9fc7", "#bab0ac", "#79706e", "#d67195")
+_SWAP = "load weights"
+_SWAP_SHARE, _SWAP_SHARE_OF_STEP = 1 / 800, 1 / 10
+"""A swap of the weights is drawn at least so long, in the window, but never longer in a step."""
+_ROLE_GAP = 0.45
+CAPTION = (
+    "Lines: the weights of a step exist. Numbers in bars: the step that answers are generated for. Thin bars: "
+    "background threads. Red: an instance takes new weights (drawn wide enough to be seen)."
+)
+
+_ROW_HIGH, _BAR_HIGH, _THIN, _LEFT, _TOP, _GAP_FROM = 22, 15, 3, 120, 26, 6
+_TICK, _NUMBER, _BETWEEN_LINES = 150, 40, 12
+"""Room (pixels) for a time, for a step's number, between two steps' lines."""
+
+
+class Bar(NamedTuple):
+    """What a process did.
+
+    Attributes:
+        start, end: when (s).
+        colour: of the task, or grey.
+        told: what it was, in words.
+        number: of the step, if the bar should show it where there is room; else "".
+    """
+
+    start: float
+    end: float
+    colour: str
+    told: str
+    number: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process.
+
+    Attributes:
+        label: its name.
+        role: its role.
+        top: its place in the chart (rows).
+        bars: in the order in which they are drawn.
+        beside: those of background threads.
+    """
+
+    label: str
+    role: str
+    top: float
+    bars: Sequence[Bar]
+    beside: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class GanttChart:
+    """The chart.
+
+    Attributes:
+        title: of the run.
+        duration_s: of the window.
+        rows: from top to bottom.
+        height: of all rows and gaps (rows).
+        legend: tasks that are shown, with their colours.
+        step_ends: when the weights of each step existed (s).
+        account: per role, the share of its time in each category.
+    """
+
+    title: str
+    duration_s: float
+    rows: Sequence[Row]
+    height: float
+    legend: Sequence[tuple[str, str]]
+    step_ends: Mapping[int, float]
+    account: Mapping[str, Mapping[str, float]]
+
+    @staticmethod
+    def of(timeline: RunTimeline, account: Mapping[str, Mapping[str, float]], *, title: str) -> "GanttChart":
+        """Lay out a run.
+
+        Args:
+            timeline: of the run.
+            account: `timeline.account()`.
+            title: heading.
+        """
+        start, end = timeline.window
+        shown = {
+            process: [span for span in timeline.spans[process] if span.end > start and span.start < end]
+            for process in in_order(timeline.spans)
+            if role_of(process) not in SERVICES
+        }
+        least_swap_s = (end - start) * min(_SWAP_SHARE, _SWAP_SHARE_OF_STEP / max(1, len(timeline.step_ends) - 1))
+        rows: list[Row] = []
+        top = 0.0
+        for process, spans in shown.items():
+            role = role_of(process)
+            if rows:
+                top += 1 if role == rows[-1].role else 1 + _ROLE_GAP
+            bars = [_bar(span, start, end, least_swap_s) for span in _swaps_last(spans) if span.name not in BESIDE]
+            beside = [_bar(span, start, end, 0.0) for span in spans if span.name in BESIDE]
+            rows.append(Row(_label(process, shown), role, top, bars, beside))
+        return GanttChart(
+            title=title,
+            duration_s=max(1e-6, end - start),
+            rows=rows,
+            height=top + 1,
+            legend=_legend(span for spans in shown.values() for span in spans),
+            step_ends={step: moment - start for step, moment in timeline.step_ends.items()},
+            account={role: account[role] for role in in_order(account) if role not in SERVICES},
+        )
+
+    @property
+    def summary(self) -> str:
+        """Say how long the window is."""
+        return f"{max(0, len(self.step_ends) - 1)} steps in {self.duration_s:.1f} s"
+
+    def numbers(self, *, at_most: float) -> list[tuple[int, float]]:
+        """Return the steps whose numbers have room above the chart, each with the middle of its time (s).
+
+        Args:
+            at_most: so many have room beside each other.
+        """
+        ends = list(self.step_ends.items())
+        every = _round_up(max(1.0, 2 * len(ends) / at_most))
+        placed: list[tuple[int, float]] = []
+        for (_, before), (step, moment) in itertools.pairwise(ends):
+            middle = (before + moment) / 2
+            if step % every == 0 and (not placed or middle - placed[-1][1] >= self.duration_s / at_most):
+                placed.append((step, middle))
+        return placed
+
+    def lines(self, *, at_most: float) -> list[float]:
+        """Return the ends of steps (s) to draw: all, or, of too many, those of round steps."""
+        every = _round_up(max(1.0, len(self.step_ends) / at_most))
+        return [moment for step, moment in self.step_ends.items() if step % every == 0]
+
+    def ticks(self, *, at_most: float) -> list[float]:
+        """Return the times (s) to write below the chart."""
+        every = _round_up(self.duration_s / at_most)
+        return [number * every for number in range(1 + math.floor(self.duration_s / every + 1e-9))]
+
+
+def gantt_html(chart: GanttChart, *, width: int) -> str:
+    """Return a chart as an HTML document, which is well-formed XML, too.
+
+    Args:
+        chart: of the run.
+        width: of the whole run (pixels).
+    """
+    scale = width / chart.duration_s
+    bottom = _TOP + round(chart.height * _ROW_HIGH)
+    parts = [
+        f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}" class="step"/>'
+        for x in (_LEFT + moment * scale for moment in chart.lines(at_most=width / _BETWEEN_LINES))
+    ]
+    for row in chart.rows:
+        top = _TOP + row.top * _ROW_HIGH
+        parts.append(f'<text x="4" y="{top + 12:.1f}">{html.escape(row.label)}</text>')
+        parts.extend(_rectangle(bar, top, _BAR_HIGH, scale) for bar in row.bars)
+        parts.extend(_rectangle(bar, top + _BAR_HIGH, _THIN, scale) for bar in row.beside)
+    above = [(seconds, _TOP - 10, f"{step}") for step, seconds in chart.numbers(at_most=width / _NUMBER)]
+    below = [(seconds, bottom + 14, f"{seconds:g} s") for seconds in chart.ticks(at_most=width / _TICK)]
+    for seconds, y, text in [*above, *below]:
+        parts.append(f'<text x="{_LEFT + seconds * scale:.1f}" y="{y}" class="number">{text}</text>')
+    return _PAGE.format(
+        title=html.escape(chart.title),
+        legend="".join(_legend_entry(name, colour) for name, colour in chart.legend),
+        width=width + _LEFT + 30,
+        height=bottom + 20,
+        chart="".join(parts),
+        account=_account_table(chart.account),
+        summary=chart.summary,
+        caption=CAPTION,
+    )
+
+
+def _label(process: str, processes: Iterable[str]) -> str:
+    """Return the gang's name where it has one process only, else the process's."""
+    gang = process.rpartition("-")[0]
+    ranks = [each for each in processes if each.rpartition("-")[0] == gang]
+    return gang if len(ranks) == 1 else process
+
+
+def _swaps_last(spans: Sequence[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: span.name == _SWAP)
+
+
+def _bar(span: Span, start: float, end: float, least_swap_s: float) -> Bar:
+    left, right = max(span.start, start), min(span.end, end)
+    if span.name == _SWAP:
+        right = max(right, left + least_swap_s)
+    words = ", ".join([span.name, *(f"{key} {value}" for key, value in span.attributes.items())])
+    colour = _colour(span.name) if span.category == "busy" else WAITING
+    number = str(span.attributes.get("step", "")) if span.name == "generate" else ""
+    return Bar(left - start, right - start, colour, f"{words}: {span.end - span.start:.3f} s", number)
+
+
+def _legend(spans: Iterable[Span]) -> list[tuple[str, str]]:
+    names = {span.name for span in spans if span.category == "busy"}
+    known = [name for name in _COLOURS if name in names]
+    return [(name, _colour(name)) for name in [*known, *sorted(names - _COLOURS.keys())]] + [("waiting", WAITING)]
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name) or _OTHERS[sum(name.encode()) % len(_OTHERS)]
+
+
+def _round_up(value: float) -> float:
+    """Return the least of ..., 0.5, 1, 2, 5, 10, ... that is not below."""
+    scale = 10.0 ** math.floor(math.log10(value))
+    return next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= value * (1 - 1e-9))
+
+
+def _account_table(account: Mapping[str, Mapping[str, float]]) -> str:
+    head = "".join(f"<th>{category}</th>" for category in CATEGORIES)
+    rows = []
+    for role, shares in account.items():
+        cells = "".join(f"<td>{100 * shares[category]:.1f} %</td>" for category in CATEGORIES)
+        rows.append(f"<tr><th>{role}</th>{cells}</tr>")
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _rectangle(bar: Bar, top: float, high: int, scale: float) -> str:
+    x, wide = _LEFT + bar.start * scale, max(0.3, (bar.end - bar.start) * scale)
+    if wide > _GAP_FROM and bar.colour != WAITING:
+        wide -= 1  # so that bars of one colour can be told apart
+    place = f'x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high}"'
+    drawn = f'<rect {place} fill="{bar.colour}"><title>{html.escape(bar.told)}</title></rect>'
+    if not bar.number or wide < _NUMBER:
+        return drawn
+    return f'{drawn}<text x="{x + wide / 2:.1f}" y="{top + 11:.1f}" class="inside">{html.escape(bar.number)}</text>'
+
+
+def _legend_entry(name: str, colour: str) -> str:
+    return f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<title>{title}</title>
+<style>
+body {{ font: 13px system-ui, sans-serif; margin: 16px; color: #222 }}
+h1 {{ font-size: 16px }}
+.chart {{ overflow-x: auto; border: 1px solid #ddd }}
+svg text {{ font-size: 11px; fill: #333 }}
+svg .number {{ fill: #888; text-anchor: middle }}
+svg .inside {{ font-size: 10px; fill: #fff; text-anchor: middle; pointer-events: none }}
+svg .step {{ stroke: #999 }}
+.legend span {{ margin-right: 14px; white-space: nowrap }}
+.legend i {{ display: inline-block; width: 11px; height: 11px; margin-right: 4px }}
+table {{ border-collapse: collapse; margin-top: 14px }}
+td, th {{ padding: 2px 10px; text-align: right; font-weight: normal }}
+tr:first-child th {{ color: #777 }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="legend">{legend}</p>
+<div class="chart"><svg width="{width}" height="{height}">{chart}</svg></div>
+<p>{summary}. {caption}</p>
+{account}
+</body>
+</html>
+"""

@@ -1,0 +1,277 @@
+"""What the ledger must be: each line by itself, against all others, and against admission. Pure; part of `asyncflow
+verify`.
+
+Admission is a pure function of what was trained or filtered out before a start and of the groups that were replaced
+since, so it is played again for each start (lineage) whose steps survive, and says which step every id belongs to:
+ids are contiguous, and none is left out.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncflow.json_lines import Lines
+from launcher.verify.records import RunRecords
+from launcher.verify.steps import Check, CompleteSteps, named
+from tq.refill import AdmissionMark, Refill
+from workers.admission.state import AdmissionState
+from workers.records.ledger_file import FilteredLine, ReplacedLine, TrainedLine
+
+_HASH = re.compile(r"[0-9a-f]{16}")
+_NO_END = 2**62
+
+
+@dataclass(frozen=True)
+class Start:
+    """The surviving steps of one lineage.
+
+    Attributes:
+        lineage: of them.
+        first, last: step.
+        trained, replaced: their ledger lines.
+        before: groups that were in the weights that it began with, or filtered out before.
+        state: admission, as it was in this lineage.
+    """
+
+    lineage: int
+    first: int
+    last: int
+    trained: list[tuple[int, TrainedLine]]
+    replaced: list[tuple[int, ReplacedLine]]
+    before: frozenset[int]
+    state: AdmissionState
+
+
+def check_files(records: RunRecords) -> Check:
+    """Every line is one that a run writes; a last line that is cut is what a crash leaves."""
+    files: tuple[Lines[msgspec.Struct], ...] = (records.ledger.file, records.metrics, records.updates)
+    problems = [f"{file.where(number)}: {what}" for file in files for number, what in file.wrong]
+    if any(file.lines for file in files):
+        problems += [f"{file.path}: does not exist" for file in files if not file.path.exists()]
+    why = "it is being written" if records.live else "a crash does that, and a resume removes it"
+    notes = [f"{file.path}: the last line is cut: {why}" for file in files if file.torn]
+    says = ", ".join(f"{file.path.name} {len(file.lines) + len(file.wrong)} lines" for file in files)
+    return Check("files", says, tuple(problems), tuple(notes))
+
+
+def check_once(steps: CompleteSteps) -> Check:
+    """No group was trained twice, nor by the lineage that gave it up, nor, once filtered out, by a later one."""
+    first: dict[int, int] = {}
+    problems = []
+    trained_by = {(line.lineage, line.group): number for number, line in steps.trained}
+    for number, line in steps.trained:
+        if line.group in first:
+            problems.append(
+                f"{steps.where(number)}: group {line.group} is trained in step {line.step}, but line "
+                f"{first[line.group]} has it already"
+            )
+        first.setdefault(line.group, number)
+    seen: set[tuple[int, int]] = set()
+    filtered_before: set[int] = set()
+    for number, given_up in steps.replaced:
+        key = (given_up.lineage, given_up.group)
+        filtered = isinstance(given_up, FilteredLine)
+        how = "was filtered out" if filtered else "is in quarantine"
+        where = f"{steps.where(number)}: group {given_up.group} {how}"
+        if key in trained_by:
+            problems.append(f"{where}, but line {trained_by[key]} of the same lineage trains it")
+        elif filtered and given_up.group in first:
+            problems.append(f"{where}, but line {first[given_up.group]} trains it")
+        if key in seen or given_up.group in filtered_before:
+            problems.append(f"{where}, but it was replaced before")
+        seen.add(key)
+        if filtered:
+            filtered_before.add(given_up.group)
+    return Check("once", f"{len(first)} groups, none of them trained twice", tuple(problems))
+
+
+def check_rows(steps: CompleteSteps) -> Check:
+    """A group's rows are the ones that its id says."""
+    size = steps.records.config.schedule.n_samples_per_prompt
+    problems = []
+    for number, line in steps.trained:
+        expected = list(range(line.group * size, (line.group + 1) * size))
+        if line.indices != expected:
+            problems.append(
+                f"{steps.where(number)}: group {line.group} has rows {named(line.indices) or 'none'}, "
+                f"not {named(expected)}, each once and ascending"
+            )
+    return Check("rows", f"{size} rows a group, those of its id", tuple(problems))
+
+
+def check_admission(steps: CompleteSteps) -> Check:
+    """Every id below the newest one was trained, was replaced by another, or belongs to a step that is not over."""
+    problems: list[str] = []
+    start = None
+    for start in _starts(steps):
+        problems += [problem for one in start.trained for problem in _misplaced(one, start, steps)]
+        problems += [problem for one in start.replaced for problem in _misnamed(one, start, steps)]
+        problems += _left_out(start, steps)
+    if start is None:
+        return Check("admission", "no group was trained")
+    ids = {line.group for _, line in steps.trained}
+    given_up = ({line.group for _, line in start.replaced} | {line.group for _, line in steps.filtered}) - ids
+    to_come = set(range(max(ids))) - ids - given_up if max(ids) < 2 * len(ids) + 2**20 else set()
+    says = [f"ids 0 to {max(ids)}, in the steps that admission gives them"]
+    says += [f"{len(to_come)} still to come ({named(to_come)})"] if to_come else []
+    return Check("admission", "; ".join(says), tuple(problems))
+
+
+def check_quarantine(steps: CompleteSteps) -> Check:
+    """Name the groups that some task failed on too often, and what became of them."""
+    trained = {line.group: line for _, line in steps.trained}
+    notes = []
+    for _, line in steps.quarantined:
+        cause = f"after {line.deliveries} deliveries to {line.task}" if line.task else "nobody knows why any more"
+        later = trained.get(line.group)
+        again = f"; trained in step {later.step} after a resume" if later is not None else ""
+        notes.append(
+            f"group {line.group} of step {line.admitted_step} ({cause}), replaced by group {line.replaced_by}{again}"
+        )
+    return Check("quarantine", f"{len(notes)} groups" if notes else "no group", notes=tuple(notes))
+
+
+def check_filtered(steps: CompleteSteps) -> Check:
+    """Count the groups that were filtered out, each of which another one replaced; not every algorithm may do that."""
+    number = len({line.group for _, line in steps.filtered})
+    generated = number + len(steps.trained)
+    share = f", {number / generated:.0%} of those that were generated" if number else ""
+    algorithm = steps.records.config.algorithm
+    problems: tuple[str, ...] = ()
+    if number and not algorithm.filters_groups:
+        first = steps.where(steps.filtered[0][0])
+        problems = (f"{first}: groups were filtered out, but algorithm {algorithm.name} filters none",)
+    return Check("filtered", f"{number or 'no'} group{'s' if number != 1 else ''}{share}", problems)
+
+
+def check_staleness(steps: CompleteSteps) -> Check:
+    """No token is newer than the weights that the step trains, or older than the schedule allows."""
+    problems = []
+    default = steps.records.config.schedule.staleness_bound
+    largest = 0
+    for number, line in steps.trained:
+        oldest, newest = line.versions
+        measured = line.step - 1 - oldest
+        metrics = steps.metrics.get(line.step)
+        bound = default if metrics is None else metrics.staleness_bound
+        largest = max(largest, measured)
+        where = f"{steps.where(number)}: group {line.group} of step {line.step}"
+        if line.staleness != measured:
+            problems.append(f"{where}: staleness {line.staleness}, but its oldest token is of version {oldest}")
+        if not 0 <= oldest <= newest <= line.step - 1:
+            problems.append(f"{where}: versions {oldest} to {newest}, which are not all in 0..{line.step - 1}")
+        elif measured > bound:
+            problems.append(f"{where}: staleness {measured}, more than {bound}")
+    return Check("staleness", f"at most {largest}", tuple(problems))
+
+
+def check_prompts(steps: CompleteSteps) -> Check:
+    """Group g has the prompt that the seed gives it."""
+    prompts = steps.records.prompts
+    if prompts.unknown:
+        return Check("prompts", "not checked", notes=(f"nobody can say which prompts they are: {prompts.unknown}",))
+    problems = []
+    for number, line in steps.trained:
+        where = f"{steps.where(number)}: group {line.group}"
+        if line.group not in prompts.expected:
+            problems.append(f"{where} has no prompt, there is no such group")
+            continue
+        epoch, digest = prompts.expected[line.group]
+        if line.epoch != epoch:
+            problems.append(f"{where} says epoch {line.epoch}; its id is in epoch {epoch}")
+        if line.prompt_hash != digest:
+            problems.append(f"{where} has a prompt with hash {line.prompt_hash}; the seed gives it another ({digest})")
+    data = steps.records.config.data.path
+    return Check("prompts", f"those that seed {steps.records.config.seed} gives each group of {data}", tuple(problems))
+
+
+def check_tokens(steps: CompleteSteps) -> Check:
+    """Hashes are such; a group that a checkpoint's queue held is compared with what was trained later."""
+    problems = []
+    for number, line in steps.trained:
+        wrong = [digest for digest in (line.prompt_hash, line.token_hash) if not _HASH.fullmatch(digest)]
+        problems += [f"{steps.where(number)}: {digest!r} is no hash of 16 hex digits" for digest in wrong]
+    hashes = Counter(line.token_hash for _, line in steps.trained)
+    notes = _saved(steps)
+    alike = sum(count for count in hashes.values() if count > 1)
+    if alike:
+        notes.append(f"{alike} groups have the same tokens as another one, as short answers do")
+    return Check("tokens", f"{len(hashes)} different hashes", tuple(problems), tuple(notes))
+
+
+def _starts(steps: CompleteSteps) -> Iterator[Start]:
+    schedule = steps.records.config.schedule
+    by_lineage: dict[int, list[int]] = {}
+    for step, lineage in steps.lineages.items():
+        by_lineage.setdefault(lineage, []).append(step)
+    for lineage, own in sorted(by_lineage.items()):
+        first, last = min(own), max(own)
+        before = frozenset(line.group for _, line in steps.trained if line.step < first)
+        filtered = frozenset(line.group for _, line in steps.filtered if line.step < first)
+        replaced = [one for one in steps.replaced if one[1].lineage == lineage]
+        refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in replaced]
+        mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
+        state = AdmissionState.from_mark(mark, schedule, last_step=_NO_END, trained=before, filtered=filtered)
+        trained = [one for one in steps.trained if one[1].lineage == lineage]
+        yield Start(lineage, first, last, trained, replaced, before | filtered, state)
+
+
+def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
+    number, line = one
+    schedule = steps.records.config.schedule
+    if line.group < 0 or line.group in start.before or line.group in start.state.replaced:
+        return  # trained twice, or by the lineage that gave it up: said elsewhere
+    where = f"{steps.where(number)}: group {line.group} of step {line.step}"
+    belongs = start.state.step_of(line.group)
+    if belongs != line.admitted_step:
+        yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
+    metrics = steps.metrics.get(line.step)
+    bound = schedule.staleness_bound if metrics is None else metrics.staleness_bound
+    ahead = bound - schedule.lateness if schedule.lateness else 0
+    if not line.step - schedule.lateness <= line.admitted_step <= line.step + ahead:
+        yield f"{where} was admitted for step {line.admitted_step}, which is not within its reach"
+
+
+def _misnamed(one: tuple[int, ReplacedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:
+    number, line = one
+    where = f"{steps.where(number)}: group {line.group}, which was replaced,"
+    if steps.lineages.get(line.step) != line.lineage:
+        yield f"{where} is of lineage {line.lineage}, its step of {steps.lineages.get(line.step)}"
+    if line.group in start.before or line.group < 0:
+        yield f"{where} was trained or filtered out before this lineage began"
+    elif start.state.step_of(line.group) != line.admitted_step:
+        belongs = start.state.step_of(line.group)
+        yield f"{where} was admitted for step {line.admitted_step}, it says; its id belongs to step {belongs}"
+    if line.replaced_by <= line.group or line.replaced_by in start.before:
+        yield f"{where} is replaced by group {line.replaced_by}, which is no new one"
+
+
+def _left_out(start: Start, steps: CompleteSteps) -> Iterator[str]:
+    """Yield the groups of steps that are over which were not trained."""
+    trained = {line.group for _, line in start.trained}
+    lateness = steps.records.config.schedule.lateness
+    for step in steps.lineages:
+        if start.first <= step <= start.last - lateness:
+            missing = [one.group for one in start.state.groups_of(step) if one.group not in trained]
+            if missing:
+                yield f"step {step}: groups {named(missing)} were neither trained nor named as replaced"
+
+
+def _saved(steps: CompleteSteps) -> list[str]:
+    """Say what became of answers that were saved before they were trained; one may be generated again."""
+    trained = {line.group: line for _, line in steps.trained}
+    same: set[int] = set()
+    other: set[int] = set()
+    for checkpoint in steps.records.checkpoints:
+        for group, digest in (checkpoint.queue or {}).items():
+            line = trained.get(group)
+            if line is not None and line.step > checkpoint.step:
+                (same if line.token_hash == digest else other).add(group)
+    if not same and not other:
+        return []
+    both = len(same | other)
+    text = f"checkpoints hold answers of {both} group{'s' * (both != 1)} that came later; {len(same)} trained with them"
+    return [f"{text}, generated again: {named(other - same)}" if other - same else text]

@@ -1,0 +1,109 @@
+"""`asyncflow verify`: prove from a run's directory that every group was trained once and every update made once.
+
+    read_records (looks, once) -> CompleteSteps -> one check after another (all pure) -> Report
+
+It never writes anything, and works on a live run, too: for everything up to the last complete step.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher.verify.ledger import (
+    check_admission,
+    check_files,
+    check_filtered,
+    check_once,
+    check_prompts,
+    check_quarantine,
+    check_rows,
+    check_staleness,
+    check_tokens,
+)
+from launcher.verify.records import RunRecords, read_records, readers
+from launcher.verify.steps import (
+    Check,
+    CompleteSteps,
+    check_checkpoints,
+    check_metrics,
+    check_steps,
+    check_updates,
+)
+
+_CHECKS: tuple[Callable[[CompleteSteps], Check], ...] = (
+    check_steps,
+    check_once,
+    check_rows,
+    check_admission,
+    check_quarantine,
+    check_filtered,
+    check_staleness,
+    check_prompts,
+    check_tokens,
+    check_metrics,
+    check_updates,
+    check_checkpoints,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        run_dir: of the run.
+        live: whether it runs.
+        last_step: everything was looked at up to this step.
+        checks: in order.
+    """
+
+    run_dir: Path
+    live: bool
+    last_step: int
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(check.ok for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is wrong; 1: something is."""
+        return 0 if self.ok else 1
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        checks = [{**asdict(check), "says": check.outcome, "ok": check.ok} for check in self.checks]
+        fields = {"run_dir": str(self.run_dir), "live": self.live, "last_step": self.last_step, "ok": self.ok}
+        return json.dumps({**fields, "checks": checks}, indent=2)
+
+    def as_text(self) -> str:
+        """Return lines for a person."""
+        lines = [line for check in self.checks for line in check.as_lines()]
+        return "\n".join([f"{self.run_dir}{' (running)' if self.live else ''}", *lines, self._summary()])
+
+    def _summary(self) -> str:
+        wrong = [check.name for check in self.checks if not check.ok]
+        if wrong:
+            return f"WRONG: {', '.join(wrong)}"
+        if not self.last_step:
+            return "ok: no step is complete yet"
+        return f"ok: each group of steps 1 to {self.last_step} was trained once, in its step; each update was made once"
+
+
+def verify_run(run_dir: Path) -> Report:
+    """Look at a run and judge it.
+
+    Raises:
+        ConfigError: it is not a run, or a file of it cannot be read.
+    """
+    return verify_records(read_records(run_dir, readers()))
+
+
+def verify_records(records: RunRecords) -> Report:
+    """Judge what was read."""
+    steps = CompleteSteps.of(records)
+    checks = (check_files(records), *(check(steps) for check in _CHECKS))
+    return Report(records.run_dir, records.live, steps.last, checks)

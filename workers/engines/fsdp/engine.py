@@ -1,0 +1,147 @@
+"""The default training engine: FSDP2 over all ranks of the actor.
+
+One `fully_shard` unit per decoder layer and one for the rest (embedding, norm, head). Parameters, gradients and
+optimizer state are float32 and sharded by rows; with `autocast: bfloat16` FSDP2 gathers and computes in bfloat16. One
+rank alone trains the plain model, under `autocast: bfloat16` through a `Bfloat16Twin`.
+
+    forward_backward(batch, loss)   gradients of the *sum* of the losses, summed over ranks, accumulate
+    forward_backward(None, loss)    a rank without rows joins the gathers and adds nothing
+    step(scale)                     gradients * scale, clip, AdamW, gradients cleared
+
+Waits: every method except `shards` and `zero_grad` is collective; a rank that does not call it blocks the others.
+Legend of shapes: A response tokens of the micro-batch.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from workers.config import ActorConfig
+from workers.engines.base import LocalShard, LossFunction, Sequences
+from workers.engines.fsdp.dtensor_shards import local_shards
+from workers.engines.fsdp.sharding import ShardedModel, reshard, shard
+from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases
+from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
+from workers.engines.packed_attention import PACKED_ATTENTION
+from workers.engines.packed_forward import InputsOfBatch, response_log_probs
+
+
+class FsdpEngine(ShardedModel):
+    """Trains a causal language model; implements `TrainEngine`."""
+
+    def __init__(
+        self, model_dir: Path, *, actor: ActorConfig, temperature: float, device: torch.device, seed: int
+    ) -> None:
+        """Build, shard and load the model; see `ShardedModel`.
+
+        Args:
+            model_dir: Hugging Face directory.
+            actor: optimizer and computation.
+            temperature: divides the logits.
+            device: this rank's.
+            seed: of this process's random numbers.
+        """
+        super().__init__(model_dir, actor, device=device, seed=seed)
+        self._temperature = temperature
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        inputs = self._inputs(batch)
+        log_probs_A, _ = response_log_probs(self._computing(), inputs, self._temperature)
+        reshard(self._model)
+        return log_probs_A[:0] if batch is None else log_probs_A
+
+    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
+        inputs = self._inputs(batch)
+        log_probs_A, entropy_A = response_log_probs(
+            self._computing(), inputs, self._temperature, entropy=batch is not None
+        )
+        total = log_probs_A.sum() * 0.0 if batch is None else loss(log_probs_A, entropy_A)
+        total.backward()  # type: ignore[no-untyped-call]
+
+    def shards(self) -> Iterable[LocalShard]:
+        reshard(self._model)
+        return local_shards(self._model.named_parameters())
+
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
+        copy_without_weights(self._model_dir, target)
+
+        def read(name: str) -> Tensor:
+            dtype = source.dtype(source.find(name, self._aliases[name]))
+            return tensors.read(f"model.{name}").to(dtype)
+
+        write_weights(target, self._shapes, read)
+
+    def open_copy(self, *, initial: bool = False) -> "FsdpCopy":
+        copy = FsdpCopy(
+            self._model_dir,
+            self._model,
+            mesh=self._mesh,
+            actor=self._training,
+            temperature=self._temperature,
+            inputs=self._inputs,
+        )
+        if initial:
+            copy.read(HfWeights(self._model_dir))
+        return copy
+
+
+class FsdpCopy:
+    """Other weights of the policy: the reference, or the policy as an earlier step left it; implements `PolicyCopy`.
+
+    It is sharded as the policy is, computes in the same element type and kernels, and gets the same packed inputs, so
+    equal weights give equal log-probabilities to the last bit. It begins without weights. Its shards are kept in the
+    type of the computation: bfloat16 under `autocast: bfloat16`, to which the policy's are cast anyway.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        policy: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        actor: ActorConfig,
+        temperature: float,
+        inputs: InputsOfBatch,
+    ) -> None:
+        """Args:
+        model_dir: Hugging Face directory; only config.json is read.
+        policy: the sharded model whose weights `take` copies.
+        mesh: what it is sharded over.
+        actor: as for the policy.
+        temperature: divides the logits.
+        inputs: packs each micro-batch once, for the policy and its copies.
+        """
+        self._policy = policy
+        self._temperature = temperature
+        self._inputs = inputs
+        self._model = empty_causal_lm(model_dir, dtype=DTYPES[actor.autocast], attention=PACKED_ATTENTION)
+        self._aliases = parameter_aliases(self._model)
+        shard(self._model, mesh, actor.model_copy(update={"gradient_checkpointing": False}))
+        materialize(self._model, next(iter(policy.parameters())).device)
+        self._model.requires_grad_(False)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the policy's current weights; each rank copies its own shards."""
+        sources = local_shards(self._policy.named_parameters())
+        for target, source in zip(local_shards(self._model.named_parameters()), sources, strict=True):
+            target.values.copy_(source.values)
+
+    @torch.no_grad()
+    def read(self, weights: HfWeights) -> None:
+        """Take the weights in files; each rank reads its own rows."""
+        for part in local_shards(self._model.named_parameters()):
+            part.values.copy_(weights.read_shard(part, self._aliases[part.name]))
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        log_probs_A, _ = response_log_probs(self._model, self._inputs(batch), self._temperature)
+        reshard(self._model)
+        return log_probs_A[:0] if batch is None else log_probs_A

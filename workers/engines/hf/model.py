@@ -1,0 +1,177 @@
+"""Builds models of transformers from a Hugging Face directory without reading or initialising weights.
+
+Every engine calls `empty_causal_lm` and fills the parameters itself: the trainer from files, the generator from the
+trainer. Reads config.json; never opens a weight file.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from asyncflow.errors import ConfigError, PlanError
+from weightsync.plan import Need
+from workers.engines.hf.weights import HfWeights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Element types by their configuration name."""
+
+
+def empty_causal_lm(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
+    """Build the model with parameters on the meta device and real buffers on the CPU, in evaluation mode.
+
+    Dropout is off in training mode too: the probability ratio of a policy update compares two forward passes.
+
+    Args:
+        model_dir: holds config.json.
+        dtype: of the parameters.
+        attention: name in transformers' attention interface.
+    Raises:
+        ConfigError: config.json is missing, or no causal language model of transformers fits it.
+    """
+    return _empty_model(AutoModelForCausalLM, model_dir, dtype=dtype, attention=attention, key="model.path")
+
+
+def empty_reward_model(model_dir: Path, *, dtype: torch.dtype, attention: str) -> nn.Module:
+    """Build a model that gives a sequence one number; arguments: see `empty_causal_lm`.
+
+    Raises:
+        ConfigError: config.json is missing, or no model of transformers for sequence classification fits it.
+    """
+    kind = AutoModelForSequenceClassification
+    return _empty_model(kind, model_dir, dtype=dtype, attention=attention, key="reward.model.path", num_labels=1)
+
+
+def _empty_model(
+    kind: Any, model_dir: Path, *, dtype: torch.dtype, attention: str, key: str, **changes: object
+) -> nn.Module:
+    """Build what transformers' class `kind` makes of a config.json with some `changes`; `key` begins messages."""
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, **changes)
+        with _parameters_on_meta():
+            model: nn.Module = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+    except ValueError as error:
+        raise ConfigError(f"{key}: transformers cannot build {model_dir}: {error}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.eval()
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter uninitialised memory on `device`; buffers keep their values, tied weights stay tied."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.tie_weights()  # type: ignore[operator]
+
+
+def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every parameter's name, tied weights once, with the other names of the same weight."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {group[0]: tuple(group[1:]) for group in names.values()}
+
+
+def weight_needs(model: nn.Module) -> dict[str, Need]:
+    """Return what a model's `load_weights` needs, by HF name; tied weights once."""
+    aliases = parameter_aliases(model)
+    return {name: Need(tuple(parameter.shape), aliases[name]) for name, parameter in model.named_parameters()}
+
+
+def vocab_size(model: nn.Module) -> int:
+    """Return how many tokens a model knows."""
+    known: Any = model
+    return int(known.get_input_embeddings().num_embeddings)
+
+
+def check_weights(needs: Mapping[str, Need], weights: Mapping[str, Tensor]) -> None:
+    """Compare weights with what a model needs.
+
+    Raises:
+        PlanError: a weight is missing, unknown, or of another shape.
+    """
+    missing, unknown = needs.keys() - weights.keys(), weights.keys() - needs.keys()
+    if missing or unknown:
+        raise PlanError(f"weights do not fit the model: missing {_few(missing)}, unknown {_few(unknown)}")
+    for name, need in needs.items():
+        if tuple(weights[name].shape) != need.shape:
+            raise PlanError(
+                f"weight {name}: its shape is {tuple(weights[name].shape)}, but the model's is {need.shape}"
+            )
+
+
+@torch.no_grad()
+def replace_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], *, adopt: bool) -> None:
+    """Give parameters new values.
+
+    Args:
+        parameters: of the model, by name.
+        weights: of the same shapes; other element types are cast.
+        adopt: use these tensors as the parameters, where the element type is the same, instead of copying.
+    """
+    for name, parameter in parameters.items():
+        if adopt:
+            parameter.data = weights[name].to(parameter.dtype)
+        else:
+            parameter.copy_(weights[name])
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, weights: HfWeights) -> None:
+    """Fill all parameters of a model from files.
+
+    Raises:
+        ConfigError: they are not all there.
+    """
+    aliases = parameter_aliases(model)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.read(weights.find(name, aliases[name]), tuple(parameter.shape)))
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a transformers model, which declares their classes as indivisible."""
+    indivisible = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in indivisible]
+
+
+def _few(names: Set[str]) -> str:
+    shown = sorted(names)[:3]
+    return " ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "") or "none"
+
+
+_BUILDING = threading.RLock()
+"""Threads build one after the other, since each replaces `register_parameter` and restores it afterwards."""
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter that this thread's modules register to the meta device; buffers stay real.
+
+    Building under `torch.device("meta")` would lose buffers that no file holds (rotary frequencies), and transformers
+    offers no public way to compute them again. The method is patched for the whole process, so it checks the thread.
+    """
+    patched: Any = nn.Module
+    builder = threading.get_ident()
+    with _BUILDING:
+        register = nn.Module.register_parameter
+
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta and threading.get_ident() == builder:
+                param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            register(module, name, param)
+
+        patched.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            patched.register_parameter = register

@@ -1,0 +1,143 @@
+"""The `megatron` training engine: tensor, context, pipeline and data parallelism, Megatron's distributed optimizer.
+
+Every data-parallel replica has the whole model, cut over its tensor-parallel ranks and stages; optimizer state and
+float32 master weights are cut over all ranks. With `autocast: bfloat16` parameters are bfloat16.
+
+    forward_backward(batch, loss)   all ranks of a replica are given the same rows; gradients of the *sum* accumulate
+    forward_backward(None, loss)    a replica without rows has nothing to do
+    step(scale)                     sums over replicas, gradients * scale, clip, AdamW on this rank's share, all-gather
+
+State and weights have Hugging Face's names and boxes, so a checkpoint is loaded by any other division of the model.
+
+Waits: `step` and `load_state_dict` are collective over all ranks, `log_probs` and `forward_backward` over those of a
+replica.
+Legend of shapes: A response tokens of the micro-batch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.engines.base import LocalShard, LossFunction, Sequences, StepStats, check_sequences
+from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
+from workers.engines.megatron.config import DenseModel
+from workers.engines.megatron.forward import MegatronForward
+from workers.engines.megatron.model import build_megatron, join_groups, prepare_megatron
+from workers.engines.megatron.names import megatron_shards
+from workers.engines.megatron.state import MegatronState
+from workers.engines.model_files import read_model_config
+from workers.engines.updates import Updates
+
+
+class MegatronEngine:
+    """Trains a dense Llama, Qwen2 or Qwen3 model; implements `TrainEngine`."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        actor: ActorConfig,
+        temperature: float,
+        device: torch.device,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """Build and load this rank's part. The default process group exists and spans the actor's ranks.
+
+        Args:
+            model_dir: Hugging Face directory; each rank reads its own rows.
+            actor: division, optimizer and computation.
+            temperature: divides the logits.
+            device: this rank's.
+            seed: of this process's random numbers (none are drawn without dropout).
+            timeout_s: of collectives.
+
+        Raises:
+            ConfigError: the model is of another family, or the directory does not hold what its config.json says.
+        """
+        prepare_megatron(device)
+        layout = actor.megatron.layout(dist.get_world_size())
+        self._model_dir = model_dir
+        self._device = device
+        context = join_groups(layout, timeout_s=timeout_s, seed=seed)
+        model = DenseModel.of(read_model_config(model_dir))
+        self._vocab_size = model.vocab_size
+        self._parts = build_megatron(model, actor, layout, context)
+        self._state = MegatronState(self._parts)
+        self._forward = MegatronForward(self._parts, actor, temperature=temperature, device=device)
+        self._updates = Updates(actor)
+        self._state.read_weights(HfWeights(model_dir))
+        self.zero_grad()
+
+    @property
+    def optimizer_updates(self) -> int:
+        return self._updates.number
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A] on every rank of the replica; [0] for a replica without rows. Raises BadRequest."""
+        if batch is None:
+            return torch.empty(0, device=self._device)
+        check_sequences(batch, vocab_size=self._vocab_size)
+        return self._forward.forward(batch, entropy=False)[0]
+
+    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
+        """Accumulate gradients of `loss`, which every rank of the replica evaluates on the same values."""
+        if batch is None:
+            return
+        check_sequences(batch, vocab_size=self._vocab_size)
+        log_probs_A, entropy_A = self._forward.forward(batch, entropy=True)
+        log_probs_A = log_probs_A.clone().requires_grad_()
+        (gradient_A,) = torch.autograd.grad(loss(log_probs_A, entropy_A), log_probs_A, materialize_grads=True)
+        self._forward.backward(gradient_A)
+
+    @torch.no_grad()
+    def step(self, scale: float) -> StepStats:
+        """Multiply the gradients (summed over replicas) by `scale`, clip, update, clear them.
+
+        A gradient that is not finite changes no weight: the step is logged and reported with its `grad_norm`.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        wrapped, optimizer = self._parts.wrapped, self._parts.optimizer
+        finalize_model_grads([wrapped])
+        optimizer.prepare_grads()
+        factor, stats = self._updates.next(float(optimizer.get_grad_norm()), scale)
+        if factor is not None:
+            wrapped.scale_gradients(factor)  # in place: what the optimizer was given are views of the same buffers
+            for group in optimizer.param_groups:
+                group["lr"] = stats.lr
+            optimizer.step_with_ready_grads()
+        self.zero_grad()
+        return stats
+
+    def zero_grad(self) -> None:
+        self._parts.wrapped.zero_grad_buffer()
+        self._parts.optimizer.zero_grad()
+
+    def shards(self) -> Iterator[LocalShard]:
+        """Yield this rank's pieces of all parameters, in a fixed order; views, so copy before the next `step`."""
+        for name, parameter in self._parts.network.named_parameters():
+            yield from megatron_shards(name, parameter, self._parts.geometry)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer and numbers of steps and updates for torch.distributed.checkpoint."""
+        return {**self._state.state_dict(), **self._updates.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the tensors were loaded in place."""
+        self._state.load_state_dict(state)
+        self._updates.load_state_dict(state)
+        self.zero_grad()
+
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write a Hugging Face directory of a saved state, in the element type of the initial model's files."""
+        source, tensors = HfWeights(self._model_dir), SavedTensors(saved)
+        copy_without_weights(self._model_dir, target)
+        shapes = tensors.shapes("model.")
+        write_weights(target, shapes, lambda name: tensors.read(f"model.{name}").to(source.dtype(name)))

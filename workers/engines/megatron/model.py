@@ -1,0 +1,206 @@
+"""Builds Megatron's model, data-parallel wrapper and distributed optimizer. Imports Megatron inside functions only.
+
+The layers are Megatron's own (`get_gpt_layer_local_spec`), on every device; their core attention is ours, since
+Megatron's local one knows no packed sequences.
+
+Source: megatron-core 0.16.1.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from asyncflow.errors import ConfigError
+from workers.config import ActorConfig
+from workers.engines.megatron.config import DenseModel, MegatronLayout
+from workers.engines.megatron.context import MegatronPackedAttention
+from workers.engines.megatron.names import MegatronGeometry
+
+
+@dataclass(frozen=True)
+class MegatronParts:
+    """One rank's model and optimizer.
+
+    Attributes:
+        network: the bare GPTModel of this rank's stage.
+        wrapped: the same under Megatron's DistributedDataParallel, whose buffers hold parameters and gradients.
+        optimizer: the one DistributedOptimizer.
+        geometry: of the model and the rank.
+        layout: of all ranks.
+        context: the ranks that share tokens with this one; None: it has all.
+    """
+
+    network: Any
+    wrapped: Any
+    optimizer: Any
+    geometry: MegatronGeometry
+    layout: MegatronLayout
+    context: dist.ProcessGroup | None
+
+
+def prepare_megatron(device: torch.device) -> None:
+    """Import what must be imported before Megatron: on NPU MindSpeed, which replaces parts of it.
+
+    Raises:
+        ConfigError: this process has no device that Megatron computes on.
+    """
+    if device.type == "npu":
+        import mindspeed.megatron_adaptor  # noqa: F401 - patches Megatron when it is imported
+    try:
+        torch.cuda.current_device()  # Megatron calls it; torch_npu implements it, too
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(
+            f"actor.engine: megatron computes on CUDA and NPU, not on {device}; set actor.engine to fsdp"
+        ) from error
+
+
+def join_groups(layout: MegatronLayout, *, timeout_s: float, seed: int) -> dist.ProcessGroup | None:
+    """Make Megatron's process groups and random numbers; collective over the default group.
+
+    Returns:
+        The ranks that share tokens with this one; None: it has all.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not parallel_state.model_parallel_is_initialized():  # by an engine before this one in the process
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.stages,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(seed)
+    if layout.context == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    own: dist.ProcessGroup | None = None
+    for ranks in layout.context_ranks():
+        group = dist.new_group(list(ranks), timeout=timeout)
+        own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def build_megatron(
+    model: DenseModel, actor: ActorConfig, layout: MegatronLayout, context: dist.ProcessGroup | None
+) -> MegatronParts:
+    """Return this rank's part of a model without weights; collective over the default group.
+
+    Args:
+        model: sizes.
+        actor: optimizer and computation.
+        layout, context: see `join_groups`, which was called.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    place = layout.place(dist.get_rank())
+    half = actor.autocast == "bfloat16"
+    config = _transformer_config(model, actor, layout)
+    padded = -(-model.vocab_size // layout.tensor) * layout.tensor
+    network = _network(model, config, place.stage, layout.stages, padded)
+    if half:
+        network.bfloat16()  # Megatron builds norms in float32
+    sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(config, sharded, network)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=actor.lr,
+        weight_decay=actor.weight_decay,
+        adam_beta1=actor.betas[0],
+        adam_beta2=actor.betas[1],
+        adam_eps=actor.eps,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,  # done by the engine, together with the scale
+    )
+    # No overrides: every parameter decays, as in the other engines.
+    chained = get_megatron_optimizer(settings, [wrapped], config_overrides={}, use_gloo_process_groups=False)
+    geometry = MegatronGeometry(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+        tp_size=layout.tensor,
+        tp_rank=place.tensor,
+        layer_offset=place.stage * (model.num_layers // layout.stages),
+        tied=model.tied,
+    )
+    return MegatronParts(network, wrapped, chained.chained_optimizers[0], geometry, layout, context)
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _transformer_config(model: DenseModel, actor: ActorConfig, layout: MegatronLayout) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if actor.autocast == "bfloat16" else torch.float32
+    recompute: dict[str, Any] = {}
+    if actor.gradient_checkpointing:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        activation_func=silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.stages,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are loaded. Megatron marks what tensor parallelism cuts while it initialises, so it must do that.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        calculate_per_token_loss=True,  # gradients are summed over replicas, not averaged
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **recompute,
+    )
+
+
+def _network(model: DenseModel, config: Any, stage: int, stages: int, padded_vocab_size: int) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_norm)
+    spec.submodules.self_attention.submodules.core_attention = MegatronPackedAttention
+    network: nn.Module = GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab_size,
+        max_sequence_length=model.max_positions,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,
+        rope_scaling=model.rope_factor > 0,
+        rope_scaling_factor=model.rope_factor or 8.0,
+    )
+    return network

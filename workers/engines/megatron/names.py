@@ -1,0 +1,307 @@
+"""From the parameters of a Megatron-core GPT model to Hugging Face names and boxes: Llama, Qwen2 and Qwen3, dense.
+
+Pure: a local tensor goes in, views of it come out. Knows names and layouts, but neither process groups nor Megatron.
+
+    linear_qkv     rows, per query group (one key/value head):  its query heads | key | value
+    linear_fc1     rows, per tensor-parallel rank:               gate | up
+    linear_proj, linear_fc2                                      columns cut over tensor-parallel ranks
+    word_embeddings, output_layer                                rows cut; those of padding are last and dropped
+
+The layer's own norm weights sit in the matrix that follows them (Transformer Engine) or apart (local modules). With
+fewer query groups than tensor-parallel ranks a group's rows are cut across ranks wherever the division falls.
+
+The distributed optimizer cuts parameters without regard to rows: a data-parallel rank has elements `start` to `stop` of
+the flattened parameter. Cut by query group, each shard is one run of the parameter, and `flat_boxes` splits it:
+
+    parameter (flat)    | q of group 0 | k | v | q of group 1 | k | v |
+    this rank                  |======================|
+    boxes of q_proj, k_proj, v_proj: rest of a row, whole rows, begin of a row
+
+Source: megatron-core 0.16.0, `core/transformer/attention.py` (`get_query_key_value_tensors`), `core/transformer/mlp.py`
+(`glu`), `core/models/gpt/gpt_layer_specs.py` (names of norms with and without Transformer Engine); Megatron-Bridge,
+`models/qwen/qwen2_bridge.py` and `qwen3_bridge.py`. Unchanged in megatron-core 0.20.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncflow.errors import PlanError
+from weightsync.boxes import Box
+from workers.engines.base import LocalShard
+
+
+@dataclass(frozen=True)
+class MegatronGeometry:
+    """Sizes of the whole model, and which part of it this rank has.
+
+    Attributes:
+        num_layers: of the whole model.
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads (Megatron's query groups).
+        head_dim: of one head (Megatron's `kv_channels`).
+        ffn_hidden_size: of gate and of up.
+        vocab_size: without padding.
+        tp_size, tp_rank: tensor parallelism.
+        layer_offset: number of this pipeline stage's (or model chunk's) first layer.
+        tied: input and output embedding are one; the last pipeline stage's copy is a replica of the first's.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tp_size: int = 1
+    tp_rank: int = 0
+    layer_offset: int = 0
+    tied: bool = False
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def megatron_shards(name: str, local: Tensor, geometry: MegatronGeometry) -> list[LocalShard]:
+    """Return which parts of Hugging Face's tensors a parameter holds.
+
+    Args:
+        name: as the unwrapped GPTModel's `named_parameters()` gives it; layers count from this stage's first.
+        local: this rank's values.
+        geometry: of the model and the rank.
+
+    Returns:
+        Shards whose values are views of `local` without gradient, of any number of dimensions.
+
+    Raises:
+        PlanError: an unknown name, or a shape that does not follow from the geometry.
+    """
+    rest, prefix = name, ""
+    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if layer is not None:
+        number = int(layer[1]) + geometry.layer_offset
+        if number >= geometry.num_layers:
+            raise PlanError(f"{name}: would be layer {number} of {geometry.num_layers}; is the layer offset right?")
+        rest, prefix = layer[2], f"model.layers.{number}."
+    layout, target = (_OF_LAYER if layer else _OUTSIDE_OF_LAYERS).get(rest, (None, ""))
+    if layout is None:
+        raise PlanError(
+            f"{name}: not a parameter of a dense Llama, Qwen2 or Qwen3 model in Megatron; pass the names of the "
+            "unwrapped GPTModel, or add the layout to workers/engines/megatron/names.py"
+        )
+    return list(layout(_Parameter(name, local.detach(), geometry), prefix + target))
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """A box of a Hugging Face tensor, and where it lies in this rank's run.
+
+    Attributes:
+        name, shape: of the whole tensor.
+        box: which part.
+        start: its first element in the run.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its view of the run's values."""
+        return flat[self.start : self.start + self.box.numel].view(self.box.size)
+
+
+def flat_boxes(name: str, parameter: Tensor, geometry: MegatronGeometry, *, start: int, stop: int) -> Iterator[FlatBox]:
+    """Yield the boxes of elements `start` to `stop` of a flattened parameter; padding of the vocabulary is left out.
+
+    Args:
+        name: see `megatron_shards`.
+        parameter: this rank's, contiguous.
+        geometry: see `megatron_shards`.
+        start, stop: the run.
+    """
+    first = int(parameter.storage_offset())
+    for shard in megatron_shards(name, parameter, geometry):
+        for box, values in _runs(shard):
+            begin = int(values.storage_offset()) - first
+            low, high = max(start, begin), min(stop, begin + box.numel)
+            for part, offset in _cut(box, low - begin, high - begin):
+                yield FlatBox(shard.name, shard.shape, part, begin + offset - start)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A Megatron parameter on one rank."""
+
+    name: str
+    values: Tensor
+    geometry: MegatronGeometry
+
+    def require(self, *shape: int) -> None:
+        """Refuse values of another shape."""
+        if tuple(self.values.shape) != shape:
+            raise PlanError(
+                f"{self.name}: shape {tuple(self.values.shape)}, but {shape} follows from {self.geometry}; "
+                "give the geometry of this model and rank"
+            )
+
+
+def _whole_hidden(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    yield from _whole(parameter, target, parameter.geometry.hidden_size)
+
+
+def _whole_head(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    yield from _whole(parameter, target, parameter.geometry.head_dim)
+
+
+def _whole(parameter: _Parameter, target: str, size: int) -> Iterator[LocalShard]:
+    parameter.require(size)
+    yield LocalShard(target, (size,), Box.whole((size,)), parameter.values)
+
+
+def _attention_columns(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    yield _columns(parameter, target, parameter.geometry.num_heads * parameter.geometry.head_dim)
+
+
+def _ffn_columns(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    yield _columns(parameter, target, parameter.geometry.ffn_hidden_size)
+
+
+def _columns(parameter: _Parameter, target: str, num_columns: int) -> LocalShard:
+    geometry = parameter.geometry
+    rows, columns = geometry.hidden_size, num_columns // geometry.tp_size
+    parameter.require(rows, columns)
+    return LocalShard(
+        target, (rows, num_columns), Box((0, geometry.tp_rank * columns), (rows, columns)), parameter.values
+    )
+
+
+def _output_rows(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    yield from _vocabulary_rows(parameter, _EMBEDDING if parameter.geometry.tied else target)
+
+
+def _vocabulary_rows(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    geometry, padded_rows = parameter.geometry, parameter.values.shape[0]
+    parameter.require(padded_rows, geometry.hidden_size)
+    start = min(geometry.tp_rank * padded_rows, geometry.vocab_size)
+    values = parameter.values[: geometry.vocab_size - start]
+    yield _rows(target, geometry.vocab_size, start, len(values), values)
+
+
+def _gate_and_up(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    geometry = parameter.geometry
+    rows = geometry.ffn_hidden_size // geometry.tp_size
+    parameter.require(2 * rows, geometry.hidden_size)
+    for which, values in (("gate", parameter.values[:rows]), ("up", parameter.values[rows:])):
+        yield _rows(target.format(which), geometry.ffn_hidden_size, geometry.tp_rank * rows, rows, values)
+
+
+def _fused_weight(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    parameter.require(_fused_rows(parameter.geometry), parameter.geometry.hidden_size)
+    yield from _fused_qkv(parameter, target)
+
+
+def _fused_bias(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    parameter.require(_fused_rows(parameter.geometry))
+    yield from _fused_qkv(parameter, target)
+
+
+def _fused_rows(geometry: MegatronGeometry) -> int:
+    return (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim // geometry.tp_size
+
+
+def _fused_qkv(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    geometry = parameter.geometry
+    if geometry.num_kv_heads % geometry.tp_size:
+        yield from _fused_parts_of_groups(parameter, target)
+        return
+    num_groups = geometry.num_kv_heads // geometry.tp_size
+    grouped = torch.unflatten(parameter.values, 0, (num_groups, geometry.heads_per_group + 2, geometry.head_dim))
+    heads = torch.split(grouped, [geometry.heads_per_group, 1, 1], dim=1)
+    for (which, heads_of_group), values in zip(_heads(geometry), heads, strict=True):
+        rows = num_groups * heads_of_group * geometry.head_dim
+        yield _rows(target.format(which), rows * geometry.tp_size, geometry.tp_rank * rows, rows, values)
+
+
+def _fused_parts_of_groups(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
+    """Yield what lies between this rank's first and last row, which may be in the middle of a head."""
+    geometry, num_rows = parameter.geometry, len(parameter.values)
+    first, start = geometry.tp_rank * num_rows, 0
+    for group in range(geometry.num_kv_heads):
+        for which, heads_of_group in _heads(geometry):
+            rows = heads_of_group * geometry.head_dim
+            low, high = max(start, first), min(start + rows, first + num_rows)
+            if low < high:
+                values = parameter.values[low - first : high - first]
+                target_rows, target_start = geometry.num_kv_heads * rows, group * rows + low - start
+                yield _rows(target.format(which), target_rows, target_start, high - low, values)
+            start += rows
+
+
+def _heads(geometry: MegatronGeometry) -> tuple[tuple[str, int], ...]:
+    """Return what a query group is made of, in order, with numbers of heads."""
+    return ("q", geometry.heads_per_group), ("k", 1), ("v", 1)
+
+
+def _rows(target: str, num_rows: int, start: int, count: int, values: Tensor) -> LocalShard:
+    """Return rows of a matrix or vector; the last dimension of a matrix's values is whole."""
+    tail = () if target.endswith(".bias") else tuple(values.shape[-1:])
+    shape = (num_rows, *tail)
+    return LocalShard(target, shape, Box.rows(shape, start, start + count), values)
+
+
+def _runs(shard: LocalShard) -> Iterator[tuple[Box, Tensor]]:
+    """Split a shard of several query groups into one run of the parameter each."""
+    if shard.values.is_contiguous():
+        yield shard.box, shard.values
+        return
+    row = shard.box.offset[0]
+    for values in shard.values:
+        assert values.is_contiguous(), f"{shard.name}: a query group's rows are apart"
+        rows = values.numel() * shard.box.size[0] // shard.box.numel
+        yield Box((row, *shard.box.offset[1:]), (rows, *shard.box.size[1:])), values
+        row += rows
+
+
+def _cut(box: Box, low: int, high: int) -> Iterator[tuple[Box, int]]:
+    """Yield (box, its first element) of elements `low` to `high` of a box with one or two dimensions."""
+    width = box.size[1] if len(box.size) == 2 else 1
+    while low < high:
+        row, column = divmod(low, width)
+        rows = max(1, (high - low) // width) if not column else 1
+        count = min(rows * width, high - low) if not column else min(width - column, high - low)
+        if len(box.size) == 2:
+            yield Box((box.offset[0] + row, box.offset[1] + column), (rows, count // rows)), low
+        else:
+            yield Box((box.offset[0] + row,), (rows,)), low
+        low += count
+
+
+_Layout = Callable[[_Parameter, str], Iterator[LocalShard]]
+_EMBEDDING = "model.embed_tokens.weight"
+_OUTSIDE_OF_LAYERS: dict[str, tuple[_Layout, str]] = {
+    "embedding.word_embeddings.weight": (_vocabulary_rows, _EMBEDDING),
+    "output_layer.weight": (_output_rows, "lm_head.weight"),
+    "decoder.final_layernorm.weight": (_whole_hidden, "model.norm.weight"),
+}
+_OF_LAYER: dict[str, tuple[_Layout, str]] = {
+    "input_layernorm.weight": (_whole_hidden, "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": (_whole_hidden, "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": (_fused_weight, "self_attn.{}_proj.weight"),
+    "self_attention.linear_qkv.bias": (_fused_bias, "self_attn.{}_proj.bias"),
+    "self_attention.q_layernorm.weight": (_whole_head, "self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": (_whole_head, "self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": (_attention_columns, "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": (_whole_hidden, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": (_whole_hidden, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": (_gate_and_up, "mlp.{}_proj.weight"),
+    "mlp.linear_fc2.weight": (_ffn_columns, "mlp.down_proj.weight"),
+}

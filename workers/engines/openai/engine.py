@@ -1,0 +1,297 @@
+"""Servers that speak OpenAI's completions API as the generating engine: the user's own inference cluster.
+
+    submit         one streamed request per response, to the servers in turn; prompts and responses as token ids
+    load_weights   safetensors into `weights_dir`, then every server is told; only while nothing runs
+
+A response that breaks off is asked for again, from its beginning; a server that stays away fails the rollout, which the
+supervisor starts again. Weights are never swapped inside a response, since the API does not say which tokens they drew.
+A vLLM server that lost its weights is noticed (`ServedWeights`).
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from asyncflow.errors import ConfigError, EngineFailed
+from weightsync.plan import Need
+from workers.calls.pool import CallPool
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.base import GenerateRequest, Generation, check_request
+from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
+from workers.engines.hf.weights import copy_without_weights, write_weights
+from workers.engines.model_files import eos_token_ids, longest_prompt
+from workers.engines.openai.config import OpenAIConfig
+from workers.engines.openai.server import Completion, OpenAIServer, pauses
+from workers.engines.openai.weights import ServedWeights, open_updates
+from workers.engines.response_tasks import ResponseTasks
+
+logger = logging.getLogger(__name__)
+
+_DIRECTORY = re.compile(r"load_(\d{6,})")
+_KEPT = 2
+"""Directories of weights that are kept: a server may still read the last but one."""
+
+
+@dataclass(frozen=True)
+class _Response:
+    request: GenerateRequest
+    completion: Completion
+    version: int
+
+
+class OpenAIEngine:
+    """Has servers generate responses; implements `GenerateEngine`."""
+
+    adopts_weights = False
+    interruptible = False
+
+    def __init__(self, model_dir: Path, model: ModelConfig, config: OpenAIConfig, *, sampling: SamplingConfig) -> None:
+        """Connect to the servers, which must be running.
+
+        Args:
+            model_dir: Hugging Face directory; only its JSON files are read.
+            model: element type in which weights are written.
+            config: of the servers.
+            sampling: how, and limits.
+
+        Raises:
+            ConfigError: settings under which log-probabilities would be wrong.
+            EngineFailed: a server does not answer.
+        """
+        check_sampling(config, sampling)
+        self._model_dir = model_dir
+        self._config = config
+        self._sampling = sampling
+        self._eos = list(eos_token_ids(model_dir))
+        skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
+        self._needs = weight_needs(skeleton)
+        self._dtype = DTYPES[model.dtype]
+        self._vocab_size = vocab_size(skeleton)
+        self._longest_prompt = longest_prompt(model_dir, sampling.max_response_tokens)
+        self._loaded = False
+        self._updates: CallPool | None = None
+        self.version = 0
+        self._tasks: ResponseTasks[_Response] = ResponseTasks("openai")
+        self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
+        self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
+        self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
+        self._turn = itertools.cycle(zip(self._servers, self._weights, strict=True))
+        first = self._servers[0]
+        self._served = config.model or self._run(
+            first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
+        )
+
+    @property
+    def num_running(self) -> int:
+        return self._tasks.num_running
+
+    @property
+    def free_slots(self) -> int:
+        return self._sampling.batch_size - self._tasks.num_running
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        assert self._loaded, "submit() before load_weights()"
+        assert len(requests) <= self.free_slots
+        for request in requests:
+            check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
+        self._tasks.start([self._generate(request, *next(self._turn), self.version) for request in requests])
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
+
+        Raises:
+            EngineFailed: a server refused a request, or stays away.
+        """
+        return [_generation(response) for response in self._tasks.step(wake)]
+
+    def abort(self) -> None:
+        """Forget what runs; closed connections tell the servers."""
+        self._tasks.abort()
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Write all weights (HF names) and have every server take them. Not while responses run.
+
+        Raises:
+            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
+            EngineFailed: a server did not take them.
+            UserCodeFailed: the user's function raised, or did not return in time.
+        """
+        assert not self.num_running, "load_weights() while responses run"
+        check_weights(self._needs, weights)
+        directory = self._write(weights)
+        self._loaded = True
+        config = self._config
+        if config.update == "vllm":
+            timeout_s = (config.retries + 1) * 4 * config.update_timeout_s
+            self._run(self._take_all(directory), "the servers to take weights", timeout_s=timeout_s)
+            return
+        if self._updates is None:
+            self._updates = open_updates(config)
+        self._updates.call(str(directory), on=f"the weights in {directory}")
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return self._needs
+
+    def close(self) -> None:
+        """Close all connections; idempotent. The servers go on with the weights that they have."""
+        if self._servers:
+            self._tasks.abort()
+            for server in self._servers:
+                self._run(server.close(), "connections to close", timeout_s=self._config.timeout_s)
+            self._servers = []
+            self._tasks.close()
+        if self._updates is not None:
+            self._updates.close()
+
+    def _connect(self) -> list[OpenAIServer]:
+        config, api_key = self._config, read_api_key(self._config.api_key_variable)
+        return [
+            OpenAIServer(
+                url,
+                api_key=api_key,
+                timeout_s=config.timeout_s,
+                retries=config.retries,
+                retry_pause_s=config.retry_pause_s,
+                num_connections=self._sampling.batch_size + 1,
+            )
+            for url in config.urls
+        ]
+
+    async def _generate(
+        self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
+    ) -> _Response:
+        sampling = self._sampling
+        body = {
+            "model": self._served,
+            "prompt": request.prompt_P.tolist(),
+            "max_tokens": sampling.max_response_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            # Else those of the model's generation_config.json apply and change what is drawn.
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": request.signed_seed,
+            "ignore_eos": True,  # the server's own setting; `stop_token_ids` counts
+            "stop_token_ids": self._eos,
+            "skip_special_tokens": False,
+        }
+        completion = await server.complete(body, self._tasks.progress, weights.unchanged)
+        check_completion(
+            server.url,
+            completion,
+            eos=self._eos,
+            vocab_size=self._vocab_size,
+            max_tokens=sampling.max_response_tokens,
+        )
+        return _Response(request, completion, version)
+
+    def _write(self, weights: Mapping[str, Tensor]) -> Path:
+        """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
+        root = Path(self._config.weights_dir)
+        root.mkdir(parents=True, exist_ok=True)
+        old = sorted((path for path in root.iterdir() if _DIRECTORY.fullmatch(path.name)), key=_number)
+        target = root / f"load_{_number(old[-1]) + 1 if old else 1:06}"
+        copy_without_weights(self._model_dir, target)
+        shapes = {name: need.shape for name, need in self._needs.items()}
+        write_weights(target, shapes, lambda name: weights[name].to(self._dtype).contiguous())
+        for path in old[: -_KEPT + 1]:
+            shutil.rmtree(path)
+        return target
+
+    async def _take_all(self, directory: Path) -> None:
+        await asyncio.gather(*(weights.take(directory) for weights in self._weights))
+
+    def _run(self, coroutine: Any, what: str, *, timeout_s: float) -> Any:
+        """Run what may be attempted several times; `timeout_s` does not count the pauses."""
+        return self._tasks.run(coroutine, what=what, timeout_s=timeout_s + self._pauses_s)
+
+
+def check_completion(
+    server: str, completion: Completion, *, eos: Sequence[int], vocab_size: int, max_tokens: int
+) -> None:
+    """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
+
+    Raises:
+        EngineFailed: says what is wrong.
+    """
+    tokens, wrong = completion.tokens, ""
+    unknown = [token for token in tokens if not 0 <= token < vocab_size]
+    if not 0 < len(tokens) <= max_tokens:
+        wrong = f"returned {len(tokens)} tokens, where 1 to {max_tokens} were asked for"
+    elif unknown:
+        wrong = f"returned token {unknown[0]}, but the model has {vocab_size} tokens: it serves another one"
+    elif not set(eos).isdisjoint(tokens[:-1]):
+        wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
+    elif not completion.truncated and tokens[-1] not in eos:
+        wrong = (
+            f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
+            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of "
+            f"its own"
+        )
+    if wrong:
+        raise EngineFailed(f"openai: {server} {wrong}")
+
+
+def read_api_key(variable: str) -> str:
+    """Return the key in an environment variable, "" if there is none.
+
+    Raises:
+        ConfigError: it has characters that no request can carry.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"openai.api_key_variable: what {variable} holds is no key: it has line breaks, control or non-ASCII "
+            f"characters; set it again"
+        )
+    return key
+
+
+def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:
+    """Refuse settings under which the servers' log-probabilities are not those of the tempered distribution.
+
+    Raises:
+        ConfigError: says what to set.
+    """
+    if sampling.temperature == 0:
+        return
+    filtered = sampling.top_p < 1 or sampling.top_k > 0
+    if config.logprobs_mode == "raw" and sampling.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature: {sampling.temperature:g} cannot be with openai.logprobs_mode raw, whose "
+            f"log-probabilities are those of temperature 1; start the servers with --logprobs-mode processed_logprobs "
+            f"and set openai.logprobs_mode to processed, or set rollout.temperature to 1"
+        )
+    if config.logprobs_mode == "processed" and filtered:
+        raise ConfigError(
+            "openai.logprobs_mode: processed cannot be with rollout.top_p or rollout.top_k, which would change the "
+            "log-probabilities; leave these out, or use raw with rollout.temperature 1"
+        )
+
+
+def _number(directory: Path) -> int:
+    return int(directory.name.removeprefix("load_"))
+
+
+def _generation(response: _Response) -> Generation:
+    completion = response.completion
+    return Generation.of(
+        response.request,
+        tokens=completion.tokens,
+        log_probs=completion.log_probs,
+        versions=[response.version] * len(completion.tokens),
+        truncated=completion.truncated,
+    )

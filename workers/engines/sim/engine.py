@@ -1,0 +1,309 @@
+"""Engines that sleep instead of computing: `rollout.engine: sim`, `actor.engine: sim`, `ref.engine: sim`.
+
+A small machine stands for a cluster: the roles sleep as long as real ones would compute, while queue, weight transfer
+and launcher are real, and so are rows, versions and losses. Weights are a few tensors that every update changes, cut
+among the actor's ranks as FSDP2 cuts them. A response's length is a pure function of (seed, row), so schedules can be
+compared sample by sample.
+
+Legend of shapes: R response tokens, A response tokens of a packed micro-batch.
+"""
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from weightsync.boxes import Box
+from weightsync.plan import Need
+from workers.engines.base import GenerateRequest, Generation, LocalShard, LossFunction, Sequences, StepStats
+from workers.engines.hf.weights import SavedTensors
+from workers.engines.sim.config import SimConfig
+
+_TOKEN = 2
+_ROWS = 64
+"""Of each tensor of the model."""
+
+
+def sim_shapes(config: SimConfig) -> dict[str, tuple[int, int]]:
+    """Return the model's parameters, by name."""
+    return {f"sim.layers.{k}.weight": (_ROWS, -(-config.parameters // (8 * _ROWS))) for k in range(8)}
+
+
+class SimLengths:
+    """How many tokens the responses of a run have."""
+
+    def __init__(self, config: SimConfig, *, samples_per_step: int, seed: int) -> None:
+        """Args:
+        config: distribution.
+        samples_per_step: rows of a step.
+        seed: of the run.
+        """
+        self._config = config
+        self._samples = samples_per_step
+        self._seed = seed
+        self._of_step = lru_cache(maxsize=8)(self._draw)
+
+    def tokens(self, index: int) -> int:
+        """Return the length of the response of row `index` (tokens, at least 1)."""
+        step, place = divmod(index, self._samples)
+        return max(1, round(self._config.mean_tokens * float(self._of_step(step + 1)[place])))
+
+    def _draw(self, step: int) -> NDArray[np.float64]:
+        """Return the relative lengths, float64 [samples per step], mean 1, of a step, in data order."""
+        config, size = self._config, self._samples
+        chance = np.random.default_rng([self._seed, step])
+        drawn: NDArray[np.float64]
+        match config.lengths:
+            case "constant":
+                drawn = np.ones(size)
+            case "lognormal":
+                drawn = np.minimum(chance.lognormal(0.0, config.sigma, size), config.clip * np.exp(config.sigma**2 / 2))
+            case "pareto":
+                mean = 1 / (1 - config.sigma)  # of shape 1 / sigma
+                drawn = np.minimum(1.0 + chance.pareto(1 / config.sigma, size), config.clip * mean)
+            case "file":
+                numbers = _recorded(config.lengths_file)
+                drawn = numbers[(np.arange(size) + (step - 1) * size) % len(numbers)]
+        relative: NDArray[np.float64] = drawn / drawn.mean()
+        return relative
+
+
+@dataclass(order=True)
+class _Running:
+    """A response. `started` is when its first token began (s, monotonic)."""
+
+    ends: float
+    request: GenerateRequest = field(compare=False)
+    num_tokens: int = field(compare=False)
+    started: float = field(compare=False)
+
+
+class SimGenerateEngine:
+    """Responses with a token over and over; implements `GenerateEngine`."""
+
+    adopts_weights = True
+    interruptible = True
+
+    def __init__(
+        self,
+        config: SimConfig,
+        lengths: SimLengths,
+        *,
+        num_slots: int,
+        max_response_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        config: speeds.
+        lengths: of the responses.
+        num_slots: responses at a time.
+        max_response_tokens: longer responses are cut.
+        clock: says what time it is (s).
+        """
+        self._clock = clock
+        self._config = config
+        self._lengths = lengths
+        self._num_slots = num_slots
+        self._longest = max_response_tokens
+        self._running: list[_Running] = []
+        self._swaps: list[tuple[float, int]] = []
+        self._weights: Mapping[str, Tensor] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        oldest = min((one.started for one in self._running), default=self._clock())
+        kept = [swap for swap in self._swaps if swap[0] > oldest]
+        before = [swap for swap in self._swaps if swap[0] <= oldest][-1:]
+        self._swaps = [*before, *kept, (self._clock(), version)]
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def free_slots(self) -> int:
+        return self._num_slots - len(self._running)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        assert len(requests) <= self.free_slots
+        for request in requests:
+            started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
+            num_tokens = min(self._longest, self._lengths.tokens(request.index))
+            ends = started + self._config.decode_s_per_token * num_tokens
+            heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Sleep until a response ends or `wake` is set; returns those that ended."""
+        if self._running:
+            wake.wait(max(0.0, self._running[0].ends - self._clock()))
+        finished, now = [], self._clock()
+        while self._running and self._running[0].ends <= now:
+            finished.append(self._generation(heapq.heappop(self._running)))
+        return finished
+
+    def abort(self) -> None:
+        self._running = []
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Take them; responses that run go on."""
+        self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return _needs(self._config)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _generation(self, one: _Running) -> Generation:
+        size = one.num_tokens
+        versions_R = torch.full((size,), self._swaps[0][1] if self._swaps else self._version, dtype=torch.int32)
+        for moment, version in self._swaps:
+            drawn = (moment - one.started) / max(1e-9, self._config.decode_s_per_token)
+            versions_R[min(size, max(0, int(drawn))) :] = version
+        return Generation(
+            index=one.request.index,
+            response_R=torch.full((size,), _TOKEN),
+            log_probs_R=torch.full((size,), -1.0),
+            versions_R=versions_R,
+            truncated=size < self._lengths.tokens(one.request.index),
+            ticket=one.request.ticket,
+        )
+
+
+class SimFrozenModel:
+    """Log-probabilities of the generating engine; implements `FrozenEngine`."""
+
+    adopts_weights = True
+
+    def __init__(self, config: SimConfig, *, s_per_token: float) -> None:
+        self._config = config
+        self._s_per_token = s_per_token
+        self._weights: Mapping[str, Tensor] = {}
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        self._weights = weights if adopt else {name: tensor.clone() for name, tensor in weights.items()}
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return _needs(self._config)
+
+    def read_weights(self, weights_dir: Path) -> None:
+        """Read them from safetensors."""
+        self._weights = load_file(weights_dir / "model.safetensors")
+
+    def save_weights(self, target: Path) -> None:
+        """Write them as safetensors, into an existing directory."""
+        save_file({name: tensor.contiguous() for name, tensor in self._weights.items()}, target / "model.safetensors")
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Return float32 [A], after a while."""
+        return _log_probs(self._s_per_token, batch)
+
+
+class SimTrainEngine:
+    """Changes its parameters with every update; implements `TrainEngine`."""
+
+    def __init__(self, config: SimConfig, *, lr: float) -> None:
+        """Collective over the actor's default group.
+
+        Args:
+            config: speeds and size.
+            lr: is reported.
+        """
+        self._config = config
+        self._lr = lr
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._shards = []
+        for name, shape in sim_shapes(config).items():
+            start, stop = (shape[0] * k // num_ranks for k in (rank, rank + 1))
+            values = torch.zeros(stop - start, shape[1])
+            self._shards.append(LocalShard(name, shape, Box.rows(shape, start, stop), values))
+
+    @property
+    def optimizer_updates(self) -> int:
+        return int(self._step)
+
+    def log_probs(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A], after a while; None: this rank has no rows."""
+        return torch.empty(0) if batch is None else _log_probs(self._config.policy_forward_s_per_token, batch)
+
+    def forward_backward(self, batch: Sequences | None, loss: LossFunction) -> None:
+        """Compute the loss, and sleep for the rest of the time."""
+        if batch is None:
+            return
+        began, num_tokens = time.monotonic(), _response_tokens(batch)
+        log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
+        loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
+        time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
+
+    def step(self, scale: float) -> StepStats:
+        """Wait for all ranks, then change all weights."""
+        dist.barrier()
+        time.sleep(self._config.optimizer_s)
+        self._step += 1
+        self._set_weights()
+        return StepStats(grad_norm=scale, lr=self._lr)
+
+    def zero_grad(self) -> None:
+        """Nothing is accumulated."""
+
+    def shards(self) -> Iterable[LocalShard]:
+        """Return this rank's rows of all parameters."""
+        return self._shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates: the weights follow from it."""
+        return {"sim": {"step": self._step}, "optimizer_updates": self._step.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["sim"]["step"]
+        self._set_weights()
+
+    def export_hf(self, target: Path, saved: Path) -> None:
+        """Write the weights of a saved state as safetensors."""
+        target.mkdir(parents=True, exist_ok=True)
+        step = float(SavedTensors(saved).read("sim.step"))
+        values = {
+            name: torch.full(shape, step + k / 16) for k, (name, shape) in enumerate(sim_shapes(self._config).items())
+        }
+        save_file(values, target / "model.safetensors")
+
+    def _set_weights(self) -> None:
+        for number, shard in enumerate(self._shards):
+            shard.values.fill_(float(self._step) + number / 16)
+
+
+def _response_tokens(batch: Sequences) -> int:
+    return int((batch.lengths_N - batch.prompt_lengths_N).sum())
+
+
+def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
+    num_tokens = _response_tokens(batch)
+    time.sleep(s_per_token * num_tokens)
+    return torch.full((num_tokens,), -1.0)
+
+
+def _needs(config: SimConfig) -> dict[str, Need]:
+    return {name: Need(shape) for name, shape in sim_shapes(config).items()}
+
+
+@lru_cache(maxsize=1)
+def _recorded(path: str) -> NDArray[np.float64]:
+    return np.array([float(word) for word in Path(path).read_text().split()])

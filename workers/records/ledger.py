@@ -1,0 +1,131 @@
+"""`ledger.jsonl`: one line per trained (step, group) and per replaced group, the proof of what was trained once.
+
+The actor makes the lines of its rank's rows; `workers.records.step_record` writes those of all ranks.
+Never reads a ledger: that is `workers.records.ledger_file`, where the fields are explained.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from asyncflow.errors import AsyncFlowError
+from tq.batch import Column, PackedBatch
+from tq.refill import Refill
+
+
+def ledger_lines(
+    batch: PackedBatch, *, step: int, admitted_step: int, lineage: int, time_s: float
+) -> list[dict[str, Any]]:
+    """Return one line per group of a trained batch.
+
+    Args:
+        batch: columns `prompts`, `responses`, `versions`, `epochs`; whole groups.
+        step, lineage: that trained it.
+        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
+        time_s: seconds since the command started.
+    Returns:
+        JSON objects; see `workers.records.ledger_file.TrainedLine`.
+    """
+    groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
+    hashes = _token_hashes(batch, groups, prompts)
+    oldest, newest = (part.tolist() for part in batch["versions"].extremes())
+    epochs = batch["epochs"].values
+    lines = []
+    for group, positions in groups.items():
+        first = min(oldest[k] for k in positions)
+        lines.append(
+            {
+                "lineage": lineage,
+                "step": step,
+                "admitted_step": admitted_step,
+                "group": group,
+                "epoch": int(epochs[positions[0]]),
+                "indices": [batch.indices[k] for k in positions],
+                "versions": [first, max(newest[k] for k in positions)],
+                "staleness": step - 1 - first,
+                "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
+                "token_hash": hashes[group],
+                "time_s": round(time_s, 3),
+            }
+        )
+    return lines
+
+
+def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
+    """Return one line per group that another one replaced: in quarantine, or filtered out.
+
+    Args:
+        refills: that became known.
+        step: that is finished; a resume at an earlier one forgets them.
+        lineage: that it belongs to.
+        time_s: seconds since the command started.
+    Returns:
+        JSON objects; see `workers.records.ledger_file.QuarantinedLine` and `FilteredLine`.
+    """
+    return [
+        {
+            "lineage": lineage,
+            "step": step,
+            "admitted_step": refill.step,
+            "group": refill.replaced,
+            "filtered" if refill.cause.filtered else "quarantined": True,
+            "replaced_by": refill.group,
+            "task": refill.cause.task,
+            **({} if refill.cause.filtered else {"deliveries": refill.cause.deliveries}),
+            "time_s": round(time_s, 3),
+        }
+        for refill in refills
+    ]
+
+
+def token_hashes(batch: PackedBatch) -> dict[int, str]:
+    """Return group -> what a ledger line says of its tokens; `batch`: columns `prompts`, `responses`, whole groups."""
+    return _token_hashes(batch, _positions(batch), _row_bytes(batch["prompts"]))
+
+
+def prompt_hash(tokens_P: Tensor) -> str:
+    """Return what a ledger line says of a prompt, from its tokens: int64 [P]."""
+    return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
+
+
+def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]], prompts: list[bytes]) -> dict[int, str]:
+    """Hash lengths, too: without them, moving a token across the border of prompt and response would go unseen."""
+    responses = batch["responses"]
+    pairs = torch.stack([batch["prompts"].lengths, responses.lengths], dim=1).flatten()
+    lengths = _row_bytes(Column(pairs, torch.full_like(responses.lengths, 2)))
+    rows = list(zip(lengths, prompts, _row_bytes(responses), strict=True))
+    return {
+        group: str(xxhash.xxh3_64_hexdigest(b"".join([part for k in positions for part in rows[k]])))
+        for group, positions in groups.items()
+    }
+
+
+def _positions(batch: PackedBatch) -> dict[int, list[int]]:
+    """Return group -> where its rows are in the batch, in the order of their indices, not of their arrival."""
+    found: dict[int, list[int]] = {}
+    for k in sorted(range(len(batch)), key=batch.indices.__getitem__):
+        found.setdefault(batch.groups[k], []).append(k)
+    return found
+
+
+def _row_bytes(column: Column) -> list[bytes]:
+    data = column.values.numpy().tobytes()
+    ends = (column.lengths.cumsum(0) * column.values.itemsize).tolist()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def check_staleness(lines: Sequence[dict[str, Any]], *, bound: int) -> None:
+    """Check the schedule's promise for every group that is about to be trained.
+
+    Raises:
+        AsyncFlowError: a group is older than `bound`, or newer than the step that trains it.
+    """
+    for line in lines:
+        if not 0 <= line["staleness"] <= bound:
+            raise AsyncFlowError(
+                f"group {line['group']} of step {line['step']} was generated with weights of steps {line['versions']}: "
+                f"staleness {line['staleness']} is outside 0..{bound}; this is a fault of AsyncFlow, please report it"
+            )

@@ -1,0 +1,186 @@
+"""The lines of `ledger.jsonl`, for its readers; `workers.records.ledger` makes them. Without torch and pydantic.
+
+{"step": 3, "group": 17, ...}                                    trained in step 3
+{"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
+{"step": 3, "group": 19, "filtered": true, "replaced_by": 25}    its rewards were all equal; known as above
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncflow.errors import ConfigError
+from asyncflow.json_lines import Lines, read_lines
+from asyncflow.run_files import LEDGER_FILE
+
+if TYPE_CHECKING:
+    from tq.config import ScheduleConfig
+
+
+class TrainedLine(msgspec.Struct, frozen=True):
+    """A group that a step trained.
+
+    Attributes:
+        lineage, step: that trained it.
+        admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
+        group: id.
+        epoch: passes over the data before the one that it belongs to.
+        indices: its global row indices, ascending.
+        versions: steps of the weights that drew its oldest and its newest token.
+        staleness: step - 1 - the oldest of them.
+        prompt_hash: xxh3-64 (hex) over the prompt's tokens (int64).
+        token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
+            (int64).
+        time_s: seconds since the command started.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    epoch: int
+    indices: list[int]
+    versions: tuple[int, int]
+    staleness: int
+    prompt_hash: str
+    token_hash: str
+    time_s: float
+
+
+class QuarantinedLine(msgspec.Struct, frozen=True):
+    """A group that some task failed on too often: in this lineage it is in no weights.
+
+    Attributes:
+        lineage: that gave it up; a later one may train it, since a resumed run tries again.
+        step: that was finished when this became known.
+        admitted_step: whose place it had.
+        group: id.
+        replaced_by: id of the group that has its place now.
+        task: that failed on it; "": unknown.
+        deliveries: how often one of its rows came back.
+        time_s: seconds since the command started.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    replaced_by: int
+    task: str
+    deliveries: int
+    time_s: float
+
+
+class FilteredLine(msgspec.Struct, frozen=True):
+    """A group whose rewards were all equal, so that another one took its place: it is in no weights of this run.
+
+    Attributes:
+        lineage: that filtered it out; later ones pass it over, too.
+        step, admitted_step, group, replaced_by, time_s: see `QuarantinedLine`.
+        task: that judged it.
+    """
+
+    lineage: int
+    step: int
+    admitted_step: int
+    group: int
+    replaced_by: int
+    task: str
+    time_s: float
+
+
+ReplacedLine = QuarantinedLine | FilteredLine
+LedgerLine = TrainedLine | QuarantinedLine | FilteredLine
+
+
+class LedgerKey(msgspec.Struct, frozen=True):
+    """What says which groups were trained; all that a resume needs of a line."""
+
+    step: int
+    group: int
+    quarantined: bool = False
+    filtered: bool = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another group took its place."""
+        return self.quarantined or self.filtered
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A ledger file."""
+
+    file: Lines[LedgerLine]
+
+    @cached_property
+    def trained(self) -> list[tuple[int, TrainedLine]]:
+        """Line numbers and lines of groups that were trained."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
+
+    @cached_property
+    def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
+        """Line numbers and lines of groups in quarantine."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, QuarantinedLine)]
+
+    @cached_property
+    def filtered(self) -> list[tuple[int, FilteredLine]]:
+        """Line numbers and lines of groups that were filtered out."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, FilteredLine)]
+
+
+def read_ledger(run_dir: Path) -> Ledger:
+    """Read a run's ledger, which may still be written.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return Ledger(read_lines(run_dir / LEDGER_FILE, _kind_of))
+
+
+def _kind_of(line: bytes) -> type[LedgerLine]:
+    if b'"quarantined"' in line:
+        return QuarantinedLine
+    return FilteredLine if b'"filtered"' in line else TrainedLine
+
+
+def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
+    """Return the ids of the groups that steps 1 .. `completed` trained.
+
+    Mostly these are the groups that the steps were admitted with; not where some were in quarantine, or with
+    `schedule.fill: first_ready`.
+
+    Args:
+        run_dir: with the ledger; lines of later steps, and a last line that was torn, do not count.
+        completed: step of the checkpoint.
+
+    Raises:
+        ConfigError: the ledger cannot be read, or does not name as many groups as that many steps have.
+    """
+    path = run_dir / LEDGER_FILE
+    if not schedule.lateness and not path.exists():  # a checkpoint that was copied without its run
+        return frozenset(range(completed * schedule.rollout_batch_size))
+    ledger = read_lines(path, lambda _: LedgerKey)
+    if ledger.wrong:
+        raise ConfigError(f"{ledger.where(ledger.wrong[0][0])}: names no step and group; repair the line")
+    groups = {line.group for _, line in ledger.lines if line.step <= completed and not line.replaced}
+    expected = completed * schedule.rollout_batch_size
+    if len(groups) != expected:
+        raise ConfigError(
+            f"{path}: names {len(groups)} groups of steps 1 to {completed}, not {expected}, so nobody knows which "
+            f"ones are left; restore the file, or start a new run from the checkpoint's hf/ (--set model.path=...)"
+        )
+    return frozenset(groups)
+
+
+def filtered_groups(run_dir: Path, *, completed: int) -> frozenset[int]:
+    """Return the ids of the groups that were filtered out, as known when step `completed` was finished.
+
+    Raises:
+        ConfigError: the ledger cannot be read.
+    """
+    ledger = read_lines(run_dir / LEDGER_FILE, lambda _: LedgerKey)
+    return frozenset(line.group for _, line in ledger.lines if line.step <= completed and line.filtered)

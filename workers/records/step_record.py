@@ -1,0 +1,326 @@
+"""What training leaves behind; actor rank 0 writes.
+
+updates.jsonl    a line per optimizer update, as soon as it was made: an independent count
+ledger.jsonl     lines of a finished step: groups that others replaced, then those that were trained
+metrics.jsonl    a line per finished step, after its ledger lines
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from asyncflow.json_lines import JsonLines
+from asyncflow.run_files import LEDGER_FILE, METRICS_FILE, UPDATES_FILE
+from tq.batch import PackedBatch
+from tq.refill import Refill
+from workers.algorithms.losses import LossCounts
+from workers.context import WorkerContext
+from workers.engines.base import StepStats
+from workers.records.ledger import refill_lines
+from workers.records.step_totals import StepTotals, UpdateTotals, numbers
+from workers.tasks.dataflow import OBSERVERS, SERVICES, roles_on_device
+from workers.trainer.log_prob_gap import LogProbGap
+
+
+class Model(StrEnum):
+    """Which model a step trains."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update, the same on all ranks.
+
+    Attributes:
+        totals: of all ranks.
+        loss: scaled.
+        stats: from the engine.
+    """
+
+    totals: UpdateTotals
+    loss: float
+    stats: StepStats
+
+
+@dataclass
+class UpdateLog:
+    """Updates of one model in a step.
+
+    Attributes:
+        next_update: sums of this rank for the update that comes next.
+        made: the updates.
+    """
+
+    next_update: UpdateTotals = field(default_factory=UpdateTotals)
+    made: list[Update] = field(default_factory=list)
+
+    def add(self, totals: UpdateTotals, *, scale: float, stats: StepStats) -> None:
+        """Count an update; what is added from now on is the next one's."""
+        self.made.append(Update(totals, totals.loss * scale, stats))
+        self.next_update = UpdateTotals()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the updates report; without any, all is 0. One in which no response had a weight is counted, and
+        is no part of the means: its loss and gradient are 0 whatever the policy does."""
+        made = self.made
+        counting = [update for update in made if update.totals.sequences]
+        return {
+            "num_updates": len(made),
+            "loss": fmean(update.loss for update in counting) if counting else 0.0,
+            "grad_norm": fmean(update.stats.grad_norm for update in counting) if counting else 0.0,
+            "lr": made[-1].stats.lr if made else 0.0,
+        }
+
+
+@dataclass
+class StepRecord:
+    """One step while it is trained.
+
+    Attributes:
+        step: its number.
+        started_at, first_batch_at: monotonic seconds; the second is None before the first round.
+        num_rows: rows that this rank got.
+        ledger: lines of this rank's groups.
+        totals: sums, of this rank, later of all.
+        gap: between the generating engine's log-probabilities and ours; of this rank, later of all.
+        policy, critic: their updates; the critic's where it is trained here.
+        sync_exposed_s: seconds that publishing held up this rank, the wait before the update included.
+        sync_bytes: of one version, to each receiver; by this rank, later by all.
+        checkpoint_stall_s: seconds that saving held up this rank, since the step before.
+        checkpoint_failures: saves that failed since this rank started.
+        stopped: a stop came instead of publishing; on this rank, later on any.
+        save_wanted: the queue is full of trained rows that wait for a checkpoint; as for this rank, later for any.
+        critic_report: figures of a critic in a role of its own.
+    """
+
+    step: int
+    started_at: float = field(default_factory=time.monotonic)
+    first_batch_at: float | None = None
+    num_rows: int = 0
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    totals: StepTotals = field(default_factory=StepTotals)
+    gap: LogProbGap = field(default_factory=LogProbGap)
+    policy: UpdateLog = field(default_factory=UpdateLog)
+    critic: UpdateLog = field(default_factory=UpdateLog)
+    sync_exposed_s: float = 0.0
+    sync_bytes: int = 0
+    checkpoint_stall_s: float = 0.0
+    checkpoint_failures: int = 0
+    stopped: bool = False
+    save_wanted: bool = False
+    critic_report: Mapping[str, float] = field(default_factory=dict)
+
+    def arrived(self) -> None:
+        """Note when the first round came."""
+        if self.first_batch_at is None:
+            self.first_batch_at = time.monotonic()
+
+    def add_rows(self, batch: PackedBatch, lines: list[dict[str, Any]], *, admitted_step: int) -> None:
+        """Count rows that this rank got, all admitted for one step, and keep their ledger lines."""
+        self.num_rows += len(batch)
+        self.ledger += lines
+        self.totals.add_batch(batch, step=self.step, admitted_step=admitted_step)
+
+    def add_loss(self, model: Model, counts: LossCounts, stats: Mapping[str, Tensor]) -> None:
+        """Count a micro-batch that a model was trained on, in whichever pass."""
+        sums = numbers(stats)
+        self.log(model).next_update.add(counts, sums["loss"])
+        self.totals.add_loss(sums, "loss" if model is Model.POLICY else "critic")
+
+    def log(self, model: Model) -> UpdateLog:
+        """Return the updates of a model."""
+        return self.policy if model is Model.POLICY else self.critic
+
+    @property
+    def num_scored(self) -> int:
+        """Rows that this rank got and that have a reward."""
+        return int(self.totals.sums.get("scored", 0))
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that were made of whichever model is trained here."""
+        return max(len(self.policy.made), len(self.critic.made))
+
+    def part(self) -> dict[str, Any]:
+        """Return what the other ranks must know of a published step; see `merge`."""
+        return {
+            "ledger": self.ledger,
+            "totals": vars(self.totals),
+            "gap": vars(self.gap),
+            "sync_bytes": self.sync_bytes,
+            "stopped": self.stopped,
+            "save_wanted": self.save_wanted,
+        }
+
+    def training_metrics(self) -> dict[str, float]:
+        """Return what the updates report, the critic's under names of its own."""
+        answers = sum(update.totals.answers for update in self.policy.made)
+        masked = answers - sum(update.totals.sequences for update in self.policy.made)
+        critic = self.critic_metrics() if self.critic.made else self.critic_report
+        return {**self.policy.metrics(), "masked_fraction": masked / max(1, answers), **critic}
+
+    def critic_metrics(self) -> dict[str, float]:
+        """Return the figures of a critic that is trained here."""
+        updates = {f"critic_{name}": value for name, value in self.critic.metrics().items()}
+        return {**updates, **self.totals.critic_metrics()}
+
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the parts of all ranks. All then hold the same, so they go on, or stop, together."""
+        self.ledger = [line for part in parts for line in part["ledger"]]
+        self.totals = StepTotals.merged(StepTotals(**part["totals"]) for part in parts)
+        self.gap = LogProbGap.merged(LogProbGap(**part["gap"]) for part in parts)
+        self.sync_bytes = sum(part["sync_bytes"] for part in parts)
+        self.stopped = any(part["stopped"] for part in parts)
+        self.save_wanted = any(part["save_wanted"] for part in parts)
+
+
+@dataclass
+class LengthMean:
+    """Mean length of all responses trained so far, whichever start of the run trained them.
+
+    Attributes:
+        samples, tokens: number, and total length.
+    """
+
+    samples: float = 0
+    tokens: float = 0.0
+
+    @staticmethod
+    def so_far(metrics: Path) -> "LengthMean":
+        """Return it for the steps in `metrics.jsonl`; a missing file has none."""
+        mean = LengthMean()
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            step = json.loads(line)
+            mean.add(step["response_tokens_mean"], step["samples"])
+        return mean
+
+    def add(self, step_mean: float, samples: float) -> float:
+        """Count a step's responses; returns the step's mean minus that of all so far, this step's among them (tokens).
+
+        A schedule that trains short responses earlier is biased to them at first, and against them when the long ones
+        come. Nothing is discarded and lateness is bounded, so over a run this averages to about 0.
+        """
+        self.samples += samples
+        self.tokens += step_mean * samples
+        return step_mean - self.tokens / self.samples
+
+
+class StepRecorder:
+    """Writes records in order."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._lengths = LengthMean.so_far(context.run_dir / METRICS_FILE)
+        self._metrics = JsonLines(context.run_dir / METRICS_FILE)
+        self._ledger = JsonLines(context.run_dir / LEDGER_FILE)
+        self._updates = JsonLines(context.run_dir / UPDATES_FILE)
+        self._unwritten_refills: list[Refill] = []
+        self._complained = False
+        self.num_refills = 0
+        """Replaced groups that this recorder was told of."""
+        self._last_at = time.monotonic()
+        self._waiting: dict[str, list[tuple[float, float]]] = {}
+        self._idle: dict[str, float] = {}
+
+    def update_made(self, step: int, number: int, optimizer_updates: int) -> None:
+        """Write down an optimizer update, whatever becomes of its step.
+
+        Args:
+            step: that it belongs to.
+            number: of the update in its step, from 1.
+            optimizer_updates: that are in the engine's state now.
+        """
+        line = {
+            "lineage": self._context.job.lineage,
+            "step": step,
+            "update": number,
+            "optimizer_updates": optimizer_updates,
+            "pid": os.getpid(),
+            "time_s": self._time_s(),
+        }
+        self._updates.write([line])
+
+    def refilled(self, refills: Sequence[Refill]) -> None:
+        """These groups were replaced, and were not told of before; the next step's lines name them."""
+        self.num_refills += len(refills)
+        self._unwritten_refills += refills
+
+    def write(self, record: StepRecord) -> None:
+        """Write a finished step's lines: the ledger first."""
+        now = time.monotonic()
+        step_time_s, self._last_at = now - self._last_at, now
+        waited_s = (record.first_batch_at or now) - record.started_at
+        totals = record.totals.metrics()
+        tokens_per_s = totals["train_tokens"] / step_time_s
+        metrics = {
+            "step": record.step,
+            "lineage": self._context.job.lineage,
+            "time_s": self._time_s(),
+            "step_time_s": round(step_time_s, 4),
+            **totals,
+            **record.training_metrics(),
+            **record.gap.metrics(),
+            "staleness_bound": self._context.config.schedule.staleness_bound,
+            "length_bias": self._lengths.add(totals["response_tokens_mean"], totals["samples"]),
+            "train_tokens_per_s": round(tokens_per_s, 1),
+            "train_tokens_per_s_per_device": round(tokens_per_s / self._num_devices(), 1),
+            "sync_exposed_s": round(record.sync_exposed_s, 4),
+            "sync_bytes": record.sync_bytes,
+            "checkpoint_stall_s": round(record.checkpoint_stall_s, 4),
+            "checkpoint_failures": record.checkpoint_failures,
+            "first_micro_batch_wait_s": round(waited_s, 4),
+            "idle_fraction": self._idle_fractions(),
+        }
+        lineage = self._context.job.lineage
+        refills, self._unwritten_refills = self._unwritten_refills, []
+        metrics["filtered_groups"] = sum(refill.cause.filtered for refill in refills)
+        replaced = refill_lines(refills, step=record.step, lineage=lineage, time_s=self._time_s())
+        self._ledger.write(replaced + record.ledger)
+        self._metrics.write([metrics])
+        if record.gap.complaint and not self._complained:
+            self._complained = True
+            self._context.warn(f"step {record.step}: {record.gap.complaint}")
+
+    def sync(self) -> None:
+        """Make everything written durable."""
+        for file in (self._updates, self._ledger, self._metrics):
+            file.sync()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._updates, self._ledger, self._metrics):
+            file.close()
+
+    def _time_s(self) -> float:
+        return round(self._context.elapsed_s, 3)
+
+    def _num_devices(self) -> int:
+        with_model = self._context.config.reward.model is not None
+        roles = set(roles_on_device(reward_model=with_model)) - OBSERVERS
+        return sum(len(gang.devices) for gang in self._context.job.gangs if gang.role in roles)
+
+    def _idle_fractions(self) -> dict[str, float]:
+        """Return, per role, the share of time that its ranks spent waiting, between their last two reports or more."""
+        for role, ranks in self._context.waiting_seconds().items():
+            before = self._waiting.get(role)
+            if role in SERVICES:
+                continue
+            if before is None or len(before) != len(ranks):
+                self._waiting[role] = ranks
+                continue
+            elapsed = sum(new[0] - old[0] for new, old in zip(ranks, before, strict=True))
+            if elapsed > 0:  # else no rank of the role has reported since the last step
+                waited = sum(new[1] - old[1] for new, old in zip(ranks, before, strict=True))
+                self._idle[role] = round(min(1.0, max(0.0, waited / elapsed)), 4)
+                self._waiting[role] = ranks
+        return dict(self._idle)

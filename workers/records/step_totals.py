@@ -1,0 +1,199 @@
+"""What one training step adds up, on one rank, then over all ranks; becomes the step's line in `metrics.jsonl`. Pure.
+
+Every sample is added once, when it arrives; what the loss sums up over tokens, with every micro-batch of every pass.
+`workers.records.step_record` writes what `metrics` returns.
+
+Legend of shapes: N samples.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tq.batch import PackedBatch
+from workers.algorithms.losses import LossCounts
+from workers.tasks.dataflow import REWARD_PARTS
+
+
+@dataclass
+class UpdateTotals:
+    """Sums of one optimizer update; plain numbers, so that they travel as JSON.
+
+    Attributes:
+        tokens, sequences, answers: see `LossCounts`.
+        loss: not yet scaled.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    answers: int = 0
+    loss: float = 0.0
+
+    def add(self, counts: LossCounts, loss: float) -> None:
+        """Add a micro-batch."""
+        self.tokens += counts.tokens
+        self.sequences += counts.sequences
+        self.answers += counts.answers
+        self.loss += loss
+
+    @property
+    def counts(self) -> LossCounts:
+        """The divisor's parts."""
+        return LossCounts(self.tokens, self.sequences, self.answers)
+
+    @staticmethod
+    def merged(parts: Iterable["UpdateTotals"]) -> "UpdateTotals":
+        """Return the totals over several ranks."""
+        whole = UpdateTotals()
+        for part in parts:
+            whole.add(part.counts, part.loss)
+        return whole
+
+
+@dataclass
+class StepTotals:
+    """Sums over the samples of a step; plain numbers, so that they travel as JSON.
+
+    Attributes:
+        sums: named sums.
+        staleness_max: largest staleness of any sample; -1 without samples.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    staleness_max: int = -1
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a named sum."""
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def add_batch(self, batch: PackedBatch, *, step: int, admitted_step: int) -> None:
+        """Count the samples of a batch.
+
+        Args:
+            batch: columns `responses rewards correct truncated versions prompts`, maybe `reward_parts`, N >= 1 rows.
+            step: that trains it.
+            admitted_step: that it was admitted for.
+        """
+        oldest_N, _ = batch["versions"].extremes()
+        staleness_N = step - 1 - oldest_N
+        has_reward = batch["rewards"].values.isfinite()
+        rewards = batch["rewards"].values[has_reward].double()
+        lengths = batch["responses"].lengths.double()
+        self.add("samples", len(batch))
+        self.add("scored", len(rewards))
+        self.add("reward", float(rewards.sum()))
+        self.add("reward_squared", float((rewards**2).sum()))
+        self.add("correct", float(batch["correct"].values[has_reward].sum()))
+        self.add("truncated", float(batch["truncated"].values.sum()))
+        self.add("response_tokens", float(lengths.sum()))
+        self.add("response_tokens_squared", float((lengths**2).sum()))
+        self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
+        self.add("staleness", float(staleness_N.sum()))
+        self.add("late", len(batch) * (admitted_step < step))
+        self.add("early", len(batch) * (admitted_step > step))
+        if REWARD_PARTS in batch.columns:
+            self._add_parts(batch[REWARD_PARTS].objects())
+        self.staleness_max = max(self.staleness_max, int(staleness_N.max()))
+
+    def _add_parts(self, each: Sequence[Mapping[str, float]]) -> None:
+        for parts in each:
+            for name, value in parts.items():
+                self.add(f"part/{name}", value)
+                self.add(f"parts/{name}", 1)
+
+    def add_loss(self, stats: Mapping[str, float], of: str = "loss") -> None:
+        """Add a loss's own sums over tokens: of the policy's, or of `critic`."""
+        for name, value in stats.items():
+            self.add(f"{of}/{name}", value)
+
+    @staticmethod
+    def merged(parts: Iterable["StepTotals"]) -> "StepTotals":
+        """Return the totals over several ranks."""
+        whole = StepTotals()
+        for part in parts:
+            for name, value in part.sums.items():
+                whole.add(name, value)
+            whole.staleness_max = max(whole.staleness_max, part.staleness_max)
+        return whole
+
+    def metrics(self) -> dict[str, float]:
+        """Return means and population deviations under their public names.
+
+        Loss terms are means over the tokens whose loss counts, of all passes, rewards over the samples that have one;
+        everything else is over all samples.
+        """
+        sums = defaultdict(float, self.sums)  # in a step of the critic alone the policy has no loss
+        samples, scored = sums["samples"], max(1.0, sums["scored"])
+        tokens = max(1.0, sums["loss/tokens"])
+        reward_mean, reward_std = _moments(sums["reward"], sums["reward_squared"], scored)
+        tokens_mean, tokens_std = _moments(sums["response_tokens"], sums["response_tokens_squared"], samples)
+        return {
+            "reward_mean": reward_mean,
+            "reward_std": reward_std,
+            "accuracy": sums["correct"] / scored,
+            "reward_failures": int(samples - sums["scored"]),
+            "response_tokens_mean": tokens_mean,
+            "response_tokens_std": tokens_std,
+            "samples": int(samples),
+            "truncated_fraction": sums["truncated"] / samples,
+            "train_tokens": int(sums["response_tokens"] + sums["prompt_tokens"]),
+            "kl": sums["loss/kl"] / tokens,
+            "behaviour_kl": sums["loss/drift"] / tokens,
+            "old_policy_kl": sums["loss/old_drift"] / tokens,
+            "ratio_mean": sums["loss/ratio"] / tokens,
+            "clip_fraction": sums["loss/clipped"] / tokens,
+            "corrected_fraction": sums["loss/corrected"] / tokens,
+            "effective_sample_size": _effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
+            "entropy": sums["loss/entropy"] / tokens,
+            "staleness_mean": sums["staleness"] / samples,
+            "staleness_max": self.staleness_max,
+            "late_fraction": sums["late"] / samples,
+            "early_fraction": sums["early"] / samples,
+            **self._part_means(),
+        }
+
+    def _part_means(self) -> dict[str, float]:
+        """Return the mean of each part of the reward over the responses that have it."""
+        names = sorted(name.removeprefix("parts/") for name in self.sums if name.startswith("parts/"))
+        return {f"reward/{name}_mean": self.sums[f"part/{name}"] / self.sums[f"parts/{name}"] for name in names}
+
+    def critic_metrics(self) -> dict[str, float]:
+        """Return means over the tokens whose loss counts, of all passes; values are those before the step's update.
+
+        `explained_variance` is 1 - Var(return - value) / Var(return): 0 for a critic that knows nothing, 1 for one that
+        knows the return; 0 where all returns are equal.
+        """
+        sums = self.sums
+        tokens = max(1.0, sums["critic/tokens"])
+        value, target = sums["critic/value"] / tokens, sums["critic/return"] / tokens
+        variance = sums["critic/return_squared"] / tokens - target**2
+        left = sums["critic/error_squared"] / tokens - (value - target) ** 2
+        return {
+            "value_mean": value,
+            "return_mean": target,
+            "value_clip_fraction": sums["critic/clipped"] / tokens,
+            "explained_variance": 1 - left / variance if variance > 0 else 0.0,
+        }
+
+
+def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars of any device as numbers; they are fetched together, so the device waits once."""
+    values = torch.stack([value.double() for value in stats.values()]).tolist()
+    return dict(zip(stats, values, strict=True))
+
+
+def _effective_sample_size(total: float, squared: float, count: float) -> float:
+    """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count when one token is all.
+
+    Source: Kong 1992; as a share of the tokens.
+    """
+    return total**2 / (count * squared) if squared > 0 else 1.0
+
+
+def _moments(total: float, squared: float, count: float) -> tuple[float, float]:
+    mean = total / count
+    return mean, math.sqrt(max(0.0, squared / count - mean**2))

@@ -1,0 +1,306 @@
+"""The evaluation loop: answer held-out prompts with one version of the weights after the other, while training goes on.
+
+    wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
+
+Called by `workers.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are due, as
+a guest of the weight agent. Weights are never swapped inside an evaluation; a version that came and went meanwhile is
+left out, and the newest due one is next. Which versions are due, and whose, follows from the configuration alone:
+
+    interval = 4, last step 10, two instances      due             0   4   8   10
+                                                   instance        0   1   0   0
+"""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow.json_lines import JsonLines
+from asyncflow.run_files import EVALUATION_FILE
+from weightsync.version import Version
+from workers.context import WorkerContext
+from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_rows import read_prompt_rows
+from workers.data.tokenizer import load_tokenizer
+from workers.engines.base import GenerateRequest, Generation
+from workers.engines.load import load_generate_engine
+from workers.records.samples import SampleLog
+from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
+from workers.weight_path import open_receiver
+
+logger = logging.getLogger(__name__)
+
+_Z_95 = 1.959964
+"""Standard normal quantile of 0.975."""
+_LOOK_S = 0.5
+"""How often a wait looks whether the run stops (s)."""
+_STREAM = 1
+"""Keeps the random numbers of evaluations apart from those of rollouts."""
+
+Answer = tuple[Generation, "Future[ScoredAnswer]"]
+
+
+def run_evaluate(context: WorkerContext) -> None:
+    """Evaluate this instance's versions until the last one, or until the run stops."""
+    config = context.config.evaluate
+    own = own_steps(
+        interval=config.interval,
+        last=context.job.last_step,
+        first=context.start_step,
+        instance=context.gang.index,
+        num_instances=len(context.job.of_role(context.gang.role)),
+        done=evaluated_steps(context.run_dir),
+    )
+    if not own:
+        logger.info("no version is left for this instance to evaluate")
+        return
+    evaluator = Evaluator(context, own)
+    while (version := evaluator.load_next()) is not None:
+        evaluator.evaluate(version)
+    evaluator.close()
+
+
+class Evaluator:
+    """One evaluating instance."""
+
+    def __init__(self, context: WorkerContext, own: list[int]) -> None:
+        """Load tokenizer, prompts and engine; start to watch the weights.
+
+        Args:
+            own: steps whose weights this instance evaluates, in order; at least one.
+        """
+        config = context.config
+        self._context = context
+        self._own = frozenset(own)
+        self._last_own = own[-1]
+        self._size = config.evaluate.n_samples_per_prompt
+        self._dataset = _held_out(context)
+        self._requests = [
+            GenerateRequest(index, self._dataset.prompt(index // self._size).tokens, _seed(config.seed, index), index)
+            for index in range(len(self._dataset) * self._size)
+        ]
+        sampling = config.evaluate.sampling(config.rollout)
+        self._engine = load_generate_engine(config, sampling, device=context.device)
+        self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
+        self._samples = SampleLog(
+            context.run_dir, context.gang.name,
+            shown=config.rollout.samples_per_step, groups_per_step=len(self._dataset),
+        )  # fmt: skip
+        self._lines = JsonLines(context.run_dir / EVALUATION_FILE)
+        self._version: Version | None = None
+        self._last_passed = -1
+        self._arrived = threading.Event()
+        self._receiver = open_receiver(
+            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights,
+            arrived=self._arrived.set, wanted=self._wants, guest=True,
+        )  # fmt: skip
+
+    def load_next(self) -> Version | None:
+        """Wait for this instance's next version and load it; None: none is left, or the run stops."""
+        held = -1 if self._version is None else self._version.step
+        if held >= self._last_own or not self._wait_newer():
+            return None
+        with self._context.timeline.span("load weights"):
+            load = partial(self._engine.load_weights, adopt=self._receiver.adopts)
+            self._version = self._receiver.load(load, newer_than=self._version)
+            self._receiver.drop()
+        assert self._version is not None, "the wait ends with a newer version"
+        self._engine.version = self._version.step
+        self._tell_skipped(held, self._version.step)
+        return self._version
+
+    def evaluate(self, version: Version) -> None:
+        """Answer all prompts with the weights that are loaded and write what came of it; nothing if the run stops.
+
+        Raises:
+            UserCodeFailed: no response could be scored.
+        """
+        began = time.monotonic()
+        with self._context.timeline.span("evaluate", step=version.step, rows=len(self._requests)):
+            answers = self._generate(version)
+            if not self._wait_scores(answers):
+                return
+        scores = [score.result() for _, score in answers]
+        if all(score.failure for score in scores):
+            raise no_rewards(f"evaluation of step {version.step}", scores[-1].failure)
+        line = evaluation_line(
+            [answer for answer, _ in answers],
+            scores,
+            version=version,
+            num_prompts=len(self._dataset),
+            time_s=self._context.elapsed_s,
+            seconds=time.monotonic() - began,
+        )
+        self._lines.write([line])
+        for answer, score in sorted(answers, key=lambda each: each[0].index):
+            self._samples.write(answer, score.result(), step=version.step, group=answer.index // self._size)
+
+    def close(self) -> None:
+        """Leave engine and weight agent; close the files."""
+        self._engine.close()
+        self._receiver.close()
+        self._scorer.close()
+        self._samples.close()
+        self._lines.close()
+
+    def _wants(self, version: Version) -> bool:
+        """Return whether a version is this instance's; the receiver's thread asks for one after the other."""
+        if version.lineage < self._context.job.lineage:
+            return False
+        if version.step in self._own:
+            return True
+        self._last_passed = version.step
+        self._arrived.set()
+        return False
+
+    def _wait_newer(self) -> bool:
+        """Wait until a version is at hand; False: the run stops, or all that are left were missed."""
+        self._context.report("waiting for weights")
+        with self._context.timeline.span("wait for weights"):
+            while not self._context.stopping.is_set():
+                passed = self._last_passed  # looked at first: what is wanted came before what was passed over
+                if self._receiver.newest not in (None, self._version):
+                    return True
+                if passed >= self._last_own:
+                    self._tell_skipped(-1 if self._version is None else self._version.step, passed)
+                    return False
+                self._arrived.wait(_LOOK_S)
+                self._arrived.clear()
+        return False
+
+    def _tell_skipped(self, after: int, before: int) -> None:
+        skipped = sorted(step for step in self._own if after < step < before)
+        if skipped:
+            logger.warning("weights of steps %s were replaced before they could be evaluated", skipped)
+
+    def _generate(self, version: Version) -> list[Answer]:
+        """Return the responses of all requests, or of some when the run stops, each with its score to come."""
+        stopping, waiting = self._context.stopping, deque(self._requests)
+        answers: list[Answer] = []
+        while (waiting or self._engine.num_running) and not stopping.is_set():
+            number = min(self._engine.free_slots, len(waiting))
+            if number:
+                self._engine.submit([waiting.popleft() for _ in range(number)])
+            for answer in self._engine.step(stopping):
+                prompt = self._dataset.prompt(answer.index // self._size)
+                answers.append((answer, self._scorer.submit(prompt.tokens, answer.response_R, prompt.answer)))
+            done = f"{len(answers)}/{len(self._requests)} answers"
+            self._context.report("evaluating", done, step=version.step, version=version.step)
+        self._engine.abort()
+        return answers
+
+    def _wait_scores(self, answers: list[Answer]) -> bool:
+        """Wait for the scores; False: the run stops."""
+        left = {score for _, score in answers}
+        while left and not self._context.stopping.is_set():
+            left = wait(left, timeout=_LOOK_S).not_done
+        return not self._context.stopping.is_set()
+
+
+def _held_out(context: WorkerContext) -> PromptDataset:
+    """Read the first `max_prompts` prompts of the file; those that are too long are left out."""
+    config = context.config
+    data = config.evaluate.prompts(config.data)
+    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
+    return PromptDataset(rows, data, model_dir=Path(config.model.path), seed=config.seed)
+
+
+def _seed(run_seed: int, index: int) -> int:
+    """Mix (run seed, response) into 64 bits: the same numbers for every version, so that only the weights differ."""
+    return int(np.random.SeedSequence([run_seed, index, _STREAM]).generate_state(1, np.uint64)[0])
+
+
+def wilson_interval(share: float, number: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share of successes among `number` independent trials.
+
+    Unlike the normal approximation it stays inside 0..1 and is of use for few trials and for shares of 0 and 1.
+    Source: Wilson 1927, Probable inference, the law of succession, and statistical inference, JASA 22 (158), p. 209.
+    """
+    z2 = _Z_95**2 / number
+    center = (share + z2 / 2) / (1 + z2)
+    half = math.sqrt(share * (1 - share) * z2 + z2**2 / 4) / (1 + z2)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def evaluation_line(
+    answers: Sequence[Generation],
+    scores: Sequence[ScoredAnswer],
+    *,
+    version: Version,
+    num_prompts: int,
+    time_s: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the line of one evaluation.
+
+    The interval of the accuracy counts prompts, not responses: several responses to one prompt are no independent
+    trials.
+
+    Args:
+        answers, scores: of all prompts, equally many of each, in any order; at least one could be scored.
+        version: of the weights that gave all of them.
+        num_prompts: that were answered.
+        time_s: since the command started.
+        seconds: that the evaluation took.
+    """
+    num_samples, known = len(answers), [score for score in scores if not score.failure]
+    accuracy = sum(score.correct for score in known) / len(known)
+    low, high = wilson_interval(accuracy, max(1, num_prompts * len(known) // num_samples))
+    return {
+        "step": version.step,
+        "lineage": version.lineage,
+        "accuracy": round(accuracy, 6),
+        "accuracy_low": round(low, 6),
+        "accuracy_high": round(high, 6),
+        "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
+        "reward_failures": num_samples - len(known),
+        "response_tokens_mean": round(sum(answer.response_R.numel() for answer in answers) / num_samples, 3),
+        "truncated_fraction": round(sum(answer.truncated for answer in answers) / num_samples, 6),
+        "num_prompts": num_prompts,
+        "num_samples": num_samples,
+        "time_s": round(time_s, 3),
+        "seconds": round(seconds, 4),
+    }
+
+
+def evaluated_steps(run_dir: Path) -> frozenset[int]:
+    """Return the steps that a run's file has; the launcher has cut it to whole lines of the surviving lineage."""
+    path = run_dir / EVALUATION_FILE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return frozenset(int(json.loads(line)["step"]) for line in lines)
+
+
+def due_steps(*, interval: int, last: int) -> list[int]:
+    """Return the steps whose weights are due: 0, every `interval` steps, and the last one."""
+    return sorted({*range(0, last, interval), last})
+
+
+def own_steps(
+    *, interval: int, last: int, first: int, instance: int, num_instances: int, done: Collection[int]
+) -> list[int]:
+    """Return the due steps that one instance evaluates, in order.
+
+    Due step k * interval is instance k mod `num_instances`'s. The last step is instance 0's, so that there is one that
+    stays to the end.
+
+    Args:
+        interval: `evaluate.interval`.
+        last: step of the run.
+        first: step of the weights that this start begins with.
+        instance, num_instances: whose; of how many.
+        done: steps that were evaluated before.
+    """
+    return [
+        step
+        for step in due_steps(interval=interval, last=last)
+        if step >= first and step not in done and (0 if step == last else step // interval % num_instances) == instance
+    ]

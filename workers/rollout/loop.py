@@ -1,0 +1,249 @@
+"""The rollout loop: fill free places, generate, score and put each response as it ends, take newer weights.
+
+    fill -> step -> fill -> step, a response ended -> outbox ... newer weights at hand -> swap, if the schedule says so
+
+Prompts are leased by the `Feeder`'s thread and responses put by the `Outbox`'s, so neither holds up generation. Called
+by `workers.main`. Never decides which groups may start: admission does.
+"""
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from asyncflow.errors import TrainingDiverged
+from tq.config import ScheduleMode
+from weightsync.version import Version
+from workers.context import WorkerContext
+from workers.data.tokenizer import load_tokenizer
+from workers.engines.base import GenerateRequest, Generation
+from workers.engines.load import load_generate_engine
+from workers.held_weights import HeldWeights
+from workers.records.samples import SampleLog
+from workers.rewards.scorer import Scorer
+from workers.rollout.feeder import Feeder
+from workers.rollout.outbox import Outbox, RolloutLease
+from workers.tasks.graph import task_of
+from workers.weight_path import open_receiver
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.05
+"""After a refused turn, while responses run, before the next is asked for (s)."""
+_LOOK_S = 0.5
+"""How often an idle instance looks whether the run stops (s)."""
+
+
+def run_rollout(context: WorkerContext) -> None:
+    """Generate until the queue stops."""
+    rollout = Rollout(context)
+    rollout.generate_until_stopped()
+    rollout.close()
+
+
+def may_swap(mode: ScheduleMode, *, interruptible: bool, num_running: int, boundary: bool) -> bool:
+    """Return whether an instance takes newer weights now.
+
+    Args:
+        interruptible: the engine goes on with responses that run.
+        num_running: responses that run.
+        boundary: the next responses are of a later step than those that run, or need newer weights.
+    """
+    return num_running == 0 or (interruptible and (boundary or mode is ScheduleMode.SUBSTEP))
+
+
+class Rollout:
+    """One generating instance."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        self._context = context
+        self._config = config
+        self._engine = load_generate_engine(config, config.rollout, device=context.device)
+        task = task_of("rollout", config, context.job)
+        self._scorer = None
+        if "rewards" in task.fused:
+            self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
+        self._samples = SampleLog(
+            context.run_dir, context.gang.name,
+            shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
+        )  # fmt: skip
+        self._client = context.queue_client()
+        self._wake = threading.Event()
+        context.wake_to_stop(self._wake)  # an engine may wait long for a server that says nothing
+        receiver = open_receiver(
+            context, self._engine.weight_needs(), adopts=self._engine.adopts_weights, arrived=self._wake.set
+        )
+        load = partial(self._engine.load_weights, adopt=receiver.adopts)
+        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
+        self._feeder = Feeder(self._client, wake=self._wake)
+        self._outbox = Outbox(
+            scorer=self._scorer,
+            samples=self._samples,
+            # A lease that ends early is generated again as a whole, so that the same responses share a batch.
+            rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
+            filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
+            failed=self._wake.set,
+        )
+        self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()
+        self._running: dict[int, RolloutLease] = {}
+        self._tickets = itertools.count()
+        self._step = 0
+        self._lineage = 0
+        self._draining = False
+        self._busy = ExitStack()
+        self._noted: tuple[int, int] | None = None
+
+    def generate_until_stopped(self) -> None:
+        """Fill, step, put, swap."""
+        self._weights.wait_for(Version(self._context.job.lineage, self._context.start_step))
+        while not self._context.stopping.is_set():
+            self._wake.clear()
+            self._outbox.check()
+            self._take_leases()
+            self._swap_if_due()
+            self._fill()
+            if self._engine.num_running:
+                self._generate()
+            elif self._feeder.stopped:
+                break
+            else:
+                self._wait()
+        self._engine.abort()
+        self._busy.close()
+
+    def close(self) -> None:
+        """Put what is finished; leave the queue and the weight agent."""
+        self._feeder.close()
+        self._outbox.close(stop=self._context.stopping)
+        self._samples.close()
+        if self._scorer is not None:
+            self._scorer.close()
+        self._client.close()
+        self._engine.close()
+        self._weights.close()
+
+    def _swap_if_due(self) -> None:
+        self._draining = False
+        if not self._weights.newer_at_hand:
+            return
+        if self._weights.abandoned:
+            self._abandon()
+        boundary = any(lease.partition > self._step for lease, _ in self._waiting)
+        may = partial(
+            may_swap,
+            self._config.schedule.mode,
+            num_running=self._engine.num_running,
+            boundary=boundary or self._feeder.needed_version() is not None,
+        )
+        due = may(interruptible=self._engine.interruptible)
+        # An engine that cannot be interrupted would never be idle while others take the places of what ended.
+        self._draining = not due and may(interruptible=True)
+        if due and not self._weights.load_newest():
+            retry = threading.Timer(_RETRY_S, self._wake.set)  # others are swapping
+            retry.daemon = True
+            retry.start()
+
+    def _abandon(self) -> None:
+        """The trainer went back to a checkpoint: what runs, waits or is not put is of a queue that is no more."""
+        dropped = self._feeder.take()
+        number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
+        logger.warning("the trainer went back to a checkpoint: %d answers are abandoned", number)
+        self._engine.abort()
+        self._running.clear()
+        self._waiting.clear()
+        self._outbox.abandon()
+        self._step = 0
+        self._note_idle()
+
+    def _loaded(self, version: Version) -> None:
+        if self._running and version.lineage > self._lineage:
+            self._abandon()
+        self._lineage = version.lineage
+        self._engine.version = version.step
+        self._context.report("generating" if self._running else "idle", version=version.step)
+        if self._running:
+            self._note_busy(self._step)
+
+    def _take_leases(self) -> None:
+        for lease in self._feeder.take():
+            self._waiting.extend((lease, request) for request in self._requests(lease))
+
+    def _fill(self) -> None:
+        """Give the engine what waits, and ask for what there is room for."""
+        room = self._room()
+        number = min(room, len(self._waiting))
+        if number:
+            taken = [self._waiting.popleft() for _ in range(number)]
+            self._running |= {request.ticket: lease for lease, request in taken}
+            self._note_busy(max(lease.partition for lease, _ in taken))
+            self._engine.submit([request for _, request in taken])
+        version = self._weights.version
+        assert version is not None, "no prompts are asked for before there are weights"
+        self._feeder.want(self._room() - len(self._waiting), version=version)
+
+    def _room(self) -> int:
+        """Return how many responses may begin; with `deterministic`, responses that began together share all steps."""
+        if self._engine.num_running and (self._config.deterministic or self._draining):
+            return 0
+        return self._engine.free_slots
+
+    def _generate(self) -> None:
+        self._context.progress()
+        for generation in self._engine.step(self._wake):
+            _check_finite(generation)
+            self._outbox.add(self._running.pop(generation.ticket), generation)
+
+    def _wait(self) -> None:
+        """Nothing runs: wait for prompts, or for the weights that they need."""
+        self._note_idle()
+        needed = self._feeder.needed_version()
+        if needed is not None:
+            self._weights.wait_for(needed)
+            return
+        self._context.report("waiting for prompts")
+        with self._context.timeline.span("wait for prompts"):
+            while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
+                pass
+
+    def _note_busy(self, step: int) -> None:
+        """Begin a span of the timeline when the step or the weights change."""
+        self._step = step = max(step, self._step)
+        if self._noted == (step, self._weights.step):
+            return
+        self._note_idle()
+        self._noted = step, self._weights.step
+        self._context.report("generating", f"{len(self._running)} answers", step=step)
+        self._busy.enter_context(self._context.timeline.span("generate", step=step, version=self._weights.step))
+
+    def _note_idle(self) -> None:
+        self._busy.close()
+        self._noted = None
+
+    def _requests(self, lease: RolloutLease) -> Iterator[GenerateRequest]:
+        for index, prompt in zip(lease.batch.indices, lease.prompts, strict=True):
+            yield GenerateRequest(index, prompt, _seed(self._config.seed, index), next(self._tickets))
+
+
+def _check_finite(generation: Generation) -> None:
+    """Weights that are not numbers, or overflow, come from an update that went wrong; another start has the same ones.
+
+    Raises:
+        TrainingDiverged: the tokens of this response have no probabilities.
+    """
+    if not bool(generation.log_probs_R.isfinite().all()):
+        raise TrainingDiverged(
+            f"the weights of step {int(generation.versions_R[-1])} give probabilities that are not finite; go back to "
+            f"a checkpoint before it with a smaller actor.lr"
+        )
+
+
+def _seed(run_seed: int, index: int) -> int:
+    """Mix (run seed, row index) into 64 bits; the row index holds group and sample."""
+    return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])

@@ -1,0 +1,246 @@
+"""Finished responses on their way to the queue: scored, then put, a group's worth of each lease at a time.
+
+The rollout adds a response as it finishes and goes on generating; scoring threads and this outbox's own thread do the
+rest, so neither a slow reward nor a slow queue holds up generation.
+
+    rollout thread   add .. add .......... add ...            close: waits for the last put
+    score threads       score ... score ...... score
+    outbox thread             put (G responses) .......... put (the rest of a lease)
+
+Where groups are filtered (`workers.tasks.group_filter`), the responses of a group wait for each other: all are put, or
+none. It never decides what is generated or which weights are used.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from tq.client.lease import Lease
+from workers.engines.base import Generation
+from workers.records.samples import SampleLog
+from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.tasks.group_filter import uniform_groups
+
+STOP_POLL_S = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutLease:
+    """A lease of prompts, with their tokens.
+
+    Attributes:
+        lease: of the queue.
+        batch: columns `prompts` and `answers` of its rows.
+    """
+
+    lease: Lease
+    batch: PackedBatch
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Where each row is in the lease, by its index."""
+        return {index: k for k, index in enumerate(self.batch.indices)}
+
+    @property
+    def partition(self) -> int:
+        """The step that its rows were admitted for."""
+        return self.lease.partition
+
+    def group_of(self, index: int) -> int:
+        """Return the id of a row's group."""
+        return self.lease.groups[self.position[index]]
+
+    @cached_property
+    def prompts(self) -> Sequence[Tensor]:
+        """Their tokens, int64 [P] each."""
+        return list(self.batch["prompts"].rows())
+
+    @cached_property
+    def answers(self) -> Sequence[str]:
+        """Reference answers."""
+        return self.batch["answers"].texts()
+
+
+class Outbox:
+    """Scores and puts the responses of one instance; one thread adds and closes."""
+
+    def __init__(
+        self,
+        *,
+        scorer: Scorer | None,
+        samples: SampleLog,
+        rows_per_put: int,
+        filter_size: int = 0,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread that puts.
+
+        Args:
+            scorer: None when a role of its own computes rewards.
+            samples: shows scored responses to a person.
+            rows_per_put: responses of a lease that are put together, while more of it are to come.
+            filter_size: responses of a group; those whose rewards are all equal are filtered out. 0: none is.
+            failed: is called, by the outbox's thread, when `check` would raise.
+        """
+        self._failed = failed
+        self._scorer = scorer
+        self._samples = samples
+        self._rows_per_put = rows_per_put
+        self._filter_size = filter_size
+        self._epoch = 0
+        self._dropped_epochs = 0
+        self._num_added = 0
+        self._num_put = 0
+        self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
+        self._finished: dict[_Lot, list[_Finished]] = {}
+        self._left: dict[_Lot, int] = {}
+        self._closing = threading.Event()
+        self._dropped = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def add(self, lease: RolloutLease, generation: Generation) -> None:
+        """Have a response scored and put; returns at once.
+
+        Raises:
+            Exception: what went wrong with an earlier response; see `close`.
+        """
+        self.check()
+        self._num_added += 1
+        epoch = self._epoch
+        if self._scorer is None:
+            self._done.put(_Finished(lease, generation, None, epoch))
+            return
+        k = lease.position[generation.index]
+        future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.answers[k])
+        future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score, epoch)))
+
+    def abandon(self) -> None:
+        """Drop what was added and is not put: its leases are void."""
+        self._epoch += 1
+        self._done.put(None)
+
+    def check(self) -> None:
+        """Raise what went wrong with an earlier response, if anything did; see `close`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, *, stop: threading.Event) -> None:
+        """Wait until everything that was added is in the queue. Once `stop` is set, nothing more is put. Idempotent.
+
+        Each put has the queue's deadline and each user's reward its own, so this ends.
+
+        Raises:
+            TransportError: the queue is gone.
+            Exception: what a built-in reward raised; a user's reward that raises only costs its sample.
+        """
+        self._closing.set()
+        self._done.put(None)
+        while self._thread.is_alive() and not stop.is_set():
+            self._thread.join(STOP_POLL_S)
+        if stop.is_set():
+            self._dropped.set()
+            self._done.put(None)
+        elif self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing.is_set() and self._num_put == self._num_added):
+                one = self._done.get()
+                if self._dropped.is_set():
+                    return
+                self._drop_abandoned()
+                if one is not None:
+                    self._gather(one)
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: `close` raises it
+            self._failure = error
+            self._failed()
+
+    def _drop_abandoned(self) -> None:
+        if self._dropped_epochs < self._epoch:
+            self._dropped_epochs = self._epoch
+            self._num_put += sum(map(len, self._finished.values()))
+            self._finished.clear()
+            self._left.clear()
+
+    def _gather(self, one: "_Finished") -> None:
+        """Put the responses of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
+        if one.epoch < self._dropped_epochs:
+            self._num_put += 1
+            return
+        lot = _Lot(one.lease, one.lease.group_of(one.generation.index) if self._filter_size else None)
+        together = self._finished.setdefault(lot, [])
+        together.append(one)
+        left = self._left.setdefault(lot, lot.num_rows)
+        if len(together) >= min(self._rows_per_put if lot.group is None else left, left):
+            self._put(one.lease, self._finished.pop(lot))
+            self._left[lot] = left - len(together)
+            self._num_put += len(together)
+            if not self._left[lot]:
+                del self._left[lot]
+
+    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
+        generations = [one.generation for one in finished]
+        rows = [one.index for one in generations]
+        columns = _answer_columns(generations)
+        scores = [one.score.result() for one in finished if one.score is not None]
+        if scores and self._scorer is not None:
+            columns |= self._scorer.columns(scores)
+            self._show(lease, generations, scores)
+        if self._teaches_nothing(lease, rows, scores):
+            lease.lease.filter(rows)
+        else:
+            lease.lease.put(columns, rows)
+
+    def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
+        """Whether these rows, of one group, are to be filtered out."""
+        if not self._filter_size:
+            return False
+        groups = [lease.group_of(row) for row in rows]
+        return bool(uniform_groups(groups, [score.reward for score in scores], group_size=self._filter_size))
+
+    def _show(self, lease: RolloutLease, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
+        for generation, score in zip(generations, scores, strict=True):
+            group = lease.group_of(generation.index)
+            self._samples.write(generation, score, step=lease.partition, group=group)
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """Responses that are counted together: of a lease, or of one of its groups (None: of all)."""
+
+    lease: RolloutLease
+    group: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the lease that belong to it."""
+        groups = self.lease.lease.groups
+        return len(groups) if self.group is None else groups.count(self.group)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    lease: RolloutLease
+    generation: Generation
+    score: "Future[ScoredAnswer] | None"
+    epoch: int
+
+
+def _answer_columns(generations: Sequence[Generation]) -> dict[str, Column]:
+    """Return the outputs of task `actor_rollout`; every token carries the version of the weights that drew it."""
+    return {
+        "responses": Column.of_rows([one.response_R for one in generations]),
+        "rollout_log_probs": Column.of_rows([one.log_probs_R for one in generations]),
+        "versions": Column.of_rows([one.versions_R for one in generations]),
+        "truncated": Column.of_scalars(torch.tensor([one.truncated for one in generations])),
+    }

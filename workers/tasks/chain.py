@@ -1,0 +1,139 @@
+"""The column tasks of one process, one after another in the graph's order.
+
+    role     fetch -> add_columns -> put          actor    round -> add_columns -> forward_backward ...
+
+It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tq.batch import Column, PackedBatch
+from workers.context import WorkerContext
+from workers.data.tokenizer import TextDecoder, load_tokenizer
+from workers.engines.base import TrainEngine, ValueEngine
+from workers.tasks.column_tasks import (
+    Advantages,
+    ColumnTask,
+    ReferenceLogProbs,
+    Rewards,
+    Values,
+    open_actor_log_probs,
+)
+from workers.tasks.dataflow import CRITIC_TRAIN
+from workers.tasks.user import UserTask
+from workers.trainer.replicas import ReplicaPeers
+
+Factory = Callable[[WorkerContext, TrainEngine | None], ColumnTask]
+"""(this rank, the engine of the actor that hosts the task or None in a role of its own) -> the task."""
+
+_FACTORIES: Mapping[str, Factory] = MappingProxyType(
+    {
+        "rewards": Rewards,
+        "ref_log_probs": ReferenceLogProbs,
+        "actor_log_probs": open_actor_log_probs,
+        "compute_advantages_and_returns": Advantages,
+    }
+)
+"""Task name -> what makes it, for those that need no more than that; see `open_task`."""
+
+_EMPTY = PackedBatch((), {})
+
+
+class TaskChain:
+    """Several column tasks as one."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        context: WorkerContext,
+        engine: TrainEngine | None = None,
+        *,
+        critic: ValueEngine | None = None,
+        peers: ReplicaPeers | None = None,
+    ) -> None:
+        """Open the tasks.
+
+        Args:
+            names: of the tasks, producers before consumers.
+            engine: of the actor that hosts them; None in a role of their own.
+            critic: that the process trains; its training is no column task.
+            peers: ranks that have the same rows: one computes what is not collective, for all; None: there are none.
+        """
+        self._peers = peers
+        self._timeline = context.timeline
+        self._tasks = {name: open_task(name, context, engine, critic) for name in names if name != CRITIC_TRAIN}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that all tasks take at a time."""
+        return min(task.num_rows for task in self._tasks.values())
+
+    @property
+    def version(self) -> int:
+        """Step of the oldest weights that rows are gated by; 0: by none."""
+        return min((task.version for task in self._tasks.values() if task.version is not None), default=0)
+
+    def add_columns(self, batch: PackedBatch, *, step: int, round_rows: int = 0) -> PackedBatch:
+        """Return the batch with the outputs of all tasks.
+
+        Args:
+            batch: the inputs of the first task, and whatever later ones need beside the outputs of earlier ones.
+            step: that the rows belong to.
+            round_rows: most rows of any rank of the gang, the same on all; 0: there is one rank.
+        """
+        for name, task in self._tasks.items():
+            if len(batch) or task.collective:
+                with self._timeline.span(name, step=step, rows=len(batch)):
+                    columns = self._computed(task, batch, step, max(len(batch), round_rows))
+                batch = batch.with_columns(columns)
+        return batch
+
+    def take_weights(self, step: int) -> None:
+        """Have the tasks whose rows need certain weights take those of `step` or later."""
+        for task in self._tasks.values():
+            if task.version is not None and task.version < step:
+                task.take_weights(step)
+
+    def close(self) -> None:
+        """Close all tasks."""
+        for task in self._tasks.values():
+            task.close()
+
+    def _computed(self, task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+        if self._peers is None or task.collective:
+            return _compute(task, batch, step, round_rows)
+        return self._peers.share(_compute(task, batch, step, round_rows) if self._peers.leads else None)
+
+
+def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -> Mapping[str, Column]:
+    """Compute in pieces of `task.num_rows`; a collective task in as many as the fullest rank has."""
+    parts = []
+    for start in range(0, round_rows if task.collective else len(batch), task.num_rows):
+        positions = range(start, min(start + task.num_rows, len(batch)))
+        whole = len(positions) == len(batch)
+        part = batch if whole else batch.select(positions) if positions else _EMPTY
+        columns = task.compute(part, step)
+        if len(part):
+            parts.append(columns)
+    return {name: Column.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
+
+
+def open_task(
+    name: str, context: WorkerContext, engine: TrainEngine | None, critic: ValueEngine | None = None
+) -> ColumnTask:
+    """Return the task `name` of this run's graph; `critic`: that the process trains."""
+    config = context.config
+    if name == "values":
+        assert critic is not None, f"{name} is computed where the critic is trained"
+        section = config.actor if context.gang.role == "actor" else config.critic
+        num_rows = section.micro_batch_size
+        if section.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
+            num_rows = min(num_rows, config.ref.micro_batch_size)
+        return Values(critic, num_rows=num_rows)
+    user = next((task for task in config.tasks if task.name == name), None)
+    if user is None:
+        return _FACTORIES[name](context, engine)
+    decoder = TextDecoder(load_tokenizer(Path(config.model.path)))
+    return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)

@@ -1,0 +1,252 @@
+"""The column tasks of AsyncFlow's own: from columns of rows they compute new ones.
+
+One object serves a role of its own (`workers.tasks.task_worker`) or runs inside the actor;
+`workers.tasks.chain` opens it and runs it in both.
+
+To add a task: a node in the algorithm's graph, a class here, its name in the chain's table.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncflow.errors import UserCodeFailed
+from tq.batch import Column, PackedBatch
+from weightsync.version import Version
+from workers.algorithms.load import load_algorithm
+from workers.calls.user_function import excerpt
+from workers.context import WorkerContext
+from workers.data.tokenizer import load_tokenizer
+from workers.engines.base import Sequences, TrainEngine, ValueEngine
+from workers.engines.load import load_forward_model, load_reward_model
+from workers.held_weights import HeldWeights
+from workers.rewards.base import LARGEST_REWARD
+from workers.rewards.config import RewardModelConfig
+from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.tasks.reference import Reference
+from workers.weight_path import open_receiver
+
+_GROUPS = 8
+"""Whole groups whose advantages are computed at a time."""
+
+
+class ColumnTask(ABC):
+    """Computes the outputs of one task of the graph. Used by one thread."""
+
+    num_rows: int
+    """Most rows at a time; for a task over whole groups a multiple of their size."""
+    collective = False
+    """All ranks of the gang compute together, equally often; one without rows is given a batch without columns."""
+    version: int | None = None
+    """Step of the weights that it computes with, if rows are gated by it; None: they are not."""
+
+    @abstractmethod
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return the task's output columns.
+
+        Args:
+            batch: at least the task's input columns; N >= 1 rows unless `collective`, of whole groups if it says so.
+            step: that the rows belong to.
+        """
+
+    def take_weights(self, step: int) -> None:
+        """Wait for weights of `step` or later and compute with them from now on; returns early when the run stops.
+
+        Raises:
+            WeightSyncError: they do not come.
+        """
+        raise AssertionError(f"{type(self).__name__} depends on no weights")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class Rewards(ColumnTask):
+    """Task `rewards` in a role of its own: the reward function's score, and the reward model's if there is one.
+
+    Inside rollout every response is scored as it ends (`workers.rollout.outbox`).
+    """
+
+    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+        config = context.config
+        self._config = config.reward.model
+        self.num_rows = config.schedule.n_samples_per_prompt
+        if self._config is not None:
+            self._model = load_reward_model(self._config, device=context.device)
+            self.num_rows = self._config.micro_batch_size
+        tokenizer = load_tokenizer(Path(config.model.path))
+        self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `rewards` and `correct` from `prompts`, `responses`, `answers`.
+
+        Raises:
+            UserCodeFailed: the reward model gave a response no finite number.
+        """
+        prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
+        answers = batch["answers"].texts()
+        if self._config is None:
+            return self._scorer.columns(self._scorer.score_all(prompts, responses, answers))
+        futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]
+        model_scores = self._model.scores(sequences_of(batch)).tolist()  # the function is called meanwhile
+        pairs = zip((future.result() for future in futures), model_scores, strict=True)
+        return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
+
+    def close(self) -> None:
+        """End scoring threads and children."""
+        self._scorer.close()
+
+
+class ReferenceLogProbs(ColumnTask):
+    """Log-probabilities under the reference policy."""
+
+    def __init__(self, context: WorkerContext, engine: TrainEngine | None = None) -> None:
+        config = context.config
+        self.num_rows = config.ref.micro_batch_size
+        if engine is not None:
+            self.num_rows = min(self.num_rows, config.actor.micro_batch_size)
+        self._reference = Reference(context)
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return `ref_log_probs`, float32 per response token, from `prompts` and `responses`."""
+        return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        self._reference.close()
+
+
+def open_actor_log_probs(context: WorkerContext, engine: TrainEngine | None = None) -> ColumnTask:
+    """Return the task `actor_log_probs`: log-probabilities under the weights that the rows' step trains on."""
+    return FollowerLogProbs(context) if engine is None else TrainerLogProbs(context, engine)
+
+
+class TrainerLogProbs(ColumnTask):
+    """Inside the actor: before a step's first update, its engine holds the weights that are asked for."""
+
+    collective = True
+
+    def __init__(self, context: WorkerContext, engine: TrainEngine) -> None:
+        config = context.config
+        self.num_rows = config.actor.micro_batch_size
+        if config.actor.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
+            self.num_rows = min(self.num_rows, config.ref.micro_batch_size)
+        self._engine = engine
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
+        if not len(batch):
+            self._engine.log_probs(None)
+            return {}
+        return {"log_probs": _column(self._engine.log_probs(sequences_of(batch)), batch)}
+
+    def close(self) -> None:
+        """The engine is the actor's."""
+
+
+class FollowerLogProbs(ColumnTask):
+    """In a role of its own: a copy of the policy, which is given rows of step s when it holds weights of step s - 1.
+
+    Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
+    what is then computed is not read.)
+    """
+
+    version = 0
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.num_rows = context.config.ref.micro_batch_size
+        self._context = context
+        self._model = load_forward_model(context.config, device=context.device)
+        receiver = open_receiver(context, self._model.weight_needs(), adopts=self._model.adopts_weights)
+        load = partial(self._model.load_weights, adopt=receiver.adopts)
+        self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
+
+    def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
+        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
+        assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
+        return {"log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
+
+    def take_weights(self, step: int) -> None:
+        """Wait for weights of `step` or later and compute with them from now on."""
+        self._weights.wait_for(Version(self._context.job.lineage, step))
+
+    def close(self) -> None:
+        """Leave the weight agent."""
+        self._weights.close()
+
+    def _loaded(self, version: Version) -> None:
+        self.version = version.step
+        self._context.report("idle", version=version.step)
+
+
+class Values(ColumnTask):
+    """What the critic expects of a response before each of its tokens; the process trains it, and rows of a step come
+    before its update."""
+
+    collective = True
+
+    def __init__(self, engine: ValueEngine, *, num_rows: int) -> None:
+        """Args:
+        engine: the critic.
+        num_rows: responses per forward.
+        """
+        self.num_rows = num_rows
+        self._engine = engine
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return `values`, float32 per response token, from `prompts` and `responses`."""
+        if not len(batch):
+            self._engine.values(None)
+            return {}
+        return {"values": Column(self._engine.values(sequences_of(batch)).cpu(), batch["responses"].lengths)}
+
+    def close(self) -> None:
+        """The engine is the trainer's."""
+
+
+class Advantages(ColumnTask):
+    """Task `compute_advantages_and_returns`: the algorithm's advantages of whole groups."""
+
+    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+        self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
+        self._group_size = context.config.schedule.n_samples_per_prompt
+        self.num_rows = self._group_size * _GROUPS
+
+    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
+        """Return what the algorithm makes of whole groups, at least `advantages`."""
+        return self._algorithm.advantages(batch, group_size=self._group_size)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def sequences_of(batch: PackedBatch) -> Sequences:
+    """Return the engines' packed sequences: prompt then response, one row after another; neither padded nor sorted.
+
+    Args:
+        batch: columns `prompts` and `responses`, int64, N >= 1 rows.
+    """
+    return Sequences.of(list(batch["prompts"].rows()), list(batch["responses"].rows()))
+
+
+def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
+    return Column(log_probs_A.cpu(), batch["responses"].lengths)
+
+
+def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:
+    """Return the response with the weighted sum of both as its reward; none where the function failed. Whether the
+    response is right is the function's word alone."""
+    if scored.failure:
+        return scored
+    reward = config.weight * model_score + config.function_weight * scored.reward
+    if not abs(reward) <= LARGEST_REWARD:
+        raise UserCodeFailed(
+            f"reward.model: {config.path} scored the response {excerpt(scored.response)} with {model_score:g}, which "
+            f"is no reward; look at the model, or set reward.model.dtype to float32"
+        )
+    return replace(scored, reward=reward)

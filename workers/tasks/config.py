@@ -1,0 +1,39 @@
+"""Settings of users' own tasks. Torch-free: launcher and queue read them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncflow.settings import Settings
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class UserTaskConfig(Settings):
+    """A task of the user's own: reads columns of every response and writes a number."""
+
+    name: Name
+    """Of the task: lower-case letters, digits, `_`."""
+    role: Name | None = None
+    """Role that runs it when launched (`--roles ...,safety:2`: two processes); null: called as the task. Several tasks
+    may share a role."""
+    function: str
+    """`module:function`: takes a `workers.tasks.row.TaskRow`, returns a number."""
+    inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
+    """Columns that it reads: `prompts`, `responses`, `answers`, or columns with one number per response (`rewards`,
+    other tasks' outputs ...)."""
+    output: Name
+    """Column that it writes: `loss_masks` (0 to 1: the weight of the response's loss), or one that another task
+    reads."""
+    timeout_s: float = Field(10.0, gt=0, le=86400)
+    """Deadline of one call (s)."""
+    concurrency: int = Field(1, ge=1, le=1024)
+    """Calls at a time in each process that runs the task: so many child processes, or, of an `async def`, so many calls
+    in one."""
+    host: Literal["actor"] = "actor"
+    """Role that runs it when its own was not launched."""
+
+    @property
+    def own_role(self) -> str:
+        """Name of its role."""
+        return self.name if self.role is None else self.role

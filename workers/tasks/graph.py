@@ -1,0 +1,306 @@
+"""A run's dataflow graph: the algorithm's tasks and the user's own, placed over the roles that were launched.
+
+Torch-free: launcher, queue and workers read it. An algorithm with other tasks than the critic-free ones adds them here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from asyncflow.errors import ConfigError
+from asyncflow.job import Job
+from tq.config import ScheduleConfig, ScheduleMode
+from tq.policies import load_policy
+from tq.task_spec import StepSpec, TaskSpec
+from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
+from workers.config import RunConfig
+from workers.tasks.config import UserTaskConfig
+from workers.tasks.dataflow import (
+    ALIASES,
+    ANSWER_COLUMNS,
+    CRITIC_TRAIN,
+    LOSS_MASKS,
+    PROMPT_COLUMNS,
+    REWARD_PARTS,
+    ROLES,
+    SERVICES,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    TRAINERS,
+    NeededWeights,
+    PlacedTask,
+    Task,
+    place_tasks,
+)
+
+
+def graph_of(config: RunConfig) -> tuple[Task, ...]:
+    """Return the run's tasks, producers before consumers.
+
+    Raises:
+        ConfigError: a task of the user's own cannot be in this graph.
+    """
+    graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
+    if config.reward.is_users:
+        graph = with_reward_parts(graph)
+    if config.actor.tri_model:
+        graph = without_models(graph, config)
+    return with_user_tasks(graph, config.tasks)
+
+
+def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:
+    """Return the tasks of this run, placed over the roles that were launched."""
+    roles = dict.fromkeys(gang.role for gang in job.gangs if gang.role not in SERVICES)
+    return place_tasks(graph_of(config), list(roles))
+
+
+def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
+    """Return the task that a launched role's processes fetch."""
+    return next(task for task in launched_tasks(config, job) if task.role == role)
+
+
+def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
+    """Return what the controllers must know of each placed task under the run's schedule."""
+    return [
+        TaskSpec(
+            name=task.name,
+            inputs=frozenset(task.inputs),
+            outputs=frozenset(task.outputs),
+            whole_groups=task.whole_groups or task.role == "rollout",
+            max_staleness=_max_staleness(task, config),
+            barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            in_order=config.deterministic,
+            keeps_leases=task.role in TRAINERS,
+            max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
+            policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
+            steps=_steps(config.schedule) if task.role in TRAINERS else None,
+        )
+        for task in tasks
+    ]
+
+
+def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.gate_staleness, NeededWeights.NEWEST: 0}
+    return bounds[task.weights]
+
+
+def _steps(schedule: ScheduleConfig) -> StepSpec | None:
+    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
+
+
+def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:
+    """Return the tasks of the configured algorithm, producers before consumers.
+
+    Args:
+        old_log_probs: loss or reward need log-probabilities under the weights that the step found.
+    """
+    if isinstance(config, PPOConfig):
+        return ppo_tasks(config, old_log_probs)
+    return critic_free_tasks(config, old_log_probs)
+
+
+def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """Algorithms without a critic; the reference is there only when there is a KL penalty.
+
+    Source: Shao et al. 2024 (arXiv 2402.03300), algorithm 1.
+    """
+    rollout = Task(
+        name="actor_rollout",
+        role="rollout",
+        host="rollout",
+        inputs=("prompts",),
+        outputs=("responses", "rollout_log_probs", "versions", "truncated"),
+        weights=NeededWeights.BOUNDED,
+    )
+    rewards = Task(
+        name="rewards",
+        role="reward",
+        host="rollout",
+        inputs=("prompts", "responses", "answers"),
+        outputs=("rewards", "correct"),
+        whole_groups=config.filters_groups,
+    )
+    reference = Task(
+        name="ref_log_probs",
+        role="ref",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("ref_log_probs",),
+    )
+    old_policy = Task(
+        name="actor_log_probs",
+        role="actor_fwd",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("log_probs",),
+        weights=NeededWeights.NEWEST,
+    )
+    advantages = Task(
+        name="compute_advantages_and_returns",
+        role="advantages",
+        host="actor",
+        inputs=config.advantage_inputs,
+        outputs=("advantages",),
+        whole_groups=True,
+    )
+    optional = (*((reference,) if config.kl_coef > 0 else ()), *((old_policy,) if old_log_probs else ()))
+    train = Task(
+        name="actor_train",
+        role="actor",
+        host="actor",
+        inputs=(
+            *("prompts", "responses", "rollout_log_probs", "advantages"),
+            *(name for task in optional for name in task.outputs),
+            # Not read by the loss: masking, and what the step's metrics and ledger line report.
+            *("truncated", "versions", "rewards", "correct", "epochs"),
+        ),
+        outputs=(),
+        whole_groups=True,
+    )
+    return (rollout, rewards, *optional, advantages, train)
+
+
+def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
+    """PPO: a critic computes values, advantages and returns, passes the advantages on, and trains on the returns.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+    """
+    *others, advantages, train = critic_free_tasks(config, old_log_probs)
+    values = Task(
+        name="values",
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses"),
+        outputs=("values",),
+    )
+    advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
+    critic = Task(
+        name=CRITIC_TRAIN,
+        role="critic",
+        host="actor",
+        inputs=("prompts", "responses", "values", "returns", "truncated", "rewards"),
+        outputs=(),
+        whole_groups=True,
+        passes_on=True,
+    )
+    return (*others, values, advantages, critic, train)
+
+
+def with_reward_parts(graph: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the graph with a column of what rewards are made of, which the training task reads for the metrics."""
+    *others, train = graph
+    scored = (
+        replace(task, outputs=(*task.outputs, REWARD_PARTS)) if task.name == "rewards" else task for task in others
+    )
+    return (*scored, replace(train, inputs=(*train.inputs, REWARD_PARTS)))
+
+
+def without_models(graph: Sequence[Task], config: RunConfig) -> tuple[Task, ...]:
+    """Return the graph without the tasks of old policy and reference, which `actor.tri_model` computes while training.
+
+    Raises:
+        ConfigError: they cannot be computed there.
+    """
+    if config.actor.engine != "fsdp":
+        raise ConfigError(f"actor.tri_model: engine {config.actor.engine} keeps no copies of the policy; use fsdp")
+    if config.algorithm.ref_update_interval:
+        raise ConfigError(
+            "algorithm.ref_update_interval: the reference of actor.tri_model is the initial model; set the interval to "
+            "0, or tri_model to false"
+        )
+    scored = {name for task in graph if task.name in _OF_MODELS for name in task.outputs}
+    *others, train = (task for task in graph if task.name not in _OF_MODELS)
+    for task in others:
+        for name in sorted(scored.intersection(task.inputs)):
+            raise ConfigError(
+                f"actor.tri_model: task {task.name} needs column {name} before training; set tri_model to false"
+            )
+    inputs = tuple(name for name in train.inputs if name not in scored)
+    return (*others, replace(train, inputs=inputs))
+
+
+_OF_MODELS = frozenset({"ref_log_probs", "actor_log_probs"})
+
+
+def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
+    """Return the graph with users' tasks before its training task, which reads `loss_masks` if one of them writes it.
+
+    Args:
+        graph: of the algorithm; the training task is the last.
+        users: tasks of the user's own, in any order.
+
+    Raises:
+        ConfigError: names that clash, columns without a writer or a reader, tasks that wait for each other.
+    """
+    *others, train = graph
+    _check_names(graph, users)
+    _check_columns(graph, users)
+    if any(user.output == LOSS_MASKS for user in users):
+        train = _masked(train)
+        others = [_masked(task) if task.name == CRITIC_TRAIN else task for task in others]
+    return (*others, *_sorted(others, users), train)
+
+
+def _masked(train: Task) -> Task:
+    return replace(train, inputs=(*train.inputs, LOSS_MASKS))
+
+
+def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
+    tasks, outputs = {task.name for task in graph}, {name for task in graph for name in task.outputs}
+    for number, user in enumerate(users):
+        role = user.own_role
+        if user.name in tasks:
+            raise ConfigError(f"tasks.{number}.name: there is a task {user.name!r} already; take another name")
+        if role in SERVICES or role in ROLES or role in ALIASES:
+            kind = "a service" if role in SERVICES else "a role"
+            raise ConfigError(f"tasks.{number}.role: {role!r} is {kind} of AsyncFlow's own; take another name")
+        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS, REWARD_PARTS):
+            raise ConfigError(
+                f"tasks.{number}.output: column {user.output!r} is written by another task; take another name"
+            )
+        tasks.add(user.name)
+        outputs.add(user.output)
+
+
+def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
+    written = [*PROMPT_COLUMNS, *(name for task in graph for name in task.outputs), *(user.output for user in users)]
+    for number, user in enumerate(users):
+        for name in user.inputs:
+            if name not in written:
+                raise ConfigError(f"tasks.{number}.inputs: nobody writes column {name!r}; {_hint(name, written)}")
+            if name == REWARD_PARTS:
+                raise ConfigError(f"tasks.{number}.inputs: column {name!r} is for the metrics alone; leave it out")
+            if name in TOKEN_COLUMNS and name not in TEXT_COLUMNS:
+                numbers = " ".join(each for each in written if each not in (*TOKEN_COLUMNS, *TEXT_COLUMNS))
+                raise ConfigError(
+                    f"tasks.{number}.inputs: column {name!r} has a value per token; use texts "
+                    f"({' '.join(TEXT_COLUMNS)}) and columns with one number per answer ({numbers})"
+                )
+        read = [LOSS_MASKS, *(name for other in users if other is not user for name in other.inputs)]
+        if user.output not in read:
+            raise ConfigError(
+                f"tasks.{number}.output: nobody reads column {user.output!r}; {_hint(user.output, read)} "
+                f"(training reads {LOSS_MASKS}, users' tasks their inputs)"
+            )
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known columns: {' '.join(dict.fromkeys(known))}"
+
+
+def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
+    """Return users' tasks, producers before consumers."""
+    nodes = [
+        Task(user.name, user.own_role, user.host, tuple(dict.fromkeys(user.inputs)), (user.output,)) for user in users
+    ]
+    written = {*PROMPT_COLUMNS, *(name for task in others for name in task.outputs)}
+    ordered: list[Task] = []
+    while len(ordered) < len(nodes):
+        able = [node for node in nodes if node not in ordered and written.issuperset(node.inputs)]
+        if not able:
+            circle = " ".join(node.name for node in nodes if node not in ordered)
+            raise ConfigError(f"tasks: {circle} wait for each other's outputs in a circle; break it")
+        ordered += able
+        written.update(name for node in able for name in node.outputs)
+    return ordered

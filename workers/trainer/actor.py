@@ -1,0 +1,281 @@
+"""The actor loop: for every step, have it trained, published and recorded, and begin to save.
+
+next step -> train, publish weights, record (`workers.trainer.trainer`) -> checkpoint -> next step
+                                                                   '-- written beside it
+"""
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from asyncflow.errors import LastSaveFailed, WeightSyncError
+from asyncflow.run_files import CONFIG_FILE
+from tq.batch import PackedBatch
+from weightsync.version import Version
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.checkpoint.writer import Contents, RunFacts
+from workers.context import WorkerContext
+from workers.engines.load import load_train_engine, load_value_engine
+from workers.engines.model_files import model_fingerprint
+from workers.records.ledger import check_staleness, ledger_lines
+from workers.records.step_record import StepRecord, StepRecorder
+from workers.rewards.scorer import no_rewards
+from workers.tasks.chain import TaskChain
+from workers.tasks.dataflow import CRITIC_TRAIN
+from workers.tasks.graph import task_of
+from workers.tasks.reference import saved_reference
+from workers.trainer.actor_critic_channel import ActorCriticChannel, Kind, Message
+from workers.trainer.gang_peers import gather, meet_peers, sum_over_ranks
+from workers.trainer.replicas import ReplicaPeers, ReplicaPlace, open_replica
+from workers.trainer.trainer import Trainer, critic_learner, open_loader, policy_learner
+from workers.trainer.tri_model import TriModel
+from workers.weight_path import open_sender
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 15.0
+"""How long weights that could not be published wait for the stop that the launcher sends when an agent died (s)."""
+
+
+def run_actor(context: WorkerContext) -> None:
+    """Train until the last step or a stop; save what was completed."""
+    meet_peers(context)
+    actor = Actor(context)
+    actor.train()
+    actor.close()
+    dist.destroy_process_group()
+
+
+class Actor:
+    """One rank of the training gang; a `TrainingRole`."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        self._context = context
+        self._config = config
+        self._task = task = task_of("actor", config, context.job)
+        self._engine = load_train_engine(config, device=context.device)
+        self._critic = load_value_engine(config, device=context.device) if CRITIC_TRAIN in task.fused else None
+        self._checkpointer = _open_checkpointer(context)
+        if context.job.resume_from:
+            source = Path(context.job.resume_from)
+            self._checkpointer.restore(self._engine, source, seed=config.seed, critic=self._critic)
+        if context.rank == 0:
+            context.warn("")  # what an earlier start of this gang could not save is past
+        self._completed = context.start_step
+        self._recorder = StepRecorder(context) if context.rank == 0 else None
+        self._keeps_rows = context.rank == 0 and config.tq.retain_until_checkpoint
+        self._channel = self._open_channel() if context.rank == 0 and context.job.of_role("critic") else None
+        self._save_channel = None if self._channel is None else self._open_channel()
+        place = ReplicaPlace.of(config.actor, context.rank, context.gang.num_ranks)
+        peers = ReplicaPeers(place, context.device) if len(place.ranks) > 1 else None
+        self._columns = TaskChain(task.fused, context, self._engine, critic=self._critic, peers=peers)
+        self._sender = open_sender(context, self._engine.shards())
+        self._client = context.queue_client()
+        self._loader = open_loader(
+            context,
+            self._client,
+            task,
+            config.actor,
+            rank=place.index,
+            num_ranks=place.count,
+            replica=open_replica(context, place),
+        )
+        policy = policy_learner(config, self._engine)
+        self._counts = place.leads
+        self._trainer = Trainer(
+            context,
+            (policy,) if self._critic is None else (policy, critic_learner(config, self._critic)),
+            self._loader,
+            columns=self._columns,
+            training=config.actor,
+            role=self,
+            tri_model=TriModel(config, self._engine) if config.actor.tri_model else None,
+            counts=self._counts,
+        )
+
+    def train(self) -> None:
+        """Run every step; a stop abandons the one whose rows are not all there, and saves the last completed one."""
+        self._publish(self._completed)
+        while step := self._loader.next_partition():
+            record = self._trainer.train(step)
+            if record is None or record.stopped:
+                break
+            due = self._config.checkpoint.interval and step % self._config.checkpoint.interval == 0
+            if due or record.save_wanted:
+                self._begin_save()
+        self._save_last()
+        if self._context.rank == 0 and self._completed >= self._context.job.last_step:
+            self._context.mark_done()
+            self._client.stop()
+        self._send(Message(Kind.END))
+
+    def close(self) -> None:
+        """Leave queue and weight groups."""
+        self._checkpointer.close()
+        self._loader.close()
+        self._sender.close()
+        self._columns.close()
+        self._client.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def take(self, batch: PackedBatch, record: StepRecord) -> None:
+        """Check and count what is trained, once for each replica."""
+        if not (self._counts and len(batch)):
+            return
+        lines = ledger_lines(
+            batch,
+            step=record.step,
+            admitted_step=self._loader.round_partition,
+            lineage=self._context.job.lineage,
+            time_s=self._context.elapsed_s,
+        )
+        check_staleness(lines, bound=self._config.schedule.staleness_bound)
+        record.add_rows(batch, lines, admitted_step=self._loader.round_partition)
+
+    def commit(self, record: StepRecord, stopped: bool) -> bool:
+        """Finish every step whose rows are all there; a critic in a role of its own is told.
+
+        Raises:
+            UserCodeFailed: no response of the step has a reward, on all ranks, before anything was updated.
+        """
+        if stopped:
+            return False
+        if not sum_over_ranks(record.num_scored, device=self._context.device):
+            why = self._context.last_reward_failure() or "see the logs of the ranks that score"
+            raise no_rewards(f"step {record.step}", why)
+        if self._context.job.of_role("critic"):
+            self._send(Message(Kind.COMMIT, record.step))
+        return True
+
+    def before_update(self) -> float:
+        """Wait until neither a save nor the sender reads the weights."""
+        self._checkpointer.before_update()
+        return self._sender.before_update()
+
+    def after_update(self, step: int, number: int, optimizer_updates: int) -> None:
+        """Write the update down, whatever becomes of the step."""
+        if self._recorder is not None:
+            self._recorder.update_made(step, number, optimizer_updates)
+
+    def publish(self, record: StepRecord) -> None:
+        """Send the step's weights; a stop may come instead."""
+        self._completed = record.step
+        held_up_s = self._publish(record.step)
+        record.stopped = held_up_s is None
+        record.sync_exposed_s += held_up_s or 0.0
+
+    def record(self, record: StepRecord) -> None:
+        """Acknowledge the step's rows, join the figures of all ranks and write them down."""
+        self._loader.ack_soon()
+        record.sync_bytes = self._sender.num_bytes
+        record.checkpoint_stall_s = self._checkpointer.take_stalled_s()
+        record.checkpoint_failures = self._checkpointer.num_failures
+        if self._keeps_rows and not self._checkpointer.busy:
+            record.save_wanted = self._client.checkpoint_wanted()
+        record.merge(gather(record.part(), device=self._context.device))
+        if self._channel is not None:
+            self._context.report("waiting for the critic", step=record.step)
+            record.critic_report = self._channel.recv_report(record.step)
+        if self._recorder is not None:
+            self._recorder.write(record)
+
+    def _publish(self, step: int) -> float | None:
+        """Send weights of `step` and announce them; returns the seconds held up, or None when a stop came instead."""
+        version = Version(self._context.job.lineage, step)
+        self._context.report("publishing weights", step=step, version=step)
+        try:
+            with self._context.timeline.span("publish weights", step=step):
+                held_up_s = self._sender.publish(
+                    version,
+                    self._engine.shards(),
+                    timeout_s=self._config.weightsync.timeout_s,
+                    stop=self._context.stopping,
+                )
+        except WeightSyncError:
+            if self._context.stopping.wait(STOP_GRACE_S):
+                logger.warning("weights of step %d were not sent: the run is stopping", step)
+                return None
+            raise
+        if self._recorder is not None:
+            known = self._recorder.num_refills
+            self._recorder.refilled(self._client.publish_version(step, refills_known=known))
+        return held_up_s
+
+    def _begin_save(self) -> None:
+        """Save the last completed step while training goes on."""
+        step = self._completed
+        self._context.report("saving", f"step {step}")
+        contents = _NOTHING if self._recorder is None else self._contents(step, self._recorder)
+        self._send(Message(Kind.SAVE, step))
+        self._checkpointer.begin(self._engine, step, contents, critic=self._critic)
+
+    def _save_last(self) -> None:
+        """Save what was completed, and see that it is saved.
+
+        Raises:
+            LastSaveFailed: it is not.
+        """
+        self._checkpointer.wait()
+        saved = self._checkpointer.saved_step
+        if saved == self._completed:
+            return
+        self._begin_save()
+        self._checkpointer.wait()
+        if self._checkpointer.saved_step != self._completed:
+            error = self._checkpointer.failure
+            raise LastSaveFailed(f"{error}; steps {saved + 1} to {self._completed} are lost; correct that and resume")
+
+    def _contents(self, step: int, recorder: StepRecorder) -> Contents:
+        """Return what rank 0 adds to a checkpoint."""
+        config, client = self._config, self._client
+        trained = step - config.schedule.lateness  # rows of later steps may not be trained
+
+        def snapshot(target: Path) -> None:
+            client.snapshot(target, after_partition=trained, forget_acks_of=[self._task.name])
+
+        def saved() -> None:
+            if self._keeps_rows:
+                client.release_checkpointed(trained)
+
+        return Contents(
+            make_durable=recorder.sync,
+            export_hf=self._engine.export_hf if config.checkpoint.export_hf else None,
+            snapshot=None if config.deterministic else snapshot,
+            reference=saved_reference(self._context, step),
+            critic=self._save_channel,
+            saved=saved,
+        )
+
+    def _open_channel(self) -> ActorCriticChannel:
+        return ActorCriticChannel(self._context.sealed_store(), lineage=self._context.job.lineage)
+
+    def _send(self, message: Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+
+_NOTHING = Contents(make_durable=lambda: None)
+"""What the other ranks add."""
+
+
+def _open_checkpointer(context: WorkerContext) -> Checkpointer:
+    config, resume_from = context.config, context.job.resume_from
+    facts = RunFacts(
+        lineage=context.job.lineage,
+        model_fingerprint=model_fingerprint(Path(config.model.path)),
+        data_hash=context.first_data_hash(),
+        config=context.run_dir / CONFIG_FILE,
+    )
+    return Checkpointer(
+        context.run_dir,
+        config.checkpoint,
+        facts=facts,
+        device=context.device,
+        restored_from=Path(resume_from) if resume_from else None,
+        timeline=context.timeline,
+        waits=lambda: context.report("saving"),
+        warn=context.warn if context.rank == 0 else lambda _: None,
+    )
