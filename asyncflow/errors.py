@@ -43,7 +43,7 @@ class DeadlineExceeded(TransportError):
     deadline = True
 
 
-class Superseded(TransportError):
+class LeaseFenced(TransportError):
     """A put or ack came from a former owner of the lease; the rows belong to somebody else now. Drop the work."""
 
 

@@ -118,7 +118,7 @@ def await_reply(future: "Future[Reply]", service: str, what: str, timeout_s: flo
     Raises:
         DeadlineExceeded: none within `timeout_s`.
         TransportError: the service is gone.
-        PeerRefused, Superseded: the service answered no.
+        PeerRefused, LeaseFenced: the service answered no.
     """
     try:
         return awake_result(future, timeout_s)

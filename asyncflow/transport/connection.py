@@ -131,7 +131,7 @@ class Connection:
         Raises:
             DeadlineExceeded: no reply within `timeout_s`; the channel is given up.
             TransportError: the peer is gone.
-            PeerRefused, Superseded: the service answered no.
+            PeerRefused, LeaseFenced: the service answered no.
         """
         deadline = time.monotonic() + timeout_s
         future = self.submit(message, payload, timeout_s=timeout_s)

@@ -20,12 +20,12 @@ from torch import Tensor
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import (
     AsyncFlowError,
+    LeaseFenced,
     PeerRefused,
     PutPending,
     QueueFull,
     RowsExist,
     SealBroken,
-    Superseded,
     TransportError,
     one_line,
 )
@@ -306,7 +306,7 @@ class RefusedKind(StrEnum):
     """Why a request was refused."""
 
     INVALID = "invalid"
-    SUPERSEDED = "superseded"
+    FENCED = "fenced"
     FULL = "full"
     EXISTS = "exists"
     PENDING = "pending"
@@ -320,7 +320,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 _ERRORS: dict[RefusedKind, type[TransportError]] = {
-    RefusedKind.SUPERSEDED: Superseded,
+    RefusedKind.FENCED: LeaseFenced,
     RefusedKind.FULL: QueueFull,
     RefusedKind.EXISTS: RowsExist,
     RefusedKind.PENDING: PutPending,

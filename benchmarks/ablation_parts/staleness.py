@@ -22,7 +22,7 @@ from tq.control.state import ControlState
 from tq.messages import (
     FetchRound,
     FetchRows,
-    Granted,
+    LeaseGrant,
     NoRows,
     NoRowsReason,
     OpenPartition,
@@ -92,7 +92,7 @@ class _Instance:
     version: int
     newest: int
     life: int = 0
-    running: dict[int, tuple[Granted, int]] = field(default_factory=dict)
+    running: dict[int, tuple[LeaseGrant, int]] = field(default_factory=dict)
     step: int = 0
     asking: bool = False
     needs: int = 0
@@ -134,7 +134,7 @@ class _Life:
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._requests = itertools.count(1)
-        self._replies: dict[int, Callable[[Granted | NoRows], None]] = {}
+        self._replies: dict[int, Callable[[LeaseGrant | NoRows], None]] = {}
 
     def run(self, *, until: int) -> None:
         """Go on until so many samples were trained."""
@@ -153,12 +153,12 @@ class _Life:
         for instruction in self._state.handle(event, request):
             match instruction:
                 case Answer(number, reply) if number in self._replies:
-                    assert isinstance(reply, Granted | NoRows), reply
+                    assert isinstance(reply, LeaseGrant | NoRows), reply
                     self._replies.pop(number)(reply)
                 case Fence(task, token):
                     self._after(self._chance.uniform(0, 0.2), partial(self._tell, Fenced(task, token)))
 
-    def _ask(self, event: Event, then: Callable[[Granted | NoRows], None]) -> None:
+    def _ask(self, event: Event, then: Callable[[LeaseGrant | NoRows], None]) -> None:
         number = next(self._requests)
         self._replies[number] = then
         self._tell(event, number)
@@ -184,11 +184,11 @@ class _Life:
         fetch = FetchRows(_ROLLOUT, instance.owner, free, instance.version, 1e9)
         self._ask(fetch, lambda reply: self._leased(instance, life, reply))
 
-    def _leased(self, instance: _Instance, life: int, reply: Granted | NoRows) -> None:
+    def _leased(self, instance: _Instance, life: int, reply: LeaseGrant | NoRows) -> None:
         if life != instance.life:
             return
         instance.asking = False
-        if isinstance(reply, Granted):
+        if isinstance(reply, LeaseGrant):
             self._swap_if_due(instance, boundary=reply.partition > instance.step)
             instance.step = max(instance.step, reply.partition)
             for row in reply.rows:
@@ -234,7 +234,7 @@ class _Life:
         fetch = FetchRound(_TRAIN, "actor/0", step, self._round, _ROUND, 0, 1, 1e9)
         self._ask(fetch, self._train)
 
-    def _train(self, reply: Granted | NoRows) -> None:
+    def _train(self, reply: LeaseGrant | NoRows) -> None:
         if isinstance(reply, NoRows):
             self._publish()
             return

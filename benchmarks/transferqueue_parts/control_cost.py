@@ -11,7 +11,7 @@ import torch
 from tq.batch import column_of
 from tq.control.events import Answer
 from tq.control.state import ControlState
-from tq.messages import FetchRows, Granted, OutputsWritten, RowsCreated
+from tq.messages import FetchRows, LeaseGrant, OutputsWritten, RowsCreated
 from tq.task_spec import TaskSpec
 from transferqueue_parts.our_queue import OurQueue
 from transferqueue_parts.part import Result, Settings
@@ -56,7 +56,7 @@ def _requests_s(num_rows: int) -> list[float]:
         (answer,) = state.handle(fetch, number)
         times.append(time.perf_counter() - began)
         assert isinstance(answer, Answer)
-        assert isinstance(answer.reply, Granted)
+        assert isinstance(answer.reply, LeaseGrant)
         assert len(answer.reply.rows) == _REQUEST_ROWS
         _finish(state, answer.reply, number)
         for event in _puts(newest, _REQUEST_ROWS):
@@ -65,12 +65,12 @@ def _requests_s(num_rows: int) -> list[float]:
     return times
 
 
-def _finish(state: ControlState, scored: Granted, number: int) -> None:
+def _finish(state: ControlState, scored: LeaseGrant, number: int) -> None:
     tokens = [0] * len(scored.rows)
     state.handle(OutputsWritten("storage-0", "score", scored.rows, ["score"], tokens, 0))
     (answer,) = state.handle(FetchRows("train", "owner", len(scored.rows), 0, 60.0), _REQUESTS + number)
     assert isinstance(answer, Answer)
-    assert isinstance(answer.reply, Granted)
+    assert isinstance(answer.reply, LeaseGrant)
     state.handle(OutputsWritten("storage-0", "train", answer.reply.rows, [], tokens, 0))
 
 

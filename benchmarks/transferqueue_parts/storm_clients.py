@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tq
-from asyncflow.errors import PeerRefused, QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, QueueFull, RowsExist, TransportError
 from transferqueue_parts.storm_ledger import Deed, LedgerFile, Record, read_ledger, unfinished_puts
 from transferqueue_parts.storm_rows import (
     INPUTS,
@@ -165,7 +165,7 @@ class _Consumer:
         self._ledger.write(Record(Deed.INTENT, rows, self._task, token))
         mine: list[bool] = []
         if _until_known(lambda: mine.append(self._commit(lease, rows)), self._pipe.poll):
-            self._ledger.write(Record(Deed.CONFIRMED if mine[-1] else Deed.SUPERSEDED, rows, self._task, token))
+            self._ledger.write(Record(Deed.CONFIRMED if mine[-1] else Deed.FENCED, rows, self._task, token))
 
     def _commit(self, lease: tq.Lease, rows: list[int]) -> bool:
         return lease.put(scores_of(rows, lease.grant.token), rows) if self._task == SCORE else lease.ack(rows)
@@ -186,7 +186,7 @@ def _until_known(attempt: Callable[[], None], told_to_end: Callable[[float], boo
         try:
             attempt()
             return True
-        except Superseded:
+        except LeaseFenced:
             raise
         except QueueFull:
             if time.monotonic() > deadline:

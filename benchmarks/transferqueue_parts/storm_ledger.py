@@ -3,7 +3,7 @@
     producer    put     rows     before rows are put         put_done     it was confirmed, or they were there already
                 reput   rows     before lost rows are put again
     consumer    intent  rows     before an ack               confirmed    the queue confirmed it: this is THE ack
-                                                             superseded   the queue refused it: somebody else's now
+                                                             fenced   the queue refused it: somebody else's now
                 seen    rows     with which token their score was written
                 corrupt rows     what came is not what was put
 
@@ -31,7 +31,7 @@ class Deed(StrEnum):
     REPUT = "reput"
     INTENT = "intent"
     CONFIRMED = "confirmed"
-    SUPERSEDED = "superseded"
+    FENCED = "fenced"
     SEEN = "seen"
     CORRUPT = "corrupt"
 
@@ -58,7 +58,7 @@ class Verdict:
         corrupt: rows that came different from how they were put, or with a score that had been refused.
         redone: acks beyond the first where the task's outputs were lost with a unit and the row was put again.
         open_intents: (row, task) whose only ack came from a client that died before it heard the answer.
-        superseded: (row, task) acks that the queue refused.
+        fenced: (row, task) acks that the queue refused.
         deliveries: (row, task) in hand of a consumer right before an ack.
     """
 
@@ -152,7 +152,7 @@ def judge(records: Iterable[Record], *, tasks: Collection[str], writers: Collect
             case Deed.CONFIRMED:
                 acks[record.task].update(record.rows)
                 open_intents[record.task].subtract(record.rows)
-            case Deed.SUPERSEDED:
+            case Deed.FENCED:
                 open_intents[record.task].subtract(record.rows)
                 verdict.superseded += len(record.rows)
                 if record.task in writers:

@@ -15,19 +15,19 @@ from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.replica import Replica
 from tq.config import ReplicaFetch
-from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 
 LARGE = 20_000
 BIG_ID = 2**40
 
 
-def round_of(partition: int, index: int) -> Granted:
+def round_of(partition: int, index: int) -> LeaseGrant:
     """Return a lease: partition p has p rounds of three rows, the second one empty."""
     rows = [] if index == 1 else [100 * partition + 10 * index + k for k in range(3)]
-    return Granted("train", index, partition, rows, rows, ["storage-0"] * len(rows), [5] * len(rows), 3)
+    return LeaseGrant("train", index, partition, rows, rows, ["storage-0"] * len(rows), [5] * len(rows), 3)
 
 
-def batch_of(granted: Granted) -> PackedBatch:
+def batch_of(granted: LeaseGrant) -> PackedBatch:
     """Return its values; a partition's first round is too large for a header."""
     rows = granted.rows
     size = LARGE if rows and rows[0] % 100 == 0 else 4
@@ -50,7 +50,7 @@ class CountingQueue:
         self.acked: list[int] = []
         self.ended = threading.Event()
 
-    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+    def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         if request.partition == self.fail_at:
             raise TransportError("controller-0 is gone")
         if request.partition == self.stop_at:
@@ -65,14 +65,14 @@ class CountingQueue:
             return NoRows(NoRowsReason.PARTITION_DONE, 0)
         return round_of(request.partition, request.round_index)
 
-    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
+    def get(self, granted: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         batch = batch_of(granted)
         return PackedBatch(batch.indices, {name: batch[name] for name in names}, batch.groups)
 
-    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
+    def ack(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
         self.acked += granted.rows
 
-    def forget(self, granted: Granted) -> None:
+    def forget(self, granted: LeaseGrant) -> None:
         """Nothing is remembered here."""
 
 
@@ -95,7 +95,7 @@ def loader_of(
 def check(batch: PackedBatch) -> None:
     """Compare with what the queue holds, bit by bit."""
     rows = list(batch.indices)
-    expected = batch_of(Granted("train", 0, 0, rows, rows, [])) if rows else PackedBatch((), {})
+    expected = batch_of(LeaseGrant("train", 0, 0, rows, rows, [])) if rows else PackedBatch((), {})
     for name, column in batch.columns.items():
         assert column.kind is expected[name].kind
         assert column.values.dtype is expected[name].values.dtype

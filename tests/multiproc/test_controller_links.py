@@ -14,7 +14,7 @@ from fake_controller import (
     until,
 )
 
-from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.config import QueueConfig
 from tq.messages import (
@@ -70,7 +70,7 @@ def test_fence_is_confirmed_only_when_its_controller_knows_what_was_written_befo
     parked.reply(Done())
     assert isinstance(done(put), Stored)
     assert isinstance(done(fence), Done) and isinstance(done(whole_task), Done)
-    refused(client.put("ref", 4, [1], {"ref": numbers(1)}), Superseded, "row 1")
+    refused(client.put("ref", 4, [1], {"ref": numbers(1)}), LeaseFenced, "row 1")
 
 
 def test_fence_of_one_controller_does_not_wait_for_another(bench: Bench) -> None:
@@ -103,7 +103,7 @@ def test_put_waits_for_the_first_controller_and_is_in_its_inventory(bench: Bench
 def test_put_without_any_controller_fails_at_its_deadline(bench: Bench) -> None:
     bench.unit(QueueConfig(request_timeout_s=1), controllers=2)
     client = bench.client()
-    refused(client.put("ref", 1, [0]), Superseded, "row 0")
+    refused(client.put("ref", 1, [0]), LeaseFenced, "row 0")
     refused(client.create([3], {"x": numbers(0)}, timeout_s=-4.5), TransportError, "controller-[01] has never been up")
     assert stats(client).num_rows == 0
 

@@ -24,9 +24,9 @@ from tq.messages import (
     FetchRound,
     FetchRows,
     GetQueueStats,
-    Granted,
     Held,
     Join,
+    LeaseGrant,
     Message,
     NoRowsReason,
     OpenPartition,
@@ -292,7 +292,7 @@ def test_a_unit_that_registers_while_recovery_ends_hears_of_the_fence_before_its
     assert isinstance(told.heard.get(timeout=WAIT_S), FenceTask)
     with contextlib.suppress(TimeoutError):
         registering.result(0.5)  # it must not: the fence is not confirmed
-    assert not isinstance(ask(other, FetchRows("train", "other@1", 1, 0, timeout_s=0.0)), Granted)
+    assert not isinstance(ask(other, FetchRows("train", "other@1", 1, 0, timeout_s=0.0)), LeaseGrant)
     told.confirms.set()
     assert isinstance(registering.result(WAIT_S)[0], UnitAccepted)
     assert ask(other, FetchRows("train", "other@1", 1, 0, WAIT_S)).rows == [0]

@@ -16,7 +16,7 @@ from asyncflow.errors import TransportError
 from asyncflow.transport.connection import Connection
 from tq import Column, QueueClient, StreamingDataLoader, TaskSpec
 from tq.config import ScheduleConfig, ScheduleMode
-from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, FetchRound, GetUnitStats, Granted, NoRows, NoRowsReason
+from tq.messages import CONTROLLER_REPLIES, UNIT_REPLIES, FetchRound, GetUnitStats, LeaseGrant, NoRows, NoRowsReason
 
 Start = Callable[..., Any]
 SYNC = ScheduleConfig(mode=ScheduleMode.SYNC, max_staleness=0, rollout_batch_size=4, n_samples_per_prompt=2)
@@ -92,7 +92,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
 ) -> None:
     queue(DOUBLE, TRAIN)
     source, client = connect("source"), connect("ref")
-    parked: list[Granted | NoRows] = []
+    parked: list[LeaseGrant | NoRows] = []
     waiting = threading.Thread(target=lambda: parked.append(client.fetch("double", num_rows=8)))
     waiting.start()
     eventually(lambda: source.stats()[0].tasks[0].parked_requests == 1, "the fetch did not park")
@@ -111,7 +111,7 @@ def test_rows_flow_through_all_tasks_and_leave_nothing_behind(
         if mapped < 8:
             granted = client.fetch("double", num_rows=8)
     trainers = [connect(f"actor/{rank}") for rank in range(2)]
-    held: list[tuple[QueueClient, Granted]] = []
+    held: list[tuple[QueueClient, LeaseGrant]] = []
     for index in range(2):
         for rank, one in enumerate(trainers):
             share = one.fetch_round(round_of(index, rank))

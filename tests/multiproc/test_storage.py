@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_controller import CONFIG, Bench, done, numbers, refused, same, stats, until
 
-from asyncflow.errors import PeerRefused, PutPending, QueueFull, RowsExist, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, QueueFull, RowsExist, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq import Column
 from tq.messages import (
@@ -53,7 +53,7 @@ def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
     assert read.values.dtype is torch.int64
     done(client.put("train", 5, [0, 1]))
     done(client.put("ref", 4, [0]))
-    with pytest.raises(Superseded, match="row 0"):
+    with pytest.raises(LeaseFenced, match="row 0"):
         client.get([0], "prompts")
     assert (stats(client).num_rows, stats(client).num_bytes) == (0, 0)
 
@@ -69,7 +69,7 @@ def test_repeated_put_is_told_again_and_a_different_one_is_refused(bench: Bench)
     done(client.put("train", 4, [0]))
     done(client.put("ref", 3, [0], {"ref": numbers(float("nan"))}))  # the row is freed by now
     done(client.put("train", 4, [0]))
-    refused(client.put("train", 3, [0]), Superseded, "not here any more")
+    refused(client.put("train", 3, [0]), LeaseFenced, "not here any more")
 
 
 @pytest.mark.parametrize(("task", "column"), [("train", "h"), ("nobody", "g"), ("train", "x")])
@@ -147,7 +147,7 @@ def test_commit_is_kept_when_a_controller_fails_and_told_again_with_the_next_put
     controller.refusals[OutputsWritten] = PeerRefused("not today")
     refused(client.put("ref", 3, [0], {"ref": numbers(1)}), PeerRefused, "not today")
     controller.refusals.clear()
-    refused(client.put("ref", 4, [0], {"ref": numbers(1)}), Superseded, "row 0")
+    refused(client.put("ref", 4, [0], {"ref": numbers(1)}), LeaseFenced, "row 0")
     done(client.put("ref", 3, [0], {"ref": numbers(1)}))
 
 

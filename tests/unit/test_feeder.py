@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import Superseded, TransportError
+from asyncflow.errors import LeaseFenced, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.config import ScheduleMode
-from tq.messages import Granted, NoRows, NoRowsReason
+from tq.messages import LeaseGrant, NoRows, NoRowsReason
 from weightsync.version import Version
 from workers.rollout.feeder import Feeder
 from workers.rollout.loop import may_swap
@@ -35,29 +35,29 @@ class Queue:
         answer = self.answers.get(timeout=DEADLINE_S)
         if isinstance(answer, Exception):
             raise answer
-        return Lease(self, answer) if isinstance(answer, Granted) else answer  # type: ignore[arg-type]
+        return Lease(self, answer) if isinstance(answer, LeaseGrant) else answer  # type: ignore[arg-type]
 
-    def get(self, granted: Granted, names: list[str]) -> PackedBatch:
+    def get(self, granted: LeaseGrant, names: list[str]) -> PackedBatch:
         if self.unreadable:
             raise self.unreadable.pop()
         if granted.token in self.void:
-            raise Superseded("the lease is void")
+            raise LeaseFenced("the lease is void")
         columns = {name: Column.of_rows([torch.tensor([1])] * len(granted.rows)) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def release(self, granted: Granted, rows: list[int]) -> None:
+    def release(self, granted: LeaseGrant, rows: list[int]) -> None:
         self.released.append(rows)
 
 
-def granted_void(client: Queue, *rows: int) -> Granted:
+def granted_void(client: Queue, *rows: int) -> LeaseGrant:
     """Of a lease that went with its unit."""
-    lost = Granted("actor_rollout", 9, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+    lost = LeaseGrant("actor_rollout", 9, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
     client.void.add(lost.token)
     return lost
 
 
-def granted(*rows: int) -> Granted:
-    return Granted("actor_rollout", 7, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+def granted(*rows: int) -> LeaseGrant:
+    return LeaseGrant("actor_rollout", 7, 1, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
 
 
 def no_rows(reason: NoRowsReason, newest_version: int = 0, lineage: int = 0) -> NoRows:

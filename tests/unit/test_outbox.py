@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from asyncflow.errors import Superseded, UserCodeFailed
+from asyncflow.errors import LeaseFenced, UserCodeFailed
 from launcher.config.load import load_config
 from launcher.config.recipes import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
-from tq.messages import Granted
+from tq.messages import LeaseGrant
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
@@ -36,14 +36,14 @@ class Queue:
         self.arrived = threading.Semaphore(0)
         self.error = error
 
-    def put(self, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         assert granted.token == 7
         if self.error is not None:
             raise self.error
         self.puts.append((list(rows), columns))
         self.arrived.release()
 
-    def filter(self, granted: Granted, rows: Sequence[int]) -> None:
+    def filter(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
         assert granted.token == 7
         self.filtered.append(list(rows))
 
@@ -91,7 +91,7 @@ def test_samples_whose_directory_cannot_be_made_cost_the_run_nothing(tmp_path: P
 
 def lease(client: Queue, *prompts: int) -> RolloutLease:
     rows = list(range(10, 10 + len(prompts)))
-    granted = Granted("actor_rollout", 7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
+    granted = LeaseGrant("actor_rollout", 7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
         "answers": Column.of_texts(["-"] * len(rows)),
@@ -139,7 +139,7 @@ def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: Sampl
     assert client.puts == []
 
 
-@pytest.mark.parametrize(("error", "expected"), [(Superseded("void"), None), (ValueError("broken"), ValueError)])
+@pytest.mark.parametrize(("error", "expected"), [(LeaseFenced("void"), None), (ValueError("broken"), ValueError)])
 def test_void_lease_is_dropped_and_other_errors_are_raised(
     samples: SampleLog, error: Exception, expected: type[Exception] | None
 ) -> None:
@@ -186,7 +186,7 @@ def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
 def leased_groups(client: Queue, *groups: int) -> RolloutLease:
     """A lease of these groups' rows, 10, 11, ...; answer "c" is what `answer` gives."""
     rows = list(range(10, 10 + len(groups)))
-    granted = Granted("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
+    granted = LeaseGrant("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
         "answers": Column.of_texts(["-"] * len(rows)),

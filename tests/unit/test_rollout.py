@@ -16,7 +16,7 @@ from asyncflow.timeline import NoTimeline
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.config import ScheduleMode
-from tq.messages import Granted
+from tq.messages import LeaseGrant
 from weightsync.version import Version
 from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, SimLengths
@@ -81,7 +81,7 @@ NO_CALLS: Any = None
 
 
 def lease(step: int, *rows: int) -> RolloutLease:
-    granted = Granted("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
+    granted = LeaseGrant("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([1])] * len(rows)),
         "answers": Column.of_texts(["-"] * len(rows)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncflow.errors import ConfigError
 from tq.batch import Column, column_of
-from tq.messages import Granted
+from tq.messages import LeaseGrant
 
 _MOST = 2**63 - 1
 _LONGEST_S = 10**9
@@ -90,7 +90,7 @@ def check_task(task: str, known: Sequence[str]) -> None:
         raise ConfigError(f"no task is named {task!r}; known: {' '.join(known)}")
 
 
-def check_rows_of(grant: Granted, rows: Sequence[int]) -> list[int]:
+def check_rows_of(grant: LeaseGrant, rows: Sequence[int]) -> list[int]:
     """Return rows of a lease as plain integers; ConfigError names those that are not in it."""
     plain = check_numbers("rows", rows)
     foreign = set(plain).difference(grant.rows)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncflow.errors import ConfigError, PeerRefused, PutPending, RowsExist, Superseded, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, PutPending, RowsExist, TransportError
 from asyncflow.transport.payload import Payload
 from tq.batch import Column, PackedBatch
 from tq.client.session import Deadline, QueueSession, expect
@@ -17,11 +17,11 @@ from tq.messages import (
     ClearRows,
     Columns,
     GetColumns,
-    GiveBack,
-    Granted,
+    LeaseGrant,
     ListRows,
     PutOutputs,
     PutRows,
+    Release,
     RowList,
     Stored,
 )
@@ -85,7 +85,7 @@ class DataPlane:
                     raise TransportError(str(error)) from error
             except PutPending as error:  # what becomes of it decides whether they exist
                 raise TransportError(str(error)) from error
-            except (PeerRefused, Superseded):
+            except (PeerRefused, LeaseFenced):
                 raise
             except TransportError:
                 unsure.add(unit)
@@ -95,21 +95,21 @@ class DataPlane:
 
     # Rows of a lease
 
-    def get(self, grant: Granted, names: Sequence[str]) -> PackedBatch:
+    def get(self, grant: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         """Read columns of a lease's rows, in the lease's order, into tensors that the caller owns.
 
         Raises:
-            Superseded: rows are not where they were: freed, since the lease is void, or lost with their unit.
+            LeaseFenced: rows are not where they were: freed, since the lease is void, or lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
         return self._read(grant.rows, grant.groups, grant.units, names)
 
-    def put(self, grant: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         """Write all output columns of some rows of a lease; the task is then done with them.
 
         Raises:
-            Superseded: the lease is void, or the rows were lost; drop the work.
+            LeaseFenced: the lease is void, or the rows were lost; drop the work.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`; putting again is
                 safe.
         """
@@ -117,11 +117,11 @@ class DataPlane:
         deadline = self._session.deadline()
         self._finish(grant, rows, lambda: self._put(grant, rows, columns, deadline), deadline)
 
-    def ack(self, grant: Granted, rows: Sequence[int]) -> None:
+    def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Be done with rows of a lease without writing anything. Rows lost with their unit are acked too.
 
         Raises:
-            Superseded: the lease is void.
+            LeaseFenced: the lease is void.
             TransportError: neither unit nor controller answered within `request_timeout_s`; acking again is safe.
         """
         deadline = self._session.deadline()
@@ -130,7 +130,7 @@ class DataPlane:
             self._finish(grant, rows, partial(self._ack, grant, unit, part, deadline), deadline, done=False)
         self._session.held.done(grant, rows)
 
-    def release(self, grant: Granted, rows: Sequence[int]) -> None:
+    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows of a lease to the queue, even if the controller only hears of it when it is back.
 
         Raises:
@@ -138,18 +138,18 @@ class DataPlane:
                 must then be released again.
         """
         self._session.held.done(grant, rows)
-        self._ask_controller(grant, GiveBack(grant.task, grant.token, list(rows)))
+        self._ask_controller(grant, Release(grant.task, grant.token, list(rows)))
 
-    def filter(self, grant: Granted, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Take the groups of these rows out of the queue. With a void lease nothing changes.
 
         Raises:
             TransportError: the controller did not answer within `request_timeout_s`.
         """
-        self._ask_controller(grant, GiveBack(grant.task, grant.token, list(rows), filtered=True))
+        self._ask_controller(grant, Release(grant.task, grant.token, list(rows), filtered=True))
         self._session.held.done(grant, rows)
 
-    def forget(self, grant: Granted) -> None:
+    def forget(self, grant: LeaseGrant) -> None:
         """Another reader of this lease (a rank of the same replica) answers for it from now on."""
         self._session.held.forget(grant)
 
@@ -210,7 +210,13 @@ class DataPlane:
         return joined.select([place[row] for row in rows])
 
     def _finish(
-        self, grant: Granted, rows: Sequence[int], attempt: Callable[[], None], deadline: Deadline, *, done: bool = True
+        self,
+        grant: LeaseGrant,
+        rows: Sequence[int],
+        attempt: Callable[[], None],
+        deadline: Deadline,
+        *,
+        done: bool = True,
     ) -> None:
         """Try to put or ack; when the lease is void for one of the rows, the work on all of them is dropped.
 
@@ -219,15 +225,15 @@ class DataPlane:
         """
         try:
             self._session.patiently(attempt, deadline)
-        except Superseded:
+        except LeaseFenced:
             self._session.held.done(grant, rows)
             service = self._session.directory.controller_of(grant.task)
-            self._session.post(service, GiveBack(grant.task, grant.token, list(rows), superseded=True))
+            self._session.post(service, Release(grant.task, grant.token, list(rows), fenced=True))
             raise
         if done:
             self._session.held.done(grant, rows)
 
-    def _put(self, grant: Granted, rows: Sequence[int], columns: Mapping[str, Column], deadline: Deadline) -> None:
+    def _put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column], deadline: Deadline) -> None:
         by_unit = _by_unit(_units_of(grant, rows))
         sent = []
         for unit, positions in by_unit.items():
@@ -239,7 +245,7 @@ class DataPlane:
         for unit, message, future in sent:
             self._session.answer(future, unit, message, deadline.left_s)
 
-    def _ack(self, grant: Granted, unit: str, rows: list[int], deadline: Deadline) -> None:
+    def _ack(self, grant: LeaseGrant, unit: str, rows: list[int], deadline: Deadline) -> None:
         """Ack at the unit, or, when it is gone or started empty, at the controller."""
         message = PutOutputs(grant.task, grant.token, rows, [])
         try:
@@ -251,7 +257,7 @@ class DataPlane:
             try:
                 self._ack_lost(AckLost(grant.task, grant.token, rows), deadline)
             except PeerRefused as refusal:  # the rows are not lost: their unit will be back
-                if isinstance(error, Superseded):  # it is back, empty, and the controller is about to hear of that
+                if isinstance(error, LeaseFenced):  # it is back, empty, and the controller is about to hear of that
                     raise TransportError(f"{error}; {refusal}") from None
                 raise error from None
 
@@ -263,7 +269,7 @@ class DataPlane:
             future = self._session.controller(service, deadline.left_s).submit(lost)
             self._session.answer(future, service, lost, deadline.left_s)
 
-    def _ask_controller(self, grant: Granted, message: GiveBack) -> Any:
+    def _ask_controller(self, grant: LeaseGrant, message: Release) -> Any:
         return self._session.ask(self._session.directory.controller_of(grant.task), message)
 
 
@@ -302,7 +308,7 @@ class UnitLoads:
         )
 
 
-def _units_of(grant: Granted, rows: Sequence[int]) -> list[str]:
+def _units_of(grant: LeaseGrant, rows: Sequence[int]) -> list[str]:
     unit_of = dict(zip(grant.rows, grant.units, strict=True))
     return [unit_of[row] for row in rows]
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncflow.errors import ConfigError, PeerRefused, Superseded, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, TransportError
 from tq.balance import split_by_tokens, split_evenly
 from tq.batch import PackedBatch
 from tq.client.arguments import as_columns, check_names
@@ -32,7 +32,7 @@ from tq.client.queue_client import QueueClient
 from tq.client.read_ahead import ReadAhead
 from tq.client.replica import Replica, Round
 from tq.client.stall_monitor import StallMonitor
-from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 
 ALL_ROWS = 2**31 - 1
 """`FetchRound.num_rows` of a loader whose rounds are limited by tokens alone."""
@@ -126,7 +126,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._monitor = StallMonitor(producers_timeout_s=producers_timeout_s, narrates=rank == 0)
         self._read_to_end = True
         self._tokens: dict[int, int] = {}
-        self._held: list[Granted] = []
+        self._held: list[LeaseGrant] = []
         self._owes_put = False
         self._acks = AckThread(f"ack-{task}", self._ack)
         self._closing = threading.Event()
@@ -210,17 +210,17 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             columns: outputs, in the order of the round's rows; none for an empty round.
 
         Raises:
-            Superseded: other consumers have the rows by now; drop the work and go on.
+            LeaseFenced: other consumers have the rows by now; drop the work and go on.
             ConfigError, TransportError: see `Lease.put`. Put again: until then nothing else works, since the rows would
                 stay leased, or be acked without their outputs.
         """
         granted = self._held[-1]
-        lost: Superseded | None = None
+        lost: LeaseFenced | None = None
         self._owes_put = True
         try:
             if granted.rows and self._client is not None:
                 self._client.data.put(granted, granted.rows, as_columns(columns)[0])
-        except Superseded as error:
+        except LeaseFenced as error:
             lost = error
         self._owes_put = False
         self._held.pop()
@@ -231,7 +231,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         """The rows yielded since the last ack are in the weights. One ack per replica; after an error, call again.
 
         Raises:
-            Superseded: other consumers had some by now, so they were trained for nothing; all others are acked. Raised
+            LeaseFenced: other consumers had some by now, so they were trained for nothing; all others are acked. Raised
                 once.
             TransportError: some are still to be acked.
             ConfigError: the last round's outputs could not be put.
@@ -318,7 +318,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             num_rows = len(self._held[-1].rows)
             raise ConfigError(f"{self._name}: outputs of {num_rows} rows could not be put; put them again")
 
-    def _yielded(self, granted: Granted, batch: PackedBatch) -> PackedBatch:
+    def _yielded(self, granted: LeaseGrant, batch: PackedBatch) -> PackedBatch:
         self.round_rows, self.round_partition = granted.round_rows, granted.partition
         self._tokens = dict(zip(granted.rows, granted.tokens, strict=False))
         return batch
@@ -328,7 +328,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         self._acks.add(self._held)
         self._held.clear()
 
-    def _ack(self, granted: Granted) -> None:
+    def _ack(self, granted: LeaseGrant) -> None:
         """In the thread of acks."""
         if self._client is None:
             return
@@ -355,7 +355,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         partition, round_index = first, 0
         while partition <= self._last and not self._closing.is_set():
             answer = self._ask(self._client, partition, round_index)
-            if isinstance(answer, Granted):
+            if isinstance(answer, LeaseGrant):
                 batch = self._read(self._client, answer)
                 if batch is not None:
                     round_index += 1
@@ -369,7 +369,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             elif answer.reason is not NoRowsReason.DEADLINE:
                 return
 
-    def _ask(self, client: QueueClient, partition: int, round_index: int) -> Granted | NoRows:
+    def _ask(self, client: QueueClient, partition: int, round_index: int) -> LeaseGrant | NoRows:
         request = self._request
         what = f"{request.task}, rank {request.rank}: round {round_index} of partition {partition}"
         timeout_s = self._monitor.ask(what, request.timeout_s)
@@ -381,7 +381,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         finally:
             self._asking = False
 
-    def _read(self, client: QueueClient, granted: Granted) -> PackedBatch | None:
+    def _read(self, client: QueueClient, granted: LeaseGrant) -> PackedBatch | None:
         """Read a lease's rows; None when their unit is gone: the same round is then asked for again."""
         self.requests += len(set(granted.units))
         try:

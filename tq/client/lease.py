@@ -17,12 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol
 
-from asyncflow.errors import AsyncFlowError, ConfigError, PeerRefused, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, ConfigError, LeaseFenced, PeerRefused, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.arguments import as_columns, check_names, check_rows_of
 from tq.client.read_ahead import ReadAhead
 from tq.client.stall_monitor import StallMonitor
-from tq.messages import Granted, NoRows, NoRowsReason
+from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +33,26 @@ _JOIN_S = 5.0
 class LeaseCalls(Protocol):
     """What a lease needs of the client's data plane; see `tq.client.data_plane.DataPlane`."""
 
-    def get(self, grant: Granted, names: Sequence[str]) -> PackedBatch:
+    def get(self, grant: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         """Read columns."""
 
-    def put(self, grant: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         """Write outputs."""
 
-    def ack(self, grant: Granted, rows: Sequence[int]) -> None:
+    def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Be done without outputs."""
 
-    def release(self, grant: Granted, rows: Sequence[int]) -> None:
+    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows."""
 
-    def filter(self, grant: Granted, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Take groups out of the queue."""
 
 
 class Lease:
     """Rows in hand; a context manager that releases what is still open at its end. One thread at a time."""
 
-    def __init__(self, calls: LeaseCalls, grant: Granted, batch: PackedBatch | None = None) -> None:
+    def __init__(self, calls: LeaseCalls, grant: LeaseGrant, batch: PackedBatch | None = None) -> None:
         self.grant = grant
         """The queue's own description: task, token, partition, units."""
         self.kept = False
@@ -111,7 +111,7 @@ class Lease:
 
         Raises:
             ConfigError: these are no names.
-            Superseded: the lease is void, or the rows were lost with their unit.
+            LeaseFenced: the lease is void, or the rows were lost with their unit.
             PeerRefused: a column is not written.
             TransportError: a unit is gone, or not all of them answered within `request_timeout_s`.
         """
@@ -180,7 +180,7 @@ class Lease:
         mine = True
         try:
             call()
-        except Superseded as error:
+        except LeaseFenced as error:
             logger.warning("%s: dropped %d rows: %s", self.grant.task, len(rows), error)
             mine = False
         for row in rows:
@@ -212,7 +212,7 @@ def read_or_release(
         raise
     except TransportError as error:
         monitor.unreadable(error)
-        with contextlib.suppress(Superseded):
+        with contextlib.suppress(LeaseFenced):
             lease.release()
         closing.wait(_RETRY_S)
         return None
@@ -318,15 +318,15 @@ class LeaseStream(Iterable[Lease]):
 class AckThread:
     """Acks leases in a thread of its own, oldest first. One that fails stays for the next time, unless it is void."""
 
-    def __init__(self, name: str, ack: Callable[[Granted], None]) -> None:
+    def __init__(self, name: str, ack: Callable[[LeaseGrant], None]) -> None:
         """Args:
         name: of the thread; it starts with the first lease.
         ack: acks one lease; runs in the thread.
         """
         self._name = name
         self._ack = ack
-        self._waiting: deque[Granted] = deque()
-        self._void: deque[Superseded] = deque()  # to be raised in the caller's thread
+        self._waiting: deque[LeaseGrant] = deque()
+        self._void: deque[LeaseFenced] = deque()  # to be raised in the caller's thread
         self._thread: ThreadPoolExecutor | None = None
         self._latest: Future[None] | None = None
         self._before: Future[None] | None = None
@@ -336,7 +336,7 @@ class AckThread:
         """Whether all leases were acked."""
         return not self._waiting
 
-    def add(self, grants: Iterable[Granted]) -> None:
+    def add(self, grants: Iterable[LeaseGrant]) -> None:
         """Ack these leases, and those that failed before."""
         self._waiting.extend(grants)
         if self._thread is None:
@@ -347,7 +347,7 @@ class AckThread:
         """Wait until all are acked.
 
         Raises:
-            Superseded: some leases were void, so their rows were trained for nothing; raised once.
+            LeaseFenced: some leases were void, so their rows were trained for nothing; raised once.
             AsyncFlowError: some are still to be acked.
         """
         if self._latest is not None:
@@ -373,7 +373,7 @@ class AckThread:
         while self._waiting:
             try:
                 self._ack(self._waiting[0])
-            except Superseded as error:
+            except LeaseFenced as error:
                 self._void.append(error)
             self._waiting.popleft()
 

@@ -41,7 +41,7 @@ from tq.messages import (
     FetchRows,
     GetQueueStats,
     GetUnitStats,
-    Granted,
+    LeaseGrant,
     LostRows,
     NoRows,
     OpenPartition,
@@ -274,9 +274,9 @@ class QueueClient:
             check_number("lineage", lineage),
         )
         answer = self._fetch(message, timeout_s)
-        return Lease(self.data, answer) if isinstance(answer, Granted) else answer
+        return Lease(self.data, answer) if isinstance(answer, LeaseGrant) else answer
 
-    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+    def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         """Lease this rank's slice of a round; see `FetchRound`. Asking again for a formed round grants it again."""
         request.owner = self.owner
         check_number("num_rows", request.num_rows, least=1, most=_MOST_ROWS)
@@ -390,10 +390,10 @@ class QueueClient:
         """Return what each unit that is up holds."""
         return self._session.tell_units(GetUnitStats(), UnitStats)
 
-    def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> Granted | NoRows:
+    def _fetch(self, message: FetchRows | FetchRound, timeout_s: float) -> LeaseGrant | NoRows:
         check_task(message.task, self._session.directory.tasks)
         reply = self._session.ask(self._session.directory.controller_of(message.task), message, timeout_s)
-        if isinstance(reply, Granted):
+        if isinstance(reply, LeaseGrant):
             self._session.held.granted(message, reply)
             return reply
         return expect(reply, NoRows)

@@ -28,10 +28,10 @@ from asyncflow.errors import AsyncFlowError, TransportError
 from asyncflow.transport.payload import Payload, aligned
 from tq.batch import PackedBatch
 from tq.config import ReplicaFetch
-from tq.messages import Granted, NoRows
+from tq.messages import LeaseGrant, NoRows
 from tq.wire import ColumnHeader, describe, unpack
 
-Round = tuple[Granted, PackedBatch]
+Round = tuple[LeaseGrant, PackedBatch]
 """One rank's lease in a round, and its rows."""
 
 HEADER_BYTES = 4096
@@ -49,7 +49,7 @@ class Failure(msgspec.Struct):
 class _Envelope(msgspec.Struct):
     """What travels; everything absent: rank 0 has nothing more to give."""
 
-    answer: Granted | NoRows | None = None
+    answer: LeaseGrant | NoRows | None = None
     failure: Failure | None = None
     columns: list[ColumnHeader] = []
 
@@ -170,7 +170,7 @@ class Replica:
         if envelope.failure is not None:
             raise self._error(envelope.failure)
         granted = envelope.answer
-        if not isinstance(granted, Granted):
+        if not isinstance(granted, LeaseGrant):
             return granted
         columns = unpack(envelope.columns, body[aligned(meta_bytes) :])
         return granted, PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from asyncflow.errors import DeadlineExceeded, PeerRefused, SealBroken, Superseded, TransportError
+from asyncflow.errors import DeadlineExceeded, LeaseFenced, PeerRefused, SealBroken, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -24,10 +24,10 @@ from tq.messages import (
     UNIT_REPLIES,
     FetchRound,
     FetchRows,
-    Granted,
     Held,
     Join,
     Joined,
+    LeaseGrant,
     Message,
 )
 from tq.owner import new_owner
@@ -123,7 +123,7 @@ class QueueSession:
 
         Raises:
             TransportError: it is gone or does not answer.
-            PeerRefused, Superseded: it answered no.
+            PeerRefused, LeaseFenced: it answered no.
         """
         wait_s = self.seconds(timeout_s) + _GRACE_S
         return self.controller(controller, wait_s).call(message, timeout_s=wait_s)[0]
@@ -208,7 +208,7 @@ class QueueSession:
         while True:
             try:
                 return attempt()
-            except (PeerRefused, Superseded, SealBroken):
+            except (PeerRefused, LeaseFenced, SealBroken):
                 raise
             except TransportError as error:
                 if deadline.passed:
@@ -302,7 +302,7 @@ class HeldLeases:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int], Held] = {}
 
-    def granted(self, fetch: FetchRows | FetchRound, answer: Granted) -> None:
+    def granted(self, fetch: FetchRows | FetchRound, answer: LeaseGrant) -> None:
         """A lease was given; the same one again changes nothing."""
         held = Held(fetch.task, answer.token, answer.partition, list(answer.rows))
         if isinstance(fetch, FetchRound):
@@ -316,7 +316,7 @@ class HeldLeases:
             if isinstance(fetch, FetchRound):
                 self._forget_old_rounds(fetch.task, fetch.partition)
 
-    def done(self, grant: Granted, rows: Iterable[int]) -> None:
+    def done(self, grant: LeaseGrant, rows: Iterable[int]) -> None:
         """Rows left the lease: put, acked or released."""
         key, gone = (grant.task, grant.token), set(rows)
         with self._lock:
@@ -333,7 +333,7 @@ class HeldLeases:
                 for token in tokens:
                     self._held.pop((task, token), None)
 
-    def forget(self, grant: Granted) -> None:
+    def forget(self, grant: LeaseGrant) -> None:
         """Another reader of the lease answers for it."""
         with self._lock:
             self._held.pop((grant.task, grant.token), None)

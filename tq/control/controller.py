@@ -53,7 +53,6 @@ from tq.messages import (
     FetchRound,
     FetchRows,
     GetQueueStats,
-    GiveBack,
     Heartbeat,
     Join,
     OpenPartition,
@@ -62,6 +61,7 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
+    Release,
     RowsConfirmed,
     RowsCreated,
     RowsRemoved,
@@ -224,7 +224,7 @@ class ControllerService:
                 self._ask(message, call, message.timeout_s)
             case RowsConfirmed() | TellLost():
                 self._ask(message, call)
-            case OutputsWritten() | RowsRemoved() | GiveBack() | AckLost() | ClearPartition():
+            case OutputsWritten() | RowsRemoved() | Release() | AckLost() | ClearPartition():
                 self._shell.apply(message)
                 call.reply(Done())
             case Heartbeat():

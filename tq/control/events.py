@@ -11,16 +11,16 @@ from tq.messages import (
     CloseWriting,
     FetchRound,
     FetchRows,
-    GiveBack,
-    Granted,
     Join,
     Joined,
+    LeaseGrant,
     LostRows,
     NoRows,
     OpenPartition,
     OutputsWritten,
     PublishVersion,
     RegisterUnit,
+    Release,
     RowRecords,
     RowsAccepted,
     RowsConfirmed,
@@ -125,7 +125,7 @@ class Answer:
     """Reply to a request; an error is a refusal."""
 
     request: int
-    reply: Granted | NoRows | RowsAccepted | UnitAccepted | Joined | LostRows | AsyncFlowError
+    reply: LeaseGrant | NoRows | RowsAccepted | UnitAccepted | Joined | LostRows | AsyncFlowError
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ Event = (
     | OpenPartition
     | FetchRows
     | FetchRound
-    | GiveBack
+    | Release
     | AckLost
     | WatchLost
     | PublishVersion

@@ -13,7 +13,7 @@ from tq.control.row_table import RowTable
 from tq.control.rows import RowState
 from tq.control.task_state import TaskState
 from tq.control.wait_reasons import WaitReasons
-from tq.messages import FetchRound, FetchRows, Granted, NoRows, NoRowsReason
+from tq.messages import FetchRound, FetchRows, LeaseGrant, NoRows, NoRowsReason
 from tq.policies import Want
 
 Fetch = FetchRows | FetchRound
@@ -122,7 +122,7 @@ class Fetches:
         """The queue was closed for writing, and all rows that will ever be are known."""
         self._book = book
         self._reasons = reasons
-        self._replicas: dict[tuple[str, str], dict[int, Granted]] = {}
+        self._replicas: dict[tuple[str, str], dict[int, LeaseGrant]] = {}
         self._tell_steps()
 
     def newest_partition(self, fetch: FetchRows) -> int | None:
@@ -257,7 +257,7 @@ class Fetches:
             return False
         self.parked.pop(request)
         self._book.out.append(Answer(request, reply))
-        if isinstance(fetch, FetchRows) and isinstance(reply, Granted):
+        if isinstance(fetch, FetchRows) and isinstance(reply, LeaseGrant):
             for twin in self.parked.twins(fetch):
                 other = self.parked.pop(twin)
                 assert other is not None
@@ -265,8 +265,8 @@ class Fetches:
                 self._book.out.append(Answer(twin, reply))
         return True
 
-    def _rows(self, fetch: FetchRows) -> Granted | NoRows | None:
-        again = self._granted_before(fetch)
+    def _rows(self, fetch: FetchRows) -> LeaseGrant | NoRows | None:
+        again = self._grant_before(fetch)
         if again is not None:
             return again
         if self.stopped:
@@ -291,7 +291,7 @@ class Fetches:
             self._remember(fetch, granted)
         return granted
 
-    def _round(self, fetch: FetchRound) -> Granted | NoRows | None:
+    def _round(self, fetch: FetchRound) -> LeaseGrant | NoRows | None:
         task = self._task(fetch)
         dealer = self._dealer(fetch)
         if dealer.over(fetch.partition) or (self.drained and fetch.partition not in self._book.rows.partitions):
@@ -330,12 +330,12 @@ class Fetches:
         self._book.losses.look_again(lost, wanted=True)
         return not away
 
-    def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> Granted:
+    def _granted(self, task: str, token: int, partition: int, rows: Sequence[int]) -> LeaseGrant:
         held = [self._book.rows.rows[row] for row in rows]
         groups = [row.group for row in held]
         units = [row.unit.name for row in held]
         tokens = [row.tokens for row in held]
-        return Granted(task, token, partition, list(rows), groups, units, tokens)
+        return LeaseGrant(task, token, partition, list(rows), groups, units, tokens)
 
     def _has_no_more(self, task: TaskState) -> bool:
         return self.drained and not task.num_left
@@ -353,7 +353,7 @@ class Fetches:
     def _dealer(self, fetch: Fetch) -> Dealer:
         return self._book.dealers[fetch.task]
 
-    def _granted_before(self, fetch: FetchRows) -> Granted | None:
+    def _grant_before(self, fetch: FetchRows) -> LeaseGrant | None:
         """Return the lease that another reader of the replica got for the same fetch, unless it ended."""
         known = self._replicas.get((fetch.task, fetch.replica), {}).get(fetch.sequence) if fetch.replica else None
         leases = self._task(fetch).leases
@@ -363,7 +363,7 @@ class Fetches:
             leases.read(known.token, fetch.owner)
         return known
 
-    def _remember(self, fetch: FetchRows, granted: Granted) -> None:
+    def _remember(self, fetch: FetchRows, granted: LeaseGrant) -> None:
         known = self._replicas.setdefault((fetch.task, fetch.replica), {})
         known[fetch.sequence] = granted
         while len(known) > _REPLICA_FETCHES_REMEMBERED:

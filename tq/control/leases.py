@@ -13,13 +13,13 @@ _SPENT_REMEMBERED = 16384
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class LeaseRecord:
     """Rows in somebody's hands.
 
     Attributes:
         token: names it.
         partition: of its rows.
-        granted: all its rows but those that were given back.
+        granted: all its rows but those that were released.
         rows: of those, the ones that are not done.
         readers: consumers that hold it; none yet: a round's share that nobody came for.
     """
@@ -48,7 +48,7 @@ class Leases:
     """Of one task."""
 
     def __init__(self) -> None:
-        self.by_token: dict[int, Lease] = {}
+        self.by_token: dict[int, LeaseRecord] = {}
         self.holders: dict[int, int] = {}
         """Row -> token of the lease that it is in."""
         self.fencing: dict[int, int] = {}
@@ -61,7 +61,7 @@ class Leases:
 
     def give(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
         """Rows are in a lease from now on; "" : nobody came for it yet."""
-        lease = self.by_token[token] = Lease(token, partition, set(rows), set(rows))
+        lease = self.by_token[token] = LeaseRecord(token, partition, set(rows), set(rows))
         for row in lease.rows:
             assert row not in self.holders, "a row is in one lease at a time"
             self.holders[row] = token
@@ -73,7 +73,7 @@ class Leases:
         self.by_token[token].readers.add(owner)
         self._owned.setdefault(owner, set()).add(token)
 
-    def holder(self, row: int) -> Lease | None:
+    def holder(self, row: int) -> LeaseRecord | None:
         """Return the lease that a row is in."""
         token = self.holders.get(row)
         return None if token is None else self.by_token[token]
@@ -106,7 +106,7 @@ class Leases:
         for token in self._owned.get(owner, ()):
             yield from self.by_token[token].rows
 
-    def leave(self, owner: str) -> list[Lease]:
+    def leave(self, owner: str) -> list[LeaseRecord]:
         """A consumer is gone; returns the leases that nobody holds any more."""
         ended = []
         for token in sorted(self._owned.pop(owner, ())):
@@ -152,7 +152,7 @@ class Leases:
         self.fencing.pop(row, None)
         self.returns.pop(row, None)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: LeaseRecord) -> None:
         del self.by_token[lease.token]
         for owner in lease.readers:
             owned = self._owned[owner]

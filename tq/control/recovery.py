@@ -12,7 +12,7 @@ from tq.control.events import FenceAll
 from tq.control.row_table import RowTable
 from tq.control.rows import Row, UnitLife
 from tq.control.task_state import TaskState
-from tq.messages import AckLost, GiveBack, Held
+from tq.messages import AckLost, Held, Release
 
 _GROUP_UNKNOWN = -1
 
@@ -46,7 +46,7 @@ class Recovery:
         self._fences: dict[int, str] = {}
         """Token -> unit that has not confirmed it; one that is away hears of it when it registers."""
         self._collecting = True
-        self._later: list[AckLost | GiveBack] = []
+        self._later: list[AckLost | Release] = []
 
     @property
     def collected(self) -> bool:
@@ -90,7 +90,7 @@ class Recovery:
                 one.rows = sorted({*one.rows, *before.rows})
         self._holds[owner] = [*holds, *earlier.values()]
 
-    def defer(self, event: AckLost | GiveBack) -> None:
+    def defer(self, event: AckLost | Release) -> None:
         """What is told of leases while they are not rebuilt is looked at afterwards.
 
         Raises:
@@ -101,7 +101,7 @@ class Recovery:
             raise PeerRefused(f"the controller was restarted and waits for {self.waiting_for}; ack again")
         self._later.append(event)
 
-    def deferred(self) -> list[AckLost | GiveBack]:
+    def deferred(self) -> list[AckLost | Release]:
         """Take what was told meanwhile."""
         later, self._later = self._later, []
         return later

@@ -7,7 +7,7 @@ Instructions that a change causes are collected in `out`; `ControlState` hands t
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from asyncflow.errors import PeerRefused, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.dealer import Dealer
 from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
 from tq.control.losses import Losses
@@ -182,7 +182,7 @@ class RowTable:
             promised: the consumer was told that it counts, so it does, also when the rows turn out to be at a unit.
 
         Raises:
-            Superseded: somebody else has the rows; nothing changed.
+            LeaseFenced: somebody else has the rows; nothing changed.
             PeerRefused: the rows are not lost; nothing changed.
         """
         open_rows = self._under_lease(event)
@@ -196,7 +196,7 @@ class RowTable:
         if where and task is not None:
             self.out.append(Commit(event.task, event.token, where))
 
-    def give_back(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
+    def release(self, task: TaskState, token: int, rows: Iterable[int] | None = None, *, counts: bool = True) -> None:
         """Rows (default: all) of a lease return, once the units refuse late puts; `counts`: as a try that failed."""
         taken = task.void(token, rows)
         lost = [number for number in taken if self.rows.rows[number].lost]
@@ -226,7 +226,7 @@ class RowTable:
             if row.lost:
                 task.leases.owe_fence([number])
             if fencing.counts:
-                task.num_given_back += 1
+                task.num_released += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
                 if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
                     self.quarantines.begin(row, QuarantineCause(event.task, task.leases.returns[number]))
@@ -353,9 +353,9 @@ class RowTable:
             row = self.rows.rows.get(number)
             is_open = row is not None and bool(row.left & bit)
             if task is not None and not is_open and not task.leases.settled(event.token, number):
-                raise Superseded(f"row {number}: the lease {event.token} of {event.task} is void")
+                raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} is void")
             if task is not None and is_open and task.leases.holders.get(number) != event.token:
-                raise Superseded(f"row {number}: the lease {event.token} of {event.task} was given to another")
+                raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} was given to another")
             if is_open:
                 open_rows.append(number)
         return open_rows

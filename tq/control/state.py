@@ -5,15 +5,15 @@ Events are the messages of `tq.messages` (those that carry a question come with 
 `Answer`. A controller knows all rows of the queue, and hands out those of the tasks that it serves.
 
     handle(RowsCreated(...), request=6) -> [Answer(6, RowsAccepted())]   or [] (parked: the queue is full)
-    handle(FetchRows(...), request=7)   -> [Answer(7, Granted(...))]     or [] (parked: no rows)
-    handle(OutputsWritten(...))         -> [Answer(8, Granted(...))]     of a fetch that waited for it
+    handle(FetchRows(...), request=7)   -> [Answer(7, LeaseGrant(...))]     or [] (parked: no rows)
+    handle(OutputsWritten(...))         -> [Answer(8, LeaseGrant(...))]     of a fetch that waited for it
     handle(OwnerGone("a"))              -> [Fence("ref", 9, "storage-0", (3, 4))], and after Fenced("ref", 9) ...
 """
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 
-from asyncflow.errors import PeerRefused, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.events import (
     Answer,
     DeadlinePassed,
@@ -48,7 +48,6 @@ from tq.messages import (
     CloseWriting,
     FetchRound,
     FetchRows,
-    GiveBack,
     Join,
     Joined,
     NoRows,
@@ -58,6 +57,7 @@ from tq.messages import (
     PublishVersion,
     QueueStats,
     RegisterUnit,
+    Release,
     RemovalReason,
     RowRecords,
     RowsAccepted,
@@ -135,7 +135,7 @@ class ControlState:
         Raises:
             PeerRefused: the event names what does not exist, or asks for what cannot be; nothing changed. Its children
                 say that rows exist already, or that the queue is too small.
-            Superseded: a lease is void; nothing changed.
+            LeaseFenced: a lease is void; nothing changed.
         """
         self._apply(event, request)
         self._puts.admit()
@@ -227,7 +227,7 @@ class ControlState:
             case FetchRows() | FetchRound():
                 self._fetches.check(event)
                 self._fetches.add(request, event)
-            case GiveBack() | AckLost():
+            case Release() | AckLost():
                 self._book.rows.bit(event.task)
                 if self._recovery is not None and self._recovery.collecting:
                     self._recovery.defer(event)
@@ -349,19 +349,19 @@ class ControlState:
 
     # Consumers
 
-    def _settle(self, event: GiveBack | AckLost, *, promised: bool = False) -> None:
+    def _settle(self, event: Release | AckLost, *, promised: bool = False) -> None:
         if isinstance(event, AckLost):
             self._book.ack_lost(event, promised=promised)
             return
         task = self._book.tasks.get(event.task)
         if task is None:
             raise PeerRefused(f"{event.task} is served by another controller")
-        if event.token not in task.leases.by_token or (event.superseded and task.spec.keeps_leases):
+        if event.token not in task.leases.by_token or (event.fenced and task.spec.keeps_leases):
             return
         if event.filtered:
             self._book.filter_groups(task, event.token, event.rows)
         else:
-            self._book.give_back(task, event.token, event.rows, counts=not event.superseded)
+            self._book.release(task, event.token, event.rows, counts=not event.fenced)
 
     def _join(self, event: Join, request: int) -> None:
         void = [held.token for held in event.holds if held.token < self._oldest_token]
@@ -387,7 +387,7 @@ class ControlState:
         for task in self._book.tasks.values():
             if not task.spec.keeps_leases:
                 for lease in task.leases.leave(owner):
-                    self._book.give_back(task, lease.token)
+                    self._book.release(task, lease.token)
 
     # Waiting
 
@@ -412,7 +412,7 @@ class ControlState:
             return
         self._recovery.rebuild()
         for event in self._recovery.deferred():
-            with contextlib.suppress(PeerRefused, Superseded):  # it was void, as whoever told it finds out by itself
+            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as whoever told it finds out by itself
                 self._settle(event, promised=True)
 
     def _recover(self) -> None:

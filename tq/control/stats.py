@@ -39,7 +39,7 @@ def _count_task(task: TaskState, parked: int) -> TaskStats:
         parked_requests=parked,
         acked=task.num_acked,
         deliveries=task.num_deliveries,
-        given_back=task.num_given_back,
+        released=task.num_released,
     )
 
 

@@ -2,7 +2,7 @@
 
 waiting --inputs written, row stored--> ready --granted--> leased --outputs written--> done
    ^                                                          |
-   '--------fence confirmed---------- fencing <--owner died or gave back'
+   '--------fence confirmed---------- fencing <--owner died or released'
 
 `refresh` is the only judge of whether a row is ready; everything that could change its verdict ends by calling it.
 `TASK_TRANSITIONS` has all of it.
@@ -97,7 +97,7 @@ class TaskState:
         self.num_left = 0
         self.num_acked = 0
         self.num_deliveries = 0
-        self.num_given_back = 0
+        self.num_released = 0
         self._rows = rows
         self._with_ready: list[int] = []
         self._finished: set[int] = set()

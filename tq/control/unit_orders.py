@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
@@ -132,7 +132,7 @@ class UnitBacklog:
             try:
                 if reachable:
                     self._tell_once(entry)
-            except (PeerRefused, Superseded) as error:  # it is up, but cannot confirm yet: nobody may rely on it
+            except (PeerRefused, LeaseFenced) as error:  # it is up, but cannot confirm yet: nobody may rely on it
                 logger.warning("%s is told %s again: %s", self._unit, type(entry.message).__name__, error)
                 self._again = True
                 continue
@@ -256,7 +256,7 @@ class UnitOrders:
         connection = self._links.get(unit, UNIT_REPLIES)
         try:
             await_reply(connection.submit(message), unit, type(message).__name__, self._timeout_s)
-        except (PeerRefused, Superseded) as error:
+        except (PeerRefused, LeaseFenced) as error:
             if not isinstance(message, PutOutputs):
                 raise
             # The ack counts here; the unit lost the rows again, or keeps it until every controller has heard of it.

@@ -2,7 +2,7 @@
 
     client -> unit              PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
     unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
-    client -> controller        Join Heartbeat FetchRows FetchRound GiveBack OpenPartition PublishVersion Stop ...
+    client -> controller        Join Heartbeat FetchRows FetchRound Release OpenPartition PublishVersion Stop ...
     controller -> unit          FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
     controller -> controller    TellLost
 
@@ -11,8 +11,8 @@ Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belon
 
 from tq.messages.controller_replies import (
     Alive,
-    Granted,
     Joined,
+    LeaseGrant,
     LostRows,
     NoRows,
     NoRowsReason,
@@ -54,7 +54,6 @@ from tq.messages.to_controllers import (
     FetchRound,
     FetchRows,
     GetQueueStats,
-    GiveBack,
     Heartbeat,
     Held,
     Join,
@@ -63,6 +62,7 @@ from tq.messages.to_controllers import (
     OutputsWritten,
     PublishVersion,
     RegisterUnit,
+    Release,
     RemovalReason,
     RowRecords,
     RowsConfirmed,
@@ -87,7 +87,7 @@ CONTROLLER_REQUESTS = (
     | OpenPartition
     | FetchRows
     | FetchRound
-    | GiveBack
+    | Release
     | AckLost
     | WatchLost
     | PublishVersion
@@ -99,7 +99,7 @@ CONTROLLER_REQUESTS = (
     | GetQueueStats
 )
 CONTROLLER_REPLIES = (
-    Done | UnitAccepted | RowsAccepted | Joined | Alive | Granted | NoRows | LostRows | Published | QueueStats
+    Done | UnitAccepted | RowsAccepted | Joined | Alive | LeaseGrant | NoRows | LostRows | Published | QueueStats
 )
 
 __all__ = [
@@ -124,13 +124,12 @@ __all__ = [
     "GetColumns",
     "GetQueueStats",
     "GetUnitStats",
-    "GiveBack",
-    "Granted",
     "Heartbeat",
     "Held",
     "HoldPuts",
     "Join",
     "Joined",
+    "LeaseGrant",
     "ListRows",
     "LostRows",
     "Message",
@@ -145,6 +144,7 @@ __all__ = [
     "QuarantineRows",
     "QueueStats",
     "RegisterUnit",
+    "Release",
     "RemovalReason",
     "RowInfo",
     "RowList",

@@ -48,7 +48,7 @@ class Alive(Message):
     newest_version: int
 
 
-class Granted(Message):
+class LeaseGrant(Message):
     """A lease.
 
     Attributes:
@@ -144,7 +144,7 @@ class TaskStats(Message):
     rows_per_s: float = 0.0
     acked: int = 0
     deliveries: int = 0
-    given_back: int = 0
+    released: int = 0
 
 
 class QueueStats(Message):

@@ -24,7 +24,7 @@ class RowRecords(msgspec.Struct):
         columns: written in all of them.
         done: tasks that committed.
         pending: not every controller has agreed to them yet: `RowsConfirmed` follows, or `RowsRemoved`.
-        deliveries: task -> how often each row was given back, parallel to `rows`; absent: never.
+        deliveries: task -> how often each row was released, parallel to `rows`; absent: never.
     """
 
     partition: int
@@ -157,7 +157,7 @@ class Held(msgspec.Struct):
     """A lease that a consumer holds: what a restarted controller must know of it.
 
     Attributes:
-        task, token, partition, rows, round_rows, last, total_rows: see `Granted`; rows that were settled are left out.
+        task, token, partition, rows, round_rows, last, total_rows: see `LeaseGrant`; without rows that are done.
         round_index, rank, num_ranks: of a share of a round; no round: -1.
         step: `FetchRound.partition`.
         share_rows: rows of the share, also those that were settled.
@@ -257,12 +257,12 @@ class FetchRound(Message):
     token_budget: int = 0
 
 
-class GiveBack(Message):
+class Release(Message):
     """The consumer returns rows of a lease that it will not finish. -> `Done`.
 
     Attributes:
         filtered: the groups of these rows leave the queue, and admission replaces them.
-        superseded: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
+        fenced: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
             lease that a trainer keeps is left alone: another rank may have it by now.
     """
 
@@ -270,11 +270,11 @@ class GiveBack(Message):
     token: int
     rows: list[int]
     filtered: bool = False
-    superseded: bool = False
+    fenced: bool = False
 
 
 class AckLost(Message):
-    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as superseded."""
+    """An ack for rows whose unit is gone: the consumer had them in hand. -> `Done`, or refused as fenced."""
 
     task: str
     token: int

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerRefused, PutPending, Superseded, TransportError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, LeaseFenced, PeerRefused, PutPending, TransportError
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits
@@ -331,4 +331,4 @@ def complete(settled: Completions) -> None:
 
 def is_refusal(error: BaseException | None) -> bool:
     """Whether a controller said no; a plain TransportError means that it said nothing."""
-    return isinstance(error, PeerRefused | Superseded)
+    return isinstance(error, PeerRefused | LeaseFenced)

@@ -47,7 +47,7 @@ class Row:
         places: column -> where its value is.
         commits: task -> its commit.
         fences: task -> lowest token that is not void.
-        returns: task -> how often a lease on it was given back.
+        returns: task -> how often a lease on it was released.
         pending: the controllers have not confirmed yet that it exists.
         retained: every task is done with it; it waits for a checkpoint.
     """

@@ -12,7 +12,7 @@ was (`fence_task`), or when another lease committed. Blocks are counted in full 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq.lease_tokens import first_token
 from tq.refill import QuarantineCause
 from tq.unit.block import Block, BlockAccounting, Part
@@ -114,7 +114,7 @@ class UnitState:
             None; or, if every row was committed under this token before, what the caller must compare.
 
         Raises:
-            Superseded: the lease of a row was given to another consumer, or the row is gone; nothing was stored.
+            LeaseFenced: the lease of a row was given to another consumer, or the row is gone; nothing was stored.
             PeerRefused: no such task, a column is there already, or the put differs from an earlier one under this
                 token; nothing was stored.
         """
@@ -194,7 +194,7 @@ class UnitState:
         """Return where columns of rows are, in order; neighbours in a block are one range. Pin the blocks to read them.
 
         Raises:
-            Superseded: a row is not here (any more).
+            LeaseFenced: a row is not here (any more).
             PeerRefused: a column is not written, or no row was named.
         """
         if not rows:
@@ -203,7 +203,7 @@ class UnitState:
         for number in rows:
             row = self._rows.get(number)
             if row is None:
-                raise Superseded(f"row {number} is not here; it was freed, lost with its unit, or never put")
+                raise LeaseFenced(f"row {number} is not here; it was freed, lost with its unit, or never put")
             stored.append(row)
         return {name: parts_of(rows, stored, name) for name in names}
 
@@ -327,11 +327,11 @@ class UnitState:
         if commit is not None and commit.token == token:
             return commit
         if row is None:
-            raise Superseded(f"row {number} is not here any more, so the lease {token} of {task} is void")
+            raise LeaseFenced(f"row {number} is not here any more, so the lease {token} of {task} is void")
         floor, alive = self._floors.get(task, (0, frozenset()))
         fence = max(self._oldest_token, row.fences.get(task, 0))
         if commit is not None or token < fence or (token < floor and token not in alive):
-            raise Superseded(f"row {number}: the lease {token} of {task} was given to another consumer")
+            raise LeaseFenced(f"row {number}: the lease {token} of {task} was given to another consumer")
         return None
 
     def _check_tasks(self, tasks: Iterable[str]) -> None:

@@ -53,7 +53,7 @@ class UnitUpkeep:
         self._thread = threads.start(self._run, name="upkeep")
 
     def poke(self) -> None:
-        """Something changed. Memory is given back at once, everything else soon."""
+        """Something changed. Memory is released at once, everything else soon."""
         books = self._state.books
         with self._lock:
             gone = books.take_gone()
@@ -64,7 +64,7 @@ class UnitUpkeep:
         self._blocks.delete(here)
 
     def wake(self) -> None:
-        """As `poke`, for callers that hold the lock: everything is given back soon."""
+        """As `poke`, for callers that hold the lock: everything is released soon."""
         self._work.notify()
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def test_a_second_confirmed_ack_is_one_too_many() -> None:
 
 
 def test_a_refused_ack_does_not_count() -> None:
-    found = verdict(*acked(1), *ack("score", 2), *ack("train", 2, deed=Deed.SUPERSEDED))
+    found = verdict(*acked(1), *ack("score", 2), *ack("train", 2, deed=Deed.FENCED))
     assert faults(found) == (1, 0, 0)
     assert found.superseded == 1
 
@@ -57,7 +57,7 @@ def test_work_whose_result_went_with_a_unit_may_be_repeated_but_only_that(task: 
 
 
 def test_outputs_of_a_refused_put_must_never_be_seen() -> None:
-    late = ack("score", 2, token=5, deed=Deed.SUPERSEDED)
+    late = ack("score", 2, token=5, deed=Deed.FENCED)
     assert faults(verdict(*late, *acked(1, 2), Record(Deed.SEEN, [2], "train", 7))) == (0, 0, 0)
     assert faults(verdict(*late, *acked(1, 2), Record(Deed.SEEN, [2], "train", 5))) == (0, 0, 1)
 
@@ -66,7 +66,7 @@ def test_outputs_of_a_refused_put_must_never_be_seen() -> None:
 def test_outputs_that_were_seen_and_lost_before_the_refusal_are_no_fault(
     reput: bool, seen_at: float, corrupt: int
 ) -> None:
-    refused = Record(Deed.SUPERSEDED, [2], "score", 5, at=2.0)
+    refused = Record(Deed.FENCED, [2], "score", 5, at=2.0)
     seen = Record(Deed.SEEN, [2], "train", 5, at=seen_at)
     lost = [Record(Deed.REPUT, [2], at=1.5)] if reput else []
     assert faults(verdict(*acked(1, 2), seen, refused, *lost)) == (0, 0, corrupt)

@@ -29,15 +29,15 @@ from tq.messages import (
     AckLost,
     FetchRound,
     FetchRows,
-    GiveBack,
-    Granted,
     Held,
     Join,
     Joined,
+    LeaseGrant,
     NoRows,
     OpenPartition,
     OutputsWritten,
     RegisterUnit,
+    Release,
     RemovalReason,
     RowRecords,
     RowsAccepted,
@@ -219,10 +219,10 @@ class ControlWorld:
             FetchRound(task, owner, partition, index, num_rows, rank, num_ranks, 60, token_budget=token_budget)
         )
 
-    def granted(self, request: int) -> Granted:
+    def granted(self, request: int) -> LeaseGrant:
         """Return a request's lease."""
         answer = self.answers[request]
-        assert isinstance(answer, Granted), answer
+        assert isinstance(answer, LeaseGrant), answer
         return answer
 
     def refused(self, request: int) -> str:
@@ -238,7 +238,7 @@ class ControlWorld:
         return answer
 
     def write(
-        self, task: str, granted: Granted, rows: Sequence[int] | None = None, columns: Sequence[str] = ()
+        self, task: str, granted: LeaseGrant, rows: Sequence[int] | None = None, columns: Sequence[str] = ()
     ) -> None:
         """The units report outputs."""
         rows = list(granted.rows if rows is None else rows)
@@ -246,13 +246,13 @@ class ControlWorld:
             there = [row for row in rows if self.unit_of[row] == unit]
             self.handle(OutputsWritten(unit, task, there, list(columns), [], 0))
 
-    def ack_lost(self, task: str, granted: Granted) -> None:
+    def ack_lost(self, task: str, granted: LeaseGrant) -> None:
         """A consumer acks rows whose unit is gone."""
         self.handle(AckLost(task, granted.token, granted.rows))
 
-    def give_back(self, task: str, granted: Granted, rows: Sequence[int] | None = None) -> None:
+    def release(self, task: str, granted: LeaseGrant, rows: Sequence[int] | None = None) -> None:
         """A consumer returns rows."""
-        self.handle(GiveBack(task, granted.token, list(granted.rows if rows is None else rows)))
+        self.handle(Release(task, granted.token, list(granted.rows if rows is None else rows)))
 
     def remove(self, rows: Iterable[int], *, reason: str = "cleared", partition: int = 1) -> list[Instruction]:
         """The units report that rows left."""

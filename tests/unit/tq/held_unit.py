@@ -5,7 +5,7 @@ from typing import Any
 
 from queue_model import SIZE, TASKS, partition_of
 
-from asyncflow.errors import PeerRefused, PutPending, RowsExist, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, PutPending, RowsExist
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
 from tq.messages import (
@@ -129,7 +129,7 @@ class HeldUnit:
                 self.settled.append(Change("commit", [row], task, token))
             return
         if kept is None or task in commits or self.refuses(task, token, row):
-            raise Superseded("somebody else's, or not here")
+            raise LeaseFenced("somebody else's, or not here")
         kept.commits[task] = token
         columns = outputs_of(task, row)
         kept.columns |= columns

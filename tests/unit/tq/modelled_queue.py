@@ -17,7 +17,7 @@ from queue_model import (
     task_rows,
 )
 
-from asyncflow.errors import AsyncFlowError, PeerRefused, Superseded
+from asyncflow.errors import AsyncFlowError, LeaseFenced, PeerRefused
 from tq.control.events import Answer, Commit, Fence, FenceAll, Fenced, Lost, RowsFinished, RowsLost, TasksWrite
 from tq.control.recovery import Recovering
 from tq.control.state import ControlState
@@ -25,10 +25,10 @@ from tq.messages import (
     AckLost,
     FetchRound,
     FetchRows,
-    GiveBack,
-    Granted,
     Held,
+    LeaseGrant,
     OpenPartition,
+    Release,
     RowRecords,
     RowsAccepted,
     RowsCreated,
@@ -105,7 +105,7 @@ class ModelledQueue:
                     for name, rows in instruction.rows.items():
                         try:
                             self.units[name].commit(instruction.task, instruction.token, list(rows))
-                        except Superseded:
+                        except LeaseFenced:
                             assert name not in self.state.units(), "the unit that has a row does not take its ack"
 
     def ask(self, event: Any) -> Any:
@@ -115,7 +115,7 @@ class ModelledQueue:
         return self.answers.get(self.requests)
 
     def answered(self, event: Any, reply: Any) -> None:
-        if isinstance(event, FetchRows | FetchRound) and isinstance(reply, Granted):
+        if isinstance(event, FetchRows | FetchRound) and isinstance(reply, LeaseGrant):
             self.granted(event, reply)
         elif isinstance(event, RowsCreated):
             unit = self.units[event.unit]
@@ -127,7 +127,7 @@ class ModelledQueue:
                 for row in event.rows:
                     unit.rows.pop(row, None)
 
-    def granted(self, event: Any, lease: Granted) -> None:
+    def granted(self, event: Any, lease: LeaseGrant) -> None:
         again = lease.token in self.holds.setdefault(event.owner, {})
         if isinstance(event, FetchRound):
             self.check_round(event, lease)
@@ -149,7 +149,7 @@ class ModelledQueue:
         self.holds[event.owner][lease.token] = held
         self.where.setdefault(lease.token, {}).update(zip(lease.rows, lease.units, strict=True))
 
-    def check_round(self, event: FetchRound, lease: Granted) -> None:
+    def check_round(self, event: FetchRound, lease: LeaseGrant) -> None:
         key = (event.partition, event.round_index)
         assert self.rounds.setdefault(key, lease.last) == lease.last, "ranks do not agree on the last round"
         assert len(lease.rows) <= lease.round_rows
@@ -238,10 +238,12 @@ class ModelledQueue:
             unit = self.units[self.where[held.token][row]]
             try:
                 if not unit.connected:
-                    raise Superseded("unreachable")  # like a TransportError here: the ack may be told to the controller
+                    raise LeaseFenced(
+                        "unreachable"
+                    )  # like a TransportError here: the ack may be told to the controller
                 self.noted[held.task] = OUTPUTS[held.task]
                 new = unit.commit(held.task, held.token, [row])
-            except Superseded:
+            except LeaseFenced:
                 self.not_stored(owner, held, row)
                 continue
             if held.task == "train" and new:
@@ -254,7 +256,7 @@ class ModelledQueue:
         if held.task == "train":
             try:
                 self.apply(AckLost("train", held.token, [row]))
-            except Superseded:
+            except LeaseFenced:
                 held.rows.remove(row)
             except PeerRefused:
                 pass
@@ -264,7 +266,7 @@ class ModelledQueue:
                 held.rows.remove(row)
                 self.held.pop(("train", row), None)
         elif owner in self.holds:
-            self.apply(GiveBack(held.task, held.token, [row]))
+            self.apply(Release(held.task, held.token, [row]))
             held.rows.remove(row)
 
     def holds_of(self, owner: str) -> list[Held]:

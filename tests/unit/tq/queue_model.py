@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncflow.errors import Superseded
+from asyncflow.errors import LeaseFenced
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
 from tq.control.rows import RowState
@@ -74,11 +74,11 @@ class FakeUnit:
         for row in rows:
             it = self.rows.get(row)
             if it is None:
-                raise Superseded("not here")
+                raise LeaseFenced("not here")
             if it.commits.get(task) == token:
                 continue
             if task in it.commits or self.refuses(task, token, row):
-                raise Superseded("somebody else's")
+                raise LeaseFenced("somebody else's")
             new.append(row)
         for row in new:
             self.rows[row].commits[task] = token

@@ -22,7 +22,7 @@ from tq.control.state import ControlState
 from tq.messages import (
     FetchRound,
     FetchRows,
-    Granted,
+    LeaseGrant,
     NoRows,
     NoRowsReason,
     OpenPartition,
@@ -111,7 +111,7 @@ class Life:
         self.ledger = list(saved.ledger)
         self.versions: dict[int, tuple[int, int]] = {}
         self.born: dict[int, int] = {}
-        self.leases: list[tuple[Granted, int]] = []
+        self.leases: list[tuple[LeaseGrant, int]] = []
         self.round = 0
         self.due: tuple[Saved, int] | None = None
         self.num_kept = 0
@@ -179,7 +179,7 @@ class Life:
     def generate(self) -> None:
         """An instance leases prompts, with weights that may be old."""
         reply = self.ask(FetchRows("rollout", "r", self.random.randint(1, 6), self.held_version, 60.0))
-        if isinstance(reply, Granted):
+        if isinstance(reply, LeaseGrant):
             self.leases.append((reply, self.held_version))
         elif reply.reason is NoRowsReason.NEWER_VERSION or self.random.random() < 0.3:
             self.held_version = self.version
@@ -214,7 +214,7 @@ class Life:
     def judge(self) -> None:
         """Another task reads answers."""
         reply = self.ask(FetchRows("judge", "j", self.random.randint(1, 6), 0, 60.0))
-        if isinstance(reply, Granted):
+        if isinstance(reply, LeaseGrant):
             self.write("judge", reply.token, reply.rows, lambda rows: {"score": Column.of_scalars(torch.tensor(rows))})
 
     def train(self) -> None:

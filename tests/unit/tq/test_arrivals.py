@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.errors import PeerRefused, QueueFull, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, QueueFull
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, UnitGone, UnitLost
 from tq.control.recovery import Recovering
@@ -353,7 +353,7 @@ def test_ack_after_the_row_was_confirmed_elsewhere_is_refused_to_whom_it_was_fen
     world.put([0], "storage-1", held=True)
     assert world.fences == [], "nobody has the row yet"
     world.confirm([0], "storage-1")
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         world.ack_lost("look", granted)
     world.confirm_fences()
     assert world.granted(world.ask("look")).rows == [0]

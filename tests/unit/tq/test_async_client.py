@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.async_client import AsyncLease, AsyncQueueClient
 from tq.client.lease import Lease
-from tq.messages import Granted, NoRows, NoRowsReason
+from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
-GRANTED = Granted("t", 1, 1, [3], [3], ["storage-0"])
+GRANTED = LeaseGrant("t", 1, 1, [3], [3], ["storage-0"])
 X = {"x": Column.of_scalars(torch.zeros(1))}
 
 
@@ -41,22 +41,22 @@ class BlockingClient:
         self.num_leases -= 1
         return Lease(self, GRANTED)
 
-    def get(self, granted: Granted, names: Any) -> PackedBatch:
+    def get(self, granted: LeaseGrant, names: Any) -> PackedBatch:
         return PackedBatch((3,), dict.fromkeys(names, X["x"]))
 
-    def release(self, granted: Granted, rows: Any) -> None:
+    def release(self, granted: LeaseGrant, rows: Any) -> None:
         self.calls.append(("release", rows))
         self.released.set()
 
-    def put(self, granted: Granted, rows: Any, columns: Any) -> None:
+    def put(self, granted: LeaseGrant, rows: Any, columns: Any) -> None:
         self.calls.append(("put", rows, list(columns)))
         if self.error is not None:
             raise self.error
 
-    def ack(self, granted: Granted, rows: Any) -> None:
+    def ack(self, granted: LeaseGrant, rows: Any) -> None:
         self.calls.append(("ack", rows))
 
-    def filter(self, granted: Granted, rows: Any) -> None:
+    def filter(self, granted: LeaseGrant, rows: Any) -> None:
         raise NotImplementedError
 
     def put_rows(self, columns: Any, **options: Any) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def test_errors_reach_the_coroutine() -> None:
         client.error = PeerRefused("column y is written")
         with pytest.raises(PeerRefused):
             await lease.put(X)
-        client.error = Superseded("other consumers have the rows")
+        client.error = LeaseFenced("other consumers have the rows")
         assert not await lease.put(X)
 
     run(body)

@@ -42,7 +42,7 @@ def test_rows_in_the_hands_of_a_consumer_that_dies_come_again_before_the_end(mak
     held = world.granted(world.ask("score"))
     waiting = world.ask("score", owner="b")
     world.handle(CloseWriting())
-    world.give_back("score", held)
+    world.release("score", held)
     world.confirm_fences()
     again = world.granted(waiting)
     assert again.rows == [0]

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import Quarantined
-from tq.messages import GiveBack, RegisterUnit, RemovalReason, RowRecords, RowsRemoved
+from tq.messages import RegisterUnit, Release, RemovalReason, RowRecords, RowsRemoved
 from tq.refill import UNKNOWN, QuarantineCause
 
 World = Callable[..., Any]
@@ -19,7 +19,7 @@ TRAIN = TaskSpec("train", frozenset({"x"}), keeps_leases=True)
 
 def fail(world: Any, task: str, num_rows: int = 1) -> Any:
     granted = world.granted(world.ask(task, num_rows))
-    world.give_back(task, granted)
+    world.release(task, granted)
     world.confirm_fences()
     return granted
 
@@ -28,11 +28,11 @@ def test_rows_that_are_given_back_are_fenced_and_ready_in_their_old_place(make_w
     world = make_world(LOOK)
     world.create(range(3))
     granted = world.granted(world.ask("look", 2))
-    world.give_back("look", granted, [0])
+    world.release("look", granted, [0])
     assert world.granted(world.ask("look", 5)).rows == [2]
     world.confirm_fences()
     assert world.granted(world.ask("look", 5)).rows == [0]
-    assert world.task("look").given_back == 1
+    assert world.task("look").released == 1
     world.write("look", granted, [1])
     assert world.freed == [1]
 
@@ -42,10 +42,10 @@ def test_giving_back_twice_or_what_is_done_changes_nothing(make_world: World) ->
     world.create([0])
     granted = world.granted(world.ask("look"))
     world.write("look", granted)
-    world.give_back("look", granted)
+    world.release("look", granted)
     assert world.fences == []
     with pytest.raises(PeerRefused):
-        world.give_back("lock", granted)
+        world.release("lock", granted)
 
 
 def test_group_of_a_row_that_comes_back_too_often_is_withheld_from_every_task(make_world: World) -> None:
@@ -208,7 +208,7 @@ def test_partition_is_cleared_when_no_unit_has_rows_of_it_any_more(make_world: W
 
 
 def filter_groups(world: Any, granted: Any, rows: list[int]) -> None:
-    world.handle(GiveBack(granted.task, granted.token, rows, filtered=True))
+    world.handle(Release(granted.task, granted.token, rows, filtered=True))
 
 
 def test_filtered_groups_leave_and_the_rest_of_the_lease_goes_on(make_world: World) -> None:
@@ -237,7 +237,7 @@ def test_whoever_has_a_void_lease_filters_nothing(make_world: World) -> None:
     world.open(2)
     world.create(range(2), size=2)
     granted = world.granted(world.ask("look", 2))
-    world.give_back("look", granted)
+    world.release("look", granted)
     world.confirm_fences()
     filter_groups(world, granted, [0, 1])
     assert world.quarantines == []

@@ -21,7 +21,7 @@ from queue_model import (
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, OwnerGone, RecoveryDeadline, UnitGone, UnitLost
 from tq.control.recovery import Recovering
-from tq.messages import FetchRound, FetchRows, Granted, Join, NoRows, PublishVersion
+from tq.messages import FetchRound, FetchRows, Join, LeaseGrant, NoRows, PublishVersion
 
 
 class QueueMachine(ModelledQueue, RuleBasedStateMachine):
@@ -299,7 +299,7 @@ class StepMachine(QueueMachine):
         super().start()
         self.to_put.sort(key=lambda group: group % (ROWS // SIZE))  # partitions grow side by side
 
-    def check_round(self, event: FetchRound, lease: Granted) -> None:
+    def check_round(self, event: FetchRound, lease: LeaseGrant) -> None:
         super().check_round(event, lease)
         key = (event.partition, event.round_index)
         assert self.partition_of_round.setdefault(key, lease.partition) == lease.partition, "ranks disagree"

@@ -18,7 +18,7 @@ from tq.control.events import (
     UnitLost,
 )
 from tq.control.recovery import Recovering
-from tq.messages import GiveBack, Granted, Held
+from tq.messages import Held, LeaseGrant, Release
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))
@@ -81,7 +81,7 @@ def test_lease_whose_work_was_dropped_before_it_was_rebuilt_returns(make_world: 
     world = make_world(look, first_token=1000, recovering=who)
     world.register("storage-0")
     world.join("a", Held("look", 7, 1, [0, 1]))
-    world.handle(GiveBack("look", 7, [0, 1], superseded=True))
+    world.handle(Release("look", 7, [0, 1], fenced=True))
     world.put([0, 1])
     world.handle(RecoveryDeadline())
     request = world.ask("look", 9, owner="b")
@@ -193,8 +193,8 @@ def test_trainers_channel_that_breaks_during_recovery_costs_it_nothing(make_worl
     assert {fence.task: fence.alive for fence in world.fences} == {"train": (7,), "ref": ()}
 
 
-def lease_of(token: int, rows: list[int]) -> Granted:
-    return Granted("train", token, 1, rows, rows, ["storage-0"] * len(rows))
+def lease_of(token: int, rows: list[int]) -> LeaseGrant:
+    return LeaseGrant("train", token, 1, rows, rows, ["storage-0"] * len(rows))
 
 
 def test_rank_that_is_a_round_ahead_does_not_get_what_the_other_rank_misses(make_world: World) -> None:

@@ -20,7 +20,7 @@ def spec(**changes: Any) -> TaskSpec:
 def fails(world: Any, *, num_rows: int = 9, owner: str = "a") -> list[int]:
     """A consumer takes rows and gives all of them back."""
     granted = world.granted(world.ask("ref", num_rows, owner=owner))
-    world.give_back("ref", granted)
+    world.release("ref", granted)
     world.confirm_fences()
     rows: list[int] = granted.rows
     return rows
@@ -34,7 +34,7 @@ def test_only_the_poisonous_group_goes_into_quarantine(make_world: World) -> Non
         granted = world.granted(world.ask("ref", 9))
         assert granted.rows == [2 * group, 2 * group + 1], "alone"
         if group == 1:
-            world.give_back("ref", granted)
+            world.release("ref", granted)
             world.confirm_fences()
         else:
             world.write("ref", granted)

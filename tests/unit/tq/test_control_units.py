@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq import TaskSpec
 from tq.control.events import Fenced, OwnerGone, UnitGone, UnitLost
 from tq.messages import AckLost, LostRows, OutputsWritten, RowsAccepted
@@ -143,7 +143,7 @@ def test_ack_of_a_consumer_that_has_lost_rows_in_hand_counts_until_they_are_put_
     lose(world, "storage-0")
     world.ack_lost("look", first)
     world.put([1], "storage-1")
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         world.ack_lost("look", second)
     assert world.ask("look") not in world.answers, "the void lease is not fenced yet"
     world.confirm_fences()

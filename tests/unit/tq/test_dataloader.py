@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from asyncflow.errors import ConfigError, PeerRefused, ProducersGone, Superseded, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.dataloader import ALL_ROWS, StreamingDataLoader
 from tq.config import ReplicaFetch
-from tq.messages import FetchRound, Granted, NoRows, NoRowsReason
+from tq.messages import FetchRound, LeaseGrant, NoRows, NoRowsReason
 
 DONE = NoRows(NoRowsReason.PARTITION_DONE, 0)
 STOP = NoRows(NoRowsReason.STOP, 0)
@@ -26,7 +26,7 @@ class CannedClient:
 
     def __init__(
         self,
-        *answers: Granted | NoRows | Exception,
+        *answers: LeaseGrant | NoRows | Exception,
         unreadable: Sequence[Exception] = (),
         refusals: Sequence[Exception] = (),
     ) -> None:
@@ -42,7 +42,7 @@ class CannedClient:
         self.closed = threading.Event()
         self.answer_always: NoRows | None = None
 
-    def fetch_round(self, request: FetchRound) -> Granted | NoRows:
+    def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         self.asked.append(request)
         if not self.answers:
             if self.answer_always is not None:
@@ -55,31 +55,31 @@ class CannedClient:
             raise answer
         return answer
 
-    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
+    def get(self, granted: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         if self.unreadable:
             raise self.unreadable.pop(0)
         columns = {name: Column.of_rows([torch.full((row + 1,), row) for row in granted.rows]) for name in names}
         return PackedBatch(tuple(granted.rows), columns, tuple(granted.groups))
 
-    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
+    def ack(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
         assert rows is granted.rows
         self.acked.append(granted.rows)
 
-    def put(self, granted: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def put(self, granted: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         assert rows is granted.rows
         if self.refusals:
             raise self.refusals.pop(0)
         self.written.append((granted.rows, columns["y"].values.tolist()))
 
-    def forget(self, granted: Granted) -> None:
+    def forget(self, granted: LeaseGrant) -> None:
         self.forgotten.append(granted.rows)
 
 
-def lease(*rows: int, partition: int = 1, round_rows: int = 0) -> Granted:
+def lease(*rows: int, partition: int = 1, round_rows: int = 0) -> LeaseGrant:
     """Return a lease of rows whose lengths are their index + 1."""
     tokens = [row + 1 for row in rows]
     units = ["storage-0" if row % 2 else "storage-1" for row in rows]
-    return Granted(
+    return LeaseGrant(
         "train", 7, partition, list(rows), [row // 2 for row in rows], units, tokens, round_rows or len(rows)
     )
 
@@ -116,12 +116,12 @@ class EachFetches:
 class SlowAcks(CannedClient):
     """Acks once it may; first raises what it is told to."""
 
-    def __init__(self, *answers: Granted | NoRows | Exception, failures: Sequence[Exception] = ()) -> None:
+    def __init__(self, *answers: LeaseGrant | NoRows | Exception, failures: Sequence[Exception] = ()) -> None:
         super().__init__(*answers)
         self.may_ack = threading.Event()
         self.failures = list(failures)
 
-    def ack(self, granted: Granted, rows: Sequence[int]) -> None:
+    def ack(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
         assert self.may_ack.wait(30)
         if self.failures:
             raise self.failures.pop()
@@ -313,11 +313,11 @@ def test_ack_that_failed_is_told_and_tried_again(load: Load) -> None:
 
 
 def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Load) -> None:
-    client = SlowAcks(lease(0), lease(1), lease(2), DONE, failures=[Superseded("row 0 is somebody else's")])
+    client = SlowAcks(lease(0), lease(1), lease(2), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     client.may_ack.set()
     loader = load(client, last_partition=1)
     list(loader)
-    with pytest.raises(Superseded, match="row 0"):
+    with pytest.raises(LeaseFenced, match="row 0"):
         loader.ack()
     assert client.acked == [[1], [2]], "whoever drops the work and goes on leaves nothing unacked"
     loader.ack()
@@ -327,27 +327,27 @@ def test_ack_that_was_superseded_is_told_once_and_the_later_ones_go_on(load: Loa
 
 
 def test_ack_that_was_superseded_is_told_though_the_next_one_was_begun_meanwhile(load: Load) -> None:
-    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[Superseded("row 0 is somebody else's")])
+    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=2)
     list(loader)
     loader.ack_soon()
     list(loader)
     loader.ack_soon()
     client.may_ack.set()
-    with pytest.raises(Superseded, match="row 0"):
+    with pytest.raises(LeaseFenced, match="row 0"):
         loader.ack()
     loader.ack()
     assert client.acked == [[1]]
 
 
 def test_call_that_tells_of_an_earlier_superseded_ack_acks_its_own_rows(load: Load) -> None:
-    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[Superseded("row 0 is somebody else's")])
+    client = SlowAcks(lease(0), DONE, lease(1), DONE, failures=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=2)
     list(loader)
     loader.ack_soon()
     client.may_ack.set()
     list(loader)
-    with pytest.raises(Superseded, match="row 0"):
+    with pytest.raises(LeaseFenced, match="row 0"):
         loader.ack()
     assert client.acked == [[1]]
 
@@ -357,11 +357,11 @@ def outputs(indices: Sequence[int]) -> dict[str, Column]:
 
 
 def test_round_whose_put_was_superseded_is_not_acked(load: Load) -> None:
-    client = CannedClient(lease(0), lease(1), DONE, refusals=[Superseded("row 0 is somebody else's")])
+    client = CannedClient(lease(0), lease(1), DONE, refusals=[LeaseFenced("row 0 is somebody else's")])
     loader = load(client, last_partition=1)
     rounds = iter(loader)
     indices = next(rounds).indices
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         loader.put(outputs(indices))
     indices = next(rounds).indices
     loader.put(outputs(indices))
@@ -472,7 +472,7 @@ def test_producers_that_are_gone_are_an_error(load: Load) -> None:
     assert all(asked.timeout_s <= 0.05 for asked in client.asked)
 
 
-@pytest.mark.parametrize("error", [TransportError("storage-0 is gone"), Superseded("row 1 is not here")])
+@pytest.mark.parametrize("error", [TransportError("storage-0 is gone"), LeaseFenced("row 1 is not here")])
 def test_rows_of_a_unit_that_died_are_asked_for_again(load: Load, error: TransportError) -> None:
     client = CannedClient(lease(0, 1), LATE, lease(0, 1), DONE, unreadable=[error])
     assert [batch.indices for batch in load(client, last_partition=1)] == [(0, 1)]

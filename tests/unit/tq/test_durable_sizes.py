@@ -53,7 +53,7 @@ class Shell:
         """A task fails on a row, the only one of its group, and the unit takes it out."""
         granted = self.world.granted(self.world.ask("ref"))
         assert granted.rows == [row]
-        self.world.give_back("ref", granted)
+        self.world.release("ref", granted)
         self.world.confirm_fences()
         self.tell(self.world.remove([row], reason="quarantined"))
 

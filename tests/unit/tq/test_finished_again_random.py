@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, RecoveryDeadline, RowsFinished, RowsLost
 from tq.control.recovery import Recovering
-from tq.messages import Granted, RegisterUnit, RowRecords
+from tq.messages import LeaseGrant, RegisterUnit, RowRecords
 
 World = Callable[..., Any]
 TRAIN = TaskSpec("train", frozenset({"x"}), whole_groups=True)
@@ -66,7 +66,7 @@ def restarted(make_world: World, story: Story) -> Any:
 def work(world: Any, story: Story, done: dict[str, list[int]]) -> None:
     """Do everything that can be done."""
     for task, rows in done.items():
-        while isinstance(granted := world.answers.get(ask := world.ask(task, story.size)), Granted):
+        while isinstance(granted := world.answers.get(ask := world.ask(task, story.size)), LeaseGrant):
             rows += granted.rows
             world.write(task, granted)
         world.handle(DeadlinePassed(ask))

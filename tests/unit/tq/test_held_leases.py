@@ -1,11 +1,11 @@
 """What a client remembers of its leases."""
 
 from tq.client.session import HeldLeases
-from tq.messages import FetchRound, FetchRows, Granted
+from tq.messages import FetchRound, FetchRows, LeaseGrant
 
 
-def granted(token: int, rows: list[int], partition: int = 1, *, task: str = "train", **more: object) -> Granted:
-    return Granted(task, token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
+def granted(token: int, rows: list[int], partition: int = 1, *, task: str = "train", **more: object) -> LeaseGrant:
+    return LeaseGrant(task, token, partition, rows, [0] * len(rows), ["storage-0"] * len(rows), **more)  # type: ignore[arg-type]
 
 
 def fetch(task: str = "score") -> FetchRows:

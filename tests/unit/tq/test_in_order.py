@@ -43,7 +43,7 @@ def test_rows_that_come_back_go_out_together_again(make_world: World) -> None:
     world.create(range(6))
     first = world.granted(world.ask("score", 2, owner="a"))
     assert world.granted(world.ask("score", 2, owner="b")).rows == [2, 3]
-    world.give_back("score", first)
+    world.release("score", first)
     again = world.ask("score", 2, owner="b")
     assert again not in world.answers
     world.confirm_fences()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import ConfigError, PeerRefused, ProducersGone, Superseded, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, PeerRefused, ProducersGone, TransportError
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease, LeaseStream
-from tq.messages import Granted, NoRows, NoRowsReason
+from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 Y = Column.of_scalars(torch.zeros(2, dtype=torch.int64))
 
@@ -42,25 +42,25 @@ class MemoryClient:
                 return NoRows(reason, 0, "column x", producers_alive=False)
             rows, self.ready = self.ready[:2], self.ready[2:]
             self.leased.update(rows)
-            return Lease(self, Granted(task, 1, 1, rows, rows, ["storage-0"] * len(rows)))
+            return Lease(self, LeaseGrant(task, 1, 1, rows, rows, ["storage-0"] * len(rows)))
 
-    def get(self, granted: Granted, names: Sequence[str]) -> PackedBatch:
+    def get(self, granted: LeaseGrant, names: Sequence[str]) -> PackedBatch:
         self.reads.append(list(names))
         if self.unreadable:
             raise self.unreadable.pop(0)
         rows = tuple(granted.rows)
         return PackedBatch(rows, {name: Column.of_scalars(torch.tensor(rows)) for name in names}, rows)
 
-    def put(self, grant: Granted, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def put(self, grant: LeaseGrant, rows: Sequence[int], columns: Mapping[str, Column]) -> None:
         self._take(rows, self.put_rows)
 
-    def ack(self, grant: Granted, rows: Sequence[int]) -> None:
+    def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.acked)
 
-    def filter(self, grant: Granted, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.filtered)
 
-    def release(self, grant: Granted, rows: Sequence[int]) -> None:
+    def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.released)
         with self.changed:
             self.ready.extend(rows)
@@ -181,7 +181,7 @@ def test_superseded_work_is_dropped_without_an_error() -> None:
     client = MemoryClient(2)
     leases = iter(open_stream(client))
     lease = next(leases)
-    client.errors = [Superseded("rows belong to somebody else")]
+    client.errors = [LeaseFenced("rows belong to somebody else")]
     assert not lease.put({"y": Y})
     client.leased.clear()
     assert (list(leases), client.released) == ([], [])
@@ -244,7 +244,7 @@ def test_newer_weights_end_the_stream_and_say_so() -> None:
 
 def test_rows_of_a_unit_that_died_go_back_and_come_again() -> None:
     client = MemoryClient(2)
-    client.unreadable = [TransportError("storage-0 is gone"), Superseded("row 0 is not here")]
+    client.unreadable = [TransportError("storage-0 is gone"), LeaseFenced("row 0 is not here")]
     assert [lease.ack() for lease in open_stream(client)] == [True]
     assert client.released == [0, 1] * 2
 

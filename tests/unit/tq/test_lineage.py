@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import Superseded, TransportError
+from asyncflow.errors import LeaseFenced, TransportError
 from tq import TaskSpec
 from tq.control.recovery import Recovering
 from tq.lease_tokens import first_token
-from tq.messages import Granted, Held, PublishVersion
+from tq.messages import Held, LeaseGrant, PublishVersion
 from tq.unit.state import UnitState
 
 World = Callable[..., Any]
@@ -39,7 +39,7 @@ def test_consumers_of_an_earlier_lineage_wait_until_there_are_weights(make_world
 def test_tasks_without_a_gate_do_not_look_at_weights(make_world: World) -> None:
     world = make_world(REF, lineage=3)
     world.put([0])
-    assert isinstance(world.answers[world.ask("ref", lineage=0)], Granted)
+    assert isinstance(world.answers[world.ask("ref", lineage=0)], LeaseGrant)
 
 
 def test_leases_of_an_earlier_lineage_are_void_for_whoever_joins(make_world: World) -> None:
@@ -59,7 +59,7 @@ def test_unit_refuses_tokens_of_earlier_lineages() -> None:
     state.set_tasks(["ref"])
     state.create([0], None, partition=1, groups=[0])
     state.confirm([0])
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         state.commit("ref", first_token(0, 99) + 5, [0], None)
     assert state.commit("ref", first_token(1, 1) + 5, [0], None) is None
 

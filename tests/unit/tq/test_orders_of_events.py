@@ -39,7 +39,7 @@ class Story(TwoControllers):
     def return_row(self) -> None:
         for lease in self.leases.values():
             if lease.task == self.task:
-                self.give_back(lease, list(lease.rows))
+                self.release(lease, list(lease.rows))
 
     def fence_holds(self) -> None:
         fences = self.controllers[self.server].fences

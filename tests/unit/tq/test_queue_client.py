@@ -13,10 +13,10 @@ from torch.distributed import HashStore
 from asyncflow.errors import (
     ConfigError,
     DeadlineExceeded,
+    LeaseFenced,
     PeerRefused,
     PutPending,
     RowsExist,
-    Superseded,
     TransportError,
 )
 from asyncflow.sealed_store import SealedStore
@@ -39,14 +39,14 @@ from tq.messages import (
     FetchRows,
     GetColumns,
     GetUnitStats,
-    GiveBack,
-    Granted,
     Heartbeat,
     HoldPuts,
+    LeaseGrant,
     ListRows,
     Message,
     PutOutputs,
     PutRows,
+    Release,
     RowList,
     RowRecords,
     SnapshotWritten,
@@ -56,7 +56,7 @@ from tq.messages import (
 from tq.wire import describe
 
 TIMEOUT_S = 10.0
-LEASE = Granted("score", 7, 1, [3, 4], [3, 4], ["storage-0", "storage-1"])
+LEASE = LeaseGrant("score", 7, 1, [3, 4], [3, 4], ["storage-0", "storage-1"])
 Y = {"y": Column.of_scalars(torch.zeros(2))}
 
 
@@ -265,11 +265,11 @@ def test_rows_whose_work_is_dropped_return_though_the_lease_is_void_for_one_of_t
 ) -> None:
     """Else a controller that goes on to count them as this client's would never give them to anybody."""
     client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
-    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
-    services.refusals[AckLost] = [Superseded("row 3: the lease was given to another")]
-    with pytest.raises(Superseded):
+    services.refusals[PutOutputs] = [LeaseFenced("row 3 is not here any more")]
+    services.refusals[AckLost] = [LeaseFenced("row 3: the lease was given to another")]
+    with pytest.raises(LeaseFenced):
         CALLS[call](client)
-    assert services.told[-1] == ("controller-0", GiveBack("score", 7, [3, 4], superseded=True))
+    assert services.told[-1] == ("controller-0", Release("score", 7, [3, 4], fenced=True))
     assert client._session.held.of_tasks(["score"]) == []
 
 
@@ -277,7 +277,7 @@ def test_ack_is_repeated_until_the_controller_hears_that_a_unit_started_empty(
     client: QueueClient, services: Services
 ) -> None:
     """Else the trainer, which acks beside its next step, would end because a unit did."""
-    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")] * 3
+    services.refusals[PutOutputs] = [LeaseFenced("row 3 is not here any more")] * 3
     services.refusals[AckLost] = [PeerRefused("row 3 is not lost: storage-0 has it")] * 2
     client.data.ack(LEASE, LEASE.rows)
     assert services.services_told(PutOutputs) == ["storage-0"] * 3 + ["storage-1"]
@@ -290,10 +290,10 @@ def test_consumer_whose_controller_is_away_does_not_wait_to_return_rows(
     """It joins anew when the controller is back, and does not tell of them."""
     client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
     services.away.add("controller-0")
-    services.refusals[PutOutputs] = [Superseded("row 3 is not here any more")]
-    with pytest.raises(Superseded):
+    services.refusals[PutOutputs] = [LeaseFenced("row 3 is not here any more")]
+    with pytest.raises(LeaseFenced):
         client.data.put(LEASE, LEASE.rows, Y)
-    assert services.services_told(GiveBack) == []
+    assert services.services_told(Release) == []
     assert client._session.held.of_tasks(["score"]) == []
 
 
@@ -301,7 +301,7 @@ def test_controller_that_is_joined_again_does_not_hear_of_rows_that_could_not_be
     client: QueueClient, services: Services
 ) -> None:
     client._session.held.granted(FetchRows("score", client.owner, 2, 0, 1.0), LEASE)
-    services.refusals[GiveBack] = [TransportError("gone")]
+    services.refusals[Release] = [TransportError("gone")]
     services.closed = True
     with pytest.raises(TransportError):
         client.data.release(LEASE, LEASE.rows)

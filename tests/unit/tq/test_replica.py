@@ -9,14 +9,14 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from asyncflow.device import connect_group
-from asyncflow.errors import ConfigError, ProducersGone, Superseded, TransportError
+from asyncflow.errors import ConfigError, LeaseFenced, ProducersGone, TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column, PackedBatch
 from tq.client.dataloader import StreamingDataLoader
 from tq.client.queue_client import QueueClient
 from tq.client.replica import HEADER_BYTES, Replica, Round
 from tq.config import QueueConfig, ReplicaFetch
-from tq.messages import Granted, NoRows, NoRowsReason
+from tq.messages import LeaseGrant, NoRows, NoRowsReason
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def relayed(pair: list[Replica], items: Iterator[Round | NoRows]) -> list[Any]:
 def round_with(num_values: int, units: int = 1) -> Round:
     """Return a round of two rows."""
     column = Column.of_rows([torch.rand(num_values), torch.rand(3)])
-    granted = Granted("train", 5, 2, [1, 2], [0, 0], ["storage-0", "u" * units], [num_values, 3], 2, True)
+    granted = LeaseGrant("train", 5, 2, [1, 2], [0, 0], ["storage-0", "u" * units], [num_values, 3], 2, True)
     return granted, PackedBatch((1, 2), {"x": column}, (0, 0))
 
 
@@ -83,7 +83,7 @@ def test_rounds_of_any_size_arrive_as_they_were(pair: list[Replica]) -> None:
 def test_integers_travel_narrow_and_arrive_wide(pair: list[Replica]) -> None:
     wide = Column.of_scalars(torch.tensor([-(2**62), 2**62]))
     narrow = Column.of_rows([torch.arange(1000), torch.tensor([-1])])
-    granted = Granted("train", 5, 2, [1, 2], [0, 0], ["storage-0"] * 2)
+    granted = LeaseGrant("train", 5, 2, [1, 2], [0, 0], ["storage-0"] * 2)
     _, received = relayed(pair, iter([(granted, PackedBatch((1, 2), {"wide": wide, "narrow": narrow}, (0, 0)))]))
     for name, column in (("wide", wide), ("narrow", narrow)):
         assert received[0][1][name].values.dtype is torch.int64
@@ -94,7 +94,7 @@ def test_integers_travel_narrow_and_arrive_wide(pair: list[Replica]) -> None:
     ("error", "kind", "text"),
     [
         (ProducersGone("nobody is left"), ProducersGone, "nobody is left (at rank 0 of replica 3)"),
-        (Superseded("void"), Superseded, "void (at rank 0 of replica 3)"),
+        (LeaseFenced("void"), LeaseFenced, "void (at rank 0 of replica 3)"),
         (ValueError("odd"), TransportError, "ValueError: odd (at rank 0 of replica 3)"),
     ],
 )

@@ -79,7 +79,7 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
         leases = [lease for lease in self.leases.values() if lease.rows and lease.task != "train"]
         if leases:
             lease = data.draw(st.sampled_from(leases))
-            self.give_back(lease, data.draw(st.lists(st.sampled_from(lease.rows), unique=True, min_size=1)))
+            self.release(lease, data.draw(st.lists(st.sampled_from(lease.rows), unique=True, min_size=1)))
 
     @rule(name=st.sampled_from(("a", "b")))
     def lose_consumer(self, name: str) -> None:

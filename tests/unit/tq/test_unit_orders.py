@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.errors import PeerRefused, Superseded, TransportError
+from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
 from tq.control import unit_orders
 from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
@@ -201,7 +201,7 @@ def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_ear
     assert bench.fenced == [], "reported once"
 
 
-@pytest.mark.parametrize("refusal", [Superseded("gone again"), PeerRefused("controller-1 has not confirmed")])
+@pytest.mark.parametrize("refusal", [LeaseFenced("gone again"), PeerRefused("controller-1 has not confirmed")])
 def test_refused_ack_of_lost_rows_is_not_told_again(bench: Bench, refusal: Exception) -> None:
     bench.units.answers["storage-0"] = [refusal]
     bench.carry_out(Commit("train", 6, {"storage-0": (9,)}))

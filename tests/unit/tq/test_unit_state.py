@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from asyncflow.transport.payload import Payload, Piece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
@@ -134,7 +134,7 @@ def test_malformed_create_leaves_nothing_behind(unit: World) -> None:
 
 def test_commit_is_one_atom(unit: World) -> None:
     unit.state.fence("ref", 5, [1])
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0, 1], {"ref": numbers(1, 2)})
     with pytest.raises(PeerRefused, match="not written"):
         unit.read([0], "ref")
@@ -172,10 +172,10 @@ def test_put_that_overlaps_an_earlier_one_is_an_error_and_stores_nothing(unit: W
 
 def test_put_after_a_fence_is_superseded_and_the_new_owner_may_put(unit: World) -> None:
     unit.state.fence("ref", 7, [0, 1])
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
     assert unit.commit("ref", 8, [0], {"ref": numbers(2)}) is None
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
     assert unit.read([0], "ref")["ref"].values.tolist() == [2]
 
@@ -196,13 +196,13 @@ def test_fence_concerns_one_task_and_never_moves_back(unit: World) -> None:
     unit.state.fence("ref", 7, [0])
     unit.state.fence("ref", 3, [0])
     assert unit.commit("train", 4, [0], {"rewards": numbers(1)}) is None
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 6, [0], {"ref": numbers(1)})
 
 
 def test_fenced_task_lets_only_living_and_newer_leases_put(unit: World) -> None:
     unit.state.fence_task("ref", 100, [5])
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
     unit.commit("ref", 5, [0], {"ref": numbers(1)})
     unit.commit("ref", 100, [1], {"ref": numbers(1)})
@@ -224,7 +224,7 @@ def test_row_goes_when_every_task_is_done_and_late_puts_are_told_apart(unit: Wor
     assert unit.state.finished() == {1: [0]}
     assert unit.commit("train", 6, [0]) is not None
     assert unit.commit("ref", 4, [0, 1], {"ref": numbers(1, 2)}) is not None
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("train", 5, [0])
     with pytest.raises(RowsExist):
         unit.create([0], {"prompts": numbers(0)})
@@ -263,7 +263,7 @@ def test_commits_that_others_tell_of_count(unit: World) -> None:
     unit.state.learn_commits({"ref": [0], "train": [0, 99]})
     assert unit.state.finished() == {1: [0]}
     unit.state.learn_commits({"ref": [1]})
-    with pytest.raises(Superseded):
+    with pytest.raises(LeaseFenced):
         unit.commit("ref", 3, [1], {"ref": numbers(1)})
 
 
@@ -280,7 +280,7 @@ def test_block_is_counted_in_full_until_its_last_row_goes(unit: World) -> None:
     unit.state.remove([1, 99])
     assert (len(unit.state), unit.num_bytes) == (0, 0)
     assert len(unit.state.books.take_gone()) == 1
-    with pytest.raises(Superseded, match="row 0"):
+    with pytest.raises(LeaseFenced, match="row 0"):
         unit.commit("ref", 4, [0], {"ref": numbers(1)})
 
 
@@ -415,7 +415,7 @@ def test_resting_blocks_move_to_disk_and_come_back_on_demand(tmp_path_factory: p
 
 
 def test_read_of_what_is_not_there_is_refused(unit: World) -> None:
-    with pytest.raises(Superseded, match="row 9"):  # whoever reads a lease's rows asks for others
+    with pytest.raises(LeaseFenced, match="row 9"):  # whoever reads a lease's rows asks for others
         unit.read([9], "prompts")
     with pytest.raises(PeerRefused, match="'ref' is not written"):
         unit.read([0], "ref")

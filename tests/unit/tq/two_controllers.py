@@ -7,7 +7,7 @@ from held_unit import ALL_TASKS, NAMES, Change, HeldUnit, outputs_of
 from modelled_controller import CONTROLLER_OF, SERVED, Controller
 from queue_model import PARTITIONS, ROWS, SIZE, UNITS, partition_of
 
-from asyncflow.errors import PeerRefused, RowsExist, Superseded
+from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq.control.events import (
     Answer,
     Commit,
@@ -27,12 +27,12 @@ from tq.control.recovery import Recovering
 from tq.messages import (
     AckLost,
     FetchRows,
-    GiveBack,
-    Granted,
     Held,
     Join,
+    LeaseGrant,
     OpenPartition,
     RegisterUnit,
+    Release,
     RowsCreated,
     TellLost,
     UnitAccepted,
@@ -108,7 +108,7 @@ class TwoControllers:
                     assert instruction.request not in self.answers, "a request was answered twice"
                     self.answers[instruction.request] = instruction.reply
                     fetch = controller.parked.pop(instruction.request, None)
-                    if fetch is not None and isinstance(instruction.reply, Granted):
+                    if fetch is not None and isinstance(instruction.reply, LeaseGrant):
                         self.granted(fetch, instruction.reply)
                 case Fence() | FenceAll():
                     controller.fences.append(instruction)
@@ -123,7 +123,7 @@ class TwoControllers:
             for row in rows:
                 try:
                     self.units[unit].commit(order.task, order.token, row)
-                except Superseded:
+                except LeaseFenced:
                     assert row not in self.units[unit].rows or order.task in self.units[unit].rows[row].commits
 
     def carry_out(self, name: str, fence: Fence | FenceAll) -> None:
@@ -231,7 +231,7 @@ class TwoControllers:
     def owner(self, name: str) -> str:
         return f"{name}#{self.lives[name]}"
 
-    def granted(self, fetch: FetchRows, lease: Granted) -> None:
+    def granted(self, fetch: FetchRows, lease: LeaseGrant) -> None:
         for row, unit in zip(lease.rows, lease.units, strict=True):
             if outputs_of(fetch.task, row) and not self.values_exist(fetch.task, row):
                 self.acked.discard((fetch.task, row))
@@ -268,7 +268,7 @@ class TwoControllers:
             self.units[unit].commit(lease.task, lease.token, row)
             self.worked_on.add((lease.task, row))
             self.hear(self.units[unit])
-        except Superseded:
+        except LeaseFenced:
             if not outputs_of(lease.task, row):
                 self.ack_lost(owner, lease, row, told)
             else:
@@ -276,10 +276,10 @@ class TwoControllers:
 
     def drop(self, lease: Held, row: int) -> None:
         """The holder heard that the lease is void."""
-        self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, [row], superseded=True))
+        self.apply(CONTROLLER_OF[lease.task], Release(lease.task, lease.token, [row], fenced=True))
         lease.rows.remove(row)
 
-    def give_back(self, lease: Held, rows: list[int]) -> None:
+    def release(self, lease: Held, rows: list[int]) -> None:
         """A holder returns rows that it put nothing for."""
         told = {
             row
@@ -289,7 +289,7 @@ class TwoControllers:
             for row in change.rows
         }
         rows = [row for row in rows if row not in told]
-        self.apply(CONTROLLER_OF[lease.task], GiveBack(lease.task, lease.token, rows))
+        self.apply(CONTROLLER_OF[lease.task], Release(lease.task, lease.token, rows))
         lease.rows = [row for row in lease.rows if row not in rows]
 
     def ack_lost(self, owner: str, lease: Held, row: int, told: str) -> None:
@@ -297,7 +297,7 @@ class TwoControllers:
         first, second = sorted(SERVED, key=lambda name: name != CONTROLLER_OF[lease.task])
         try:
             self.apply(first, ack)
-        except Superseded:
+        except LeaseFenced:
             self.drop(lease, row)
         except PeerRefused:
             pass  # again later
