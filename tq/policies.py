@@ -1,10 +1,10 @@
 """Which ready rows make a lease, and how a round is shared. Small pure objects; a task names its policy.
 
-A *parcel* is the smallest thing handed out: one row, or, in a task with `whole_groups`, all rows of one group (so whole
-groups work with every policy and need none of their own). A policy sees the ready parcels in queue order, lazily: what
-it looks at is what it costs. Every pick takes the front parcel, so no parcel waits for ever.
+A *item* is the smallest thing handed out: one row, or, in a task with `whole_groups`, all rows of one group (so whole
+groups work with every policy and need none of their own). A policy sees the ready items in queue order, lazily: what
+it looks at is what it costs. Every pick takes the front item, so no item waits for ever.
 
-    fifo            oldest first, equally many parcels to each rank
+    fifo            oldest first, equally many items to each rank
     token-budget    micro-batches under a token budget: passes over what does not fit
     token-balanced  ranks get equal numbers of tokens (Karmarkar-Karp)
     group-affinity  rows of one group go to one rank, though they are leased row by row
@@ -25,7 +25,7 @@ from asyncflow.errors import ConfigError
 from tq.balance import split_evenly
 
 
-class Parcel(NamedTuple):
+class Item(NamedTuple):
     """Rows that are handed out together, in ascending order.
 
     Attributes:
@@ -42,9 +42,9 @@ class Want:
     """What a consumer asks for.
 
     Attributes:
-        num_rows: at most so many rows, but at least one parcel.
-        token_budget: at most so many tokens, but at least one parcel; 0: no budget.
-        num_ranks: data-parallel ranks that share it (1: a lease of one consumer). The limits are for all of them.
+        num_rows: at most so many rows, but at least one item.
+        token_budget: at most so many tokens, but at least one item; 0: no budget.
+        num_ranks: data-parallel ranks that slice it (1: a lease of one consumer). The limits are for all of them.
     """
 
     num_rows: int
@@ -53,57 +53,57 @@ class Want:
 
 
 class Policy(Protocol):
-    """Decides which parcels go out together and to which ranks."""
+    """Decides which items go out together and to which ranks."""
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Choose parcels from the front of the queue; at least one when there is any. What is not returned stays."""
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Choose items from the front of the queue; at least one when there is any. What is not returned stays."""
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
-        """Share what `pick` chose among ranks; one list per rank, possibly empty, every parcel once.
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
+        """Share what `pick` chose among ranks; one list per rank, possibly empty, every item once.
 
         Args:
-            parcels: in queue order.
-            dealt: per rank, the tokens that it was given in the partition's earlier rounds.
+            items: in queue order.
+            assigned: per rank, the tokens that it was given in the partition's earlier rounds.
         """
 
 
 @dataclass(frozen=True)
 class Fifo:
-    """Oldest first; ranks get equally many parcels, in order."""
+    """Oldest first; ranks get equally many items, in order."""
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Take parcels in order until the next one would not fit."""
-        chosen: list[Parcel] = []
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Take items in order until the next one would not fit."""
+        chosen: list[Item] = []
         rows = tokens = 0
-        for parcel in ready:
-            rows += len(parcel.rows)
-            tokens += parcel.tokens
+        for item in ready:
+            rows += len(item.rows)
+            tokens += item.tokens
             if chosen and (rows > want.num_rows or 0 < want.token_budget < tokens):
                 break
-            chosen.append(parcel)
+            chosen.append(item)
             if rows == want.num_rows:
                 break
         return chosen
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
         """Give the first ranks the longer lists."""
-        num_ranks = len(dealt)
-        base, extra = divmod(len(parcels), num_ranks)
-        shares = []
+        num_ranks = len(assigned)
+        base, extra = divmod(len(items), num_ranks)
+        rank_slices = []
         start = 0
         for rank in range(num_ranks):
             end = start + base + (1 if rank < extra else 0)
-            shares.append(list(parcels[start:end]))
+            rank_slices.append(list(items[start:end]))
             start = end
-        return shares
+        return rank_slices
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Fills a token budget: a parcel that does not fit is passed over for a later one that does.
+    """Fills a token budget: a item that does not fit is passed over for a later one that does.
 
-    Each rank's tokens stay within its share of the budget; only a parcel that is larger by itself exceeds it, alone
-    or, where the budget of all ranks has room for it, beside other ranks' parcels.
+    Each rank's tokens stay within its slice of the budget; only a item that is larger by itself exceeds it, alone
+    or, where the budget of all ranks has room for it, beside other ranks' items.
 
     Attributes:
         window: looks at so many times the rows wanted, at least 1.
@@ -114,46 +114,46 @@ class TokenBudget:
     def __post_init__(self) -> None:
         _check_window(self.window)
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Take the front parcel, then those that fit where `deal` will put them."""
-        chosen: list[Parcel] = []
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Take the front item, then those that fit where `assign` will put them."""
+        chosen: list[Item] = []
         num_rows, loads, counts = 0, [0] * want.num_ranks, [0] * want.num_ranks
-        for parcel in _front(ready, math.ceil(self.window * want.num_rows)):
+        for item in _front(ready, math.ceil(self.window * want.num_rows)):
             rank = _lightest(loads, counts)
             fits = not want.token_budget or (
-                (loads[rank] + parcel.tokens) * want.num_ranks <= want.token_budget
-                and sum(loads) + parcel.tokens <= want.token_budget
+                (loads[rank] + item.tokens) * want.num_ranks <= want.token_budget
+                and sum(loads) + item.tokens <= want.token_budget
             )
-            if chosen and not (fits and num_rows + len(parcel.rows) <= want.num_rows):
+            if chosen and not (fits and num_rows + len(item.rows) <= want.num_rows):
                 continue
-            chosen.append(parcel)
-            num_rows += len(parcel.rows)
-            loads[rank] += parcel.tokens
+            chosen.append(item)
+            num_rows += len(item.rows)
+            loads[rank] += item.tokens
             counts[rank] += 1
         return chosen
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
-        """Give each parcel, in order, to the rank with the fewest tokens (of those, the fewest parcels).
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
+        """Give each item, in order, to the rank with the fewest tokens (of those, the fewest items).
 
-        Tokens of two ranks differ by the largest parcel at most. Source: Graham 1966, list scheduling.
+        Tokens of two ranks differ by the largest item at most. Source: Graham 1966, list scheduling.
         """
-        shares: list[list[Parcel]] = [[] for _ in dealt]
-        loads = [0] * len(dealt)
-        for parcel in parcels:
-            rank = _lightest(loads, [len(share) for share in shares])
-            shares[rank].append(parcel)
-            loads[rank] += parcel.tokens
-        return _evened_out(shares, dealt)
+        rank_slices: list[list[Item]] = [[] for _ in assigned]
+        loads = [0] * len(assigned)
+        for item in items:
+            rank = _lightest(loads, [len(rank_slice) for rank_slice in rank_slices])
+            rank_slices[rank].append(item)
+            loads[rank] += item.tokens
+        return _evened_out(rank_slices, assigned)
 
 
 @dataclass(frozen=True)
 class TokenBalanced:
-    """Ranks get nearly equal numbers of tokens: they differ by the largest parcel at most.
+    """Ranks get nearly equal numbers of tokens: they differ by the largest item at most.
 
     Attributes:
-        window: looks at so many times the rows wanted, and takes those nearest in length to the front parcel; 1: takes
+        window: looks at so many times the rows wanted, and takes those nearest in length to the front item; 1: takes
             the oldest, in order. A wider window balances better and reorders more.
-        equal_counts: ranks also get equally many parcels, within one.
+        equal_counts: ranks also get equally many items, within one.
     """
 
     window: float = 1.0
@@ -162,18 +162,16 @@ class TokenBalanced:
     def __post_init__(self) -> None:
         _check_window(self.window)
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Take the front parcel and, of the window, those nearest to it in length that fit."""
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Take the front item and, of the window, those nearest to it in length that fit."""
         seen = list(_front(ready, math.ceil(self.window * want.num_rows)))
-        nearest = (
-            sorted(seen[1:], key=lambda parcel: abs(parcel.tokens - seen[0].tokens)) if self.window > 1 else seen[1:]
-        )
+        nearest = sorted(seen[1:], key=lambda item: abs(item.tokens - seen[0].tokens)) if self.window > 1 else seen[1:]
         return sorted(_fitting(seen[:1] + nearest, want))
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
         """Share by the largest differencing method; see `balance.split_evenly`."""
-        shares = split_evenly([parcel.tokens for parcel in parcels], len(dealt), equal_counts=self.equal_counts)
-        return _evened_out([[parcels[i] for i in share] for share in shares], dealt)
+        rank_slices = split_evenly([item.tokens for item in items], len(assigned), equal_counts=self.equal_counts)
+        return _evened_out([[items[i] for i in rank_slice] for rank_slice in rank_slices], assigned)
 
 
 @dataclass(frozen=True)
@@ -195,23 +193,23 @@ class GroupAffinity:
         if self.group_size < 1:
             raise ConfigError(f"group-affinity: group_size {self.group_size} must be at least 1")
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Take parcels in order."""
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Take items in order."""
         return Fifo().pick(ready, want)
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
         """Share whole groups; the ranks' tokens differ by the largest group at most, unless `sticky`."""
-        groups: dict[int, list[Parcel]] = {}
-        for parcel in parcels:
-            groups.setdefault(parcel.rows[0] // self.group_size, []).append(parcel)
+        groups: dict[int, list[Item]] = {}
+        for item in items:
+            groups.setdefault(item.rows[0] // self.group_size, []).append(item)
         numbers = list(groups)
         if self.sticky:
-            places = [[i for i, n in enumerate(numbers) if n % len(dealt) == rank] for rank in range(len(dealt))]
+            places = [[i for i, n in enumerate(numbers) if n % len(assigned) == rank] for rank in range(len(assigned))]
         else:
-            tokens = [sum(parcel.tokens for parcel in group) for group in groups.values()]
-            places = split_evenly(tokens, len(dealt), equal_counts=False)
-        shares = [[parcel for i in share for parcel in groups[numbers[i]]] for share in places]
-        return shares if self.sticky else _evened_out(shares, dealt)
+            tokens = [sum(item.tokens for item in group) for group in groups.values()]
+            places = split_evenly(tokens, len(assigned), equal_counts=False)
+        rank_slices = [[item for i in rank_slice for item in groups[numbers[i]]] for rank_slice in places]
+        return rank_slices if self.sticky else _evened_out(rank_slices, assigned)
 
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
@@ -235,8 +233,8 @@ def load_policy(text: str) -> Policy:
         raise ConfigError(f"policy {text!r}: write a name, or name(setting=value, ...); names: {' '.join(POLICIES)}")
     name, settings = match[1], match[2] or ""
     found = _find_policy(name)
-    if not all(callable(getattr(found, method, None)) for method in ("pick", "deal")):
-        raise ConfigError(f"policy {name!r}: {found!r} has no methods pick and deal (see tq.policies.Policy)")
+    if not all(callable(getattr(found, method, None)) for method in ("pick", "assign")):
+        raise ConfigError(f"policy {name!r}: {found!r} has no methods pick and assign (see tq.policies.Policy)")
     try:
         policy: Policy = found(**_settings(settings))
     except (TypeError, ValueError) as error:
@@ -271,38 +269,38 @@ def _check_window(window: float) -> None:
         raise ConfigError(f"window {window} must be at least 1 and finite: it counts in rows wanted")
 
 
-def _front(ready: Iterator[Parcel], num_rows: int) -> Iterator[Parcel]:
+def _front(ready: Iterator[Item], num_rows: int) -> Iterator[Item]:
     seen = 0
-    for parcel in ready:
-        yield parcel
-        seen += len(parcel.rows)
+    for item in ready:
+        yield item
+        seen += len(item.rows)
         if seen >= num_rows:
             return
 
 
-def _evened_out(shares: list[list[Parcel]], dealt: Sequence[int]) -> list[list[Parcel]]:
-    """Give the heaviest share to the rank that was dealt the least so far, and so on; all else being equal, in order.
+def _evened_out(rank_slices: list[list[Item]], assigned: Sequence[int]) -> list[list[Item]]:
+    """Give the heaviest slice to the rank that was assigned the least so far, and so on; in order where that is equal.
 
     So what rounds leave uneven does not add up over a partition, where ranks need not wait for each other in between.
     """
-    heaviest = sorted(shares, key=lambda share: -sum(parcel.tokens for parcel in share))
-    ranks = sorted(range(len(dealt)), key=lambda rank: dealt[rank])
+    heaviest = sorted(rank_slices, key=lambda rank_slice: -sum(item.tokens for item in rank_slice))
+    ranks = sorted(range(len(assigned)), key=lambda rank: assigned[rank])
     given = dict(zip(ranks, heaviest, strict=True))
-    return [given[rank] for rank in range(len(dealt))]
+    return [given[rank] for rank in range(len(assigned))]
 
 
 def _lightest(loads: Sequence[int], counts: Sequence[int]) -> int:
     return min(range(len(loads)), key=lambda rank: (loads[rank], counts[rank]))
 
 
-def _fitting(parcels: Iterable[Parcel], want: Want) -> list[Parcel]:
-    chosen: list[Parcel] = []
+def _fitting(items: Iterable[Item], want: Want) -> list[Item]:
+    chosen: list[Item] = []
     rows = tokens = 0
-    for parcel in parcels:
-        too_many = rows + len(parcel.rows) > want.num_rows or 0 < want.token_budget < tokens + parcel.tokens
+    for item in items:
+        too_many = rows + len(item.rows) > want.num_rows or 0 < want.token_budget < tokens + item.tokens
         if chosen and too_many:
             continue
-        chosen.append(parcel)
-        rows += len(parcel.rows)
-        tokens += parcel.tokens
+        chosen.append(item)
+        rows += len(item.rows)
+        tokens += item.tokens
     return chosen

@@ -84,7 +84,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
             token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
             rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which
+            replica: the ranks that slice this rank's rows; None: this rank alone. If it does not say which
                 ranks fetch, the client's config does, so every rank needs its client.
             prefetch: rounds read ahead.
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.
@@ -170,7 +170,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
     def passes(self, count: int, *, seed: int | None = None) -> Iterator[Iterator[PackedBatch]]:
         """Yield `count` iterations over the current partition: the first one fetches, the others repeat from memory.
 
-        Rounds stay as they were dealt, so that token budgets hold and ranks keep equally many micro-batches.
+        Rounds stay as they were assigned, so that token budgets hold and ranks keep equally many micro-batches.
 
         Args:
             count: passes; a stop in the first one ends them all.
@@ -277,7 +277,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         if ahead is None:
             return
         ahead.close()
-        if replica is not None and replica.shares and ahead.alive:
+        if replica is not None and replica.rank_slices and ahead.alive:
             replica.abort()  # ranks of the replica that still read get an error
         if not self._asking:
             ahead.join(_JOIN_S)
@@ -341,7 +341,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
 
     def _source(self, first: int) -> Iterator[Round | NoRows]:
         items: Iterable[Round | NoRows]
-        if self._replica is not None and self._replica.shares:
+        if self._replica is not None and self._replica.rank_slices:
             items = self._replica.relay(self._answers(first) if self._client is not None else None)
         else:
             items = self._answers(first)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from asyncflow.errors import PeerRefused
-from tq.control.dealer import Dealer
+from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer
 from tq.control.row_table import RowTable
 from tq.control.rows import RowState
@@ -151,8 +151,8 @@ class Fetches:
 
     def add(self, request: int, fetch: Fetch) -> None:
         """Answer a fetch that `check` found nothing wrong with, or park it."""
-        if isinstance(fetch, FetchRound) and not self.closed and not self._dealer(fetch).over(fetch.partition):
-            self._dealer(fetch).rounds(fetch.partition).num_ranks = fetch.num_ranks
+        if isinstance(fetch, FetchRound) and not self.closed and not self._assigner(fetch).over(fetch.partition):
+            self._assigner(fetch).rounds(fetch.partition).num_ranks = fetch.num_ranks
         self.parked.add(request, fetch)
         if not self.closed:
             self._try(request, fetch)
@@ -293,36 +293,36 @@ class Fetches:
 
     def _round(self, fetch: FetchRound) -> LeaseGrant | NoRows | None:
         task = self._task(fetch)
-        dealer = self._dealer(fetch)
-        if dealer.over(fetch.partition) or (self.drained and fetch.partition not in self._book.rows.partitions):
+        assigner = self._assigner(fetch)
+        if assigner.over(fetch.partition) or (self.drained and fetch.partition not in self._book.rows.partitions):
             return self._nothing(NoRowsReason.PARTITION_DONE)
-        formed = fetch.round_index < len(dealer.rounds(fetch.partition).formed)
-        if not formed and dealer.exhausted(fetch.partition):
+        formed = fetch.round_index < len(assigner.rounds(fetch.partition).formed)
+        if not formed and assigner.exhausted(fetch.partition):
             return self._nothing(NoRowsReason.PARTITION_DONE)
         if not formed and self.stopped:
             return self._nothing(NoRowsReason.STOP)
         want = Want(fetch.num_rows * fetch.num_ranks, fetch.token_budget * fetch.num_ranks, fetch.num_ranks)
-        known = dealer.round(fetch.partition, fetch.round_index, want, self._book.token)
+        known = assigner.round(fetch.partition, fetch.round_index, want, self._book.token)
         if known is None:
             return None
-        share = known.shares[fetch.rank]
-        if share is None:
+        rank_slice = known.rank_slices[fetch.rank]
+        if rank_slice is None:
             return None
-        lease = task.leases.by_token.get(share.token)
-        rows = [row for row in share.rows if lease is not None and row in lease.rows]
+        lease = task.leases.by_token.get(rank_slice.token)
+        rows = [row for row in rank_slice.rows if lease is not None and row in lease.rows]
         if not self._at_hand(rows):
             return None
-        dealer.ranks[fetch.owner] = fetch.partition
+        assigner.ranks[fetch.owner] = fetch.partition
         if lease is not None:
-            task.leases.read(share.token, fetch.owner)
-        granted = self._granted(fetch.task, share.token, known.partition, rows)
+            task.leases.read(rank_slice.token, fetch.owner)
+        granted = self._granted(fetch.task, rank_slice.token, known.partition, rows)
         granted.round_rows, granted.last, granted.total_rows = known.round_rows, known.last, known.total_rows
         return granted
 
     def _at_hand(self, rows: list[int]) -> bool:
-        """Whether all rows of a share can be read; lost ones must be put again.
+        """Whether all rows of a slice can be read; lost ones must be put again.
 
-        Also for a reader that holds the share: if it asks once more, the unit died before it had read them.
+        Also for a reader that holds the slice: if it asks once more, the unit died before it had read them.
         """
         table = self._book.rows.rows
         away = [row for row in rows if table[row].state is not RowState.STORED]
@@ -344,14 +344,14 @@ class Fetches:
         return NoRows(reason, self.newest_version, lineage=self._lineage)
 
     def _tell_steps(self) -> None:
-        for dealer in self._book.dealers.values():
-            dealer.published(self.newest_version)
+        for assigner in self._book.assigners.values():
+            assigner.published(self.newest_version)
 
     def _task(self, fetch: Fetch) -> TaskState:
         return self._book.tasks[fetch.task]
 
-    def _dealer(self, fetch: Fetch) -> Dealer:
-        return self._book.dealers[fetch.task]
+    def _assigner(self, fetch: Fetch) -> RoundAssigner:
+        return self._book.assigners[fetch.task]
 
     def _grant_before(self, fetch: FetchRows) -> LeaseGrant | None:
         """Return the lease that another reader of the replica got for the same fetch, unless it ended."""
@@ -370,15 +370,15 @@ class Fetches:
             del known[min(known)]
 
     def _check_round(self, fetch: FetchRound) -> None:
-        dealer = self._dealer(fetch)
-        rounds = dealer.known_rounds(fetch.partition)
-        if rounds is None or dealer.over(fetch.partition):
+        assigner = self._assigner(fetch)
+        rounds = assigner.known_rounds(fetch.partition)
+        if rounds is None or assigner.over(fetch.partition):
             formed = 0
         else:
             if rounds.num_ranks not in (0, fetch.num_ranks):
                 raise PeerRefused(_other_gang(fetch))
             formed = len(rounds.formed)
-        if not dealer.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
+        if not assigner.exhausted(fetch.partition) and not 0 <= fetch.round_index <= formed:
             raise PeerRefused(
                 f"{fetch.task}: round {fetch.round_index} of partition {fetch.partition} was asked for, but the next "
                 f"one is {formed}; a gang's ranks ask for every round"

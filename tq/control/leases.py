@@ -7,7 +7,7 @@ given --done--> spent (remembered, so that a repeated ack is recognized)
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tq.policies import Parcel
+from tq.policies import Item
 
 _SPENT_REMEMBERED = 16384
 
@@ -21,7 +21,7 @@ class LeaseRecord:
         partition: of its rows.
         granted: all its rows but those that were released.
         rows: of those, the ones that are not done.
-        readers: consumers that hold it; none yet: a round's share that nobody came for.
+        readers: consumers that hold it; none yet: a round's slice that nobody came for.
     """
 
     token: int
@@ -170,7 +170,7 @@ class Trials:
 
     A consumer that dies has many rows in hand, and all of them come back; the one that it died of is among them. So the
     last try of a row is made alone: its reader gets nothing more of the task until it is done with it, and what is
-    blamed for another death is one parcel.
+    blamed for another death is one item.
 
         returns, of max_deliveries 3    0, 1: together with others    2: alone    3: quarantine
     """
@@ -187,12 +187,12 @@ class Trials:
         """Whether a consumer has a row in hand that is on its last try."""
         return bool(self._last_try and self._leases.returns) and any(map(self._is_last, self._leases.of(owner)))
 
-    def together(self, parcels: Sequence[Parcel]) -> int:
-        """Return how many of the parcels, from the first on, may be in one lease; all of them as a rule."""
+    def together(self, items: Sequence[Item]) -> int:
+        """Return how many of the items, from the first on, may be in one lease; all of them as a rule."""
         if not self._last_try or not self._leases.returns:
-            return len(parcels)
-        alone = (k for k, parcel in enumerate(parcels) if any(map(self._is_last, parcel.rows)))
-        return max(1, next(alone, len(parcels)))
+            return len(items)
+        alone = (k for k, item in enumerate(items) if any(map(self._is_last, item.rows)))
+        return max(1, next(alone, len(items)))
 
     def _is_last(self, row: int) -> bool:
         return self._leases.returns.get(row, 0) >= self._last_try

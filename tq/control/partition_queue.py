@@ -1,6 +1,6 @@
-"""The rows of one partition that one task may be given now, as parcels in order. Pure.
+"""The rows of one partition that one task may be given now, as items in order. Pure.
 
-offer ---> (whole groups: until all rows of the group that are left are offered) ---> parcel ---pick---> gone
+offer ---> (whole groups: until all rows of the group that are left are offered) ---> item ---pick---> gone
    ^--------------- withdraw: the row's unit went away, or the row is done ---------------'
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import PeerRefused
 from tq.control.rows import Row, Rows
-from tq.policies import Parcel, Policy, Want
+from tq.policies import Item, Policy, Want
 
 
 @dataclass(slots=True)
@@ -21,12 +21,12 @@ class _Group:
     Attributes:
         num_left: rows, seen or not, that the task is not done with.
         offered: of those, rows that may be handed out.
-        parcel: all that is left, in order, when all of it is offered; else empty.
+        item: all that is left, in order, when all of it is offered; else empty.
     """
 
     num_left: int
     offered: set[int] = field(default_factory=set)
-    parcel: tuple[int, ...] = ()
+    item: tuple[int, ...] = ()
 
 
 class PartitionQueue:
@@ -39,7 +39,7 @@ class PartitionQueue:
         whole_groups: see `TaskSpec`.
         """
         self.num_rows = 0
-        """Rows in parcels."""
+        """Rows in items."""
         self.num_tokens = 0
         """Tokens of those."""
         self._rows = rows
@@ -117,79 +117,79 @@ class PartitionQueue:
 
     def grew(self, row: Row, tokens: int) -> None:
         """An offered row got more tokens."""
-        if not self._whole or self._groups[row.group].parcel:
+        if not self._whole or self._groups[row.group].item:
             self.num_tokens += tokens
 
-    def pick(self, policy: Policy, want: Want) -> list[Parcel]:
-        """Take the parcels that a policy chooses.
+    def pick(self, policy: Policy, want: Want) -> list[Item]:
+        """Take the items that a policy chooses.
 
         Raises:
             PeerRefused: the policy does not keep its promises; nothing was taken.
         """
-        shown: dict[int, Parcel] = {}
+        shown: dict[int, Item] = {}
         taken: set[int] = set()
         try:
             chosen = policy.pick(self._front(shown), want)
-            names = {parcel.rows[0] for parcel in chosen}
-            unknown = any(shown.get(parcel.rows[0]) != parcel for parcel in chosen)
+            names = {item.rows[0] for item in chosen}
+            unknown = any(shown.get(item.rows[0]) != item for item in chosen)
             if (shown and not names) or len(names) != len(chosen) or unknown:
-                raise PeerRefused(f"{policy!r} chose parcels that it was not shown, or the same one twice, or none")
-            num_rows = sum(len(parcel.rows) for parcel in chosen)
+                raise PeerRefused(f"{policy!r} chose items that it was not shown, or the same one twice, or none")
+            num_rows = sum(len(item.rows) for item in chosen)
             if len(chosen) > 1 and num_rows > want.num_rows:
                 raise PeerRefused(f"{policy!r} chose {num_rows} rows where {want.num_rows} were wanted")
             taken = names
         finally:
             self._queue.put_back([name for name in shown if name not in taken])
-        for parcel in chosen:
-            self._claim(parcel)
+        for item in chosen:
+            self._claim(item)
         return chosen
 
-    def put_back(self, parcels: Sequence[Parcel]) -> None:
-        """Return parcels that were picked: they may be handed out again."""
-        for parcel in parcels:
-            for number in parcel.rows:
+    def put_back(self, items: Sequence[Item]) -> None:
+        """Return items that were picked: they may be handed out again."""
+        for item in items:
+            for number in item.rows:
                 self.offer(number, self._rows.rows[number])
 
-    def _front(self, shown: dict[int, Parcel]) -> Iterator[Parcel]:
-        """Yield parcels in order, and note them by their first rows."""
+    def _front(self, shown: dict[int, Item]) -> Iterator[Item]:
+        """Yield items in order, and note them by their first rows."""
         rows = self._rows.rows
         while (number := self._queue.pop()) is not None:
             row = rows.get(number)
             if row is None or not row.queued & self._bit:
                 continue  # withdrawn since
             if self._whole:
-                members = self._groups[row.group].parcel
+                members = self._groups[row.group].item
                 if not members or members[0] != number:
                     continue  # its group was listed anew
-                parcel = Parcel(members, sum(rows[member].tokens for member in members))
+                item = Item(members, sum(rows[member].tokens for member in members))
             else:
-                parcel = Parcel((number,), row.tokens)
-            shown[number] = parcel
-            yield parcel
+                item = Item((number,), row.tokens)
+            shown[number] = item
+            yield item
 
-    def _claim(self, parcel: Parcel) -> None:
-        for number in parcel.rows:
+    def _claim(self, item: Item) -> None:
+        for number in item.rows:
             self._rows.rows[number].queued &= ~self._bit
-        self.num_rows -= len(parcel.rows)
-        self.num_tokens -= parcel.tokens
+        self.num_rows -= len(item.rows)
+        self.num_tokens -= item.tokens
         if self._whole:
-            group = self._groups[self._rows.rows[parcel.rows[0]].group]
+            group = self._groups[self._rows.rows[item.rows[0]].group]
             group.offered.clear()
-            group.parcel = ()
+            group.item = ()
 
     def _list(self, group: _Group) -> None:
-        if group.parcel or not group.offered or len(group.offered) < group.num_left:
+        if group.item or not group.offered or len(group.offered) < group.num_left:
             return
-        group.parcel = tuple(sorted(group.offered))
-        self._queue.push(group.parcel[0])
-        self.num_rows += len(group.parcel)
-        self.num_tokens += sum(self._rows.rows[number].tokens for number in group.parcel)
+        group.item = tuple(sorted(group.offered))
+        self._queue.push(group.item[0])
+        self.num_rows += len(group.item)
+        self.num_tokens += sum(self._rows.rows[number].tokens for number in group.item)
 
     def _unlist(self, group: _Group) -> None:
-        if group.parcel:
-            self.num_rows -= len(group.parcel)
-            self.num_tokens -= sum(self._rows.rows[number].tokens for number in group.parcel)
-            group.parcel = ()
+        if group.item:
+            self.num_rows -= len(group.item)
+            self.num_tokens -= sum(self._rows.rows[number].tokens for number in group.item)
+            group.item = ()
 
 
 _BUCKET_BITS = 10
@@ -198,7 +198,7 @@ _BUCKET_BITS = 10
 class ReadyQueue:
     """Row numbers in ascending order. A number may be here twice or be out of date: the caller checks what it pops.
 
-    Cost does not grow with the number of rows that wait: neighbouring numbers share a bucket, and only the bucket in
+    Cost does not grow with the number of rows that wait: neighbouring numbers slice a bucket, and only the bucket in
     front is kept sorted. So a million rows cost a heap of a thousand buckets, in whatever order they become ready.
     """
 

@@ -162,7 +162,7 @@ class Recovery:
             elif rows:
                 self._hold(task, one, owner, rows)
             if one.round_index >= 0:
-                self._book.dealers[task.spec.name].restore(one, owner)
+                self._book.assigners[task.spec.name].restore(one, owner)
 
     def _hold(self, task: TaskState, one: Held, owner: str, rows: Iterable[int]) -> None:
         table = self._book.rows.rows

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asyncflow.errors import LeaseFenced, PeerRefused
-from tq.control.dealer import Dealer
+from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
 from tq.control.losses import Losses
 from tq.control.quarantines import Quarantines
@@ -38,7 +38,7 @@ class RowTable:
         """
         self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
-        self.dealers = {name: Dealer(task) for name, task in self.tasks.items()}
+        self.assigners = {name: RoundAssigner(task) for name, task in self.tasks.items()}
         self.out: list[Instruction] = []
         self.quarantines = Quarantines(self, refill=refill)
         self.losses = Losses(first_token)
@@ -256,7 +256,7 @@ class RowTable:
         self.out.append(Cleared(partition))
 
     def lose(self, unit: UnitLife) -> None:
-        """A unit is gone with its rows; whoever waits for a share with some of them is looked at again."""
+        """A unit is gone with its rows; whoever waits for a slice with some of them is looked at again."""
         unit.online, unit.lost = False, True
         self.rows.dead_units.append(unit)
         if self.rows.units.get(unit.name) is unit:
@@ -366,7 +366,7 @@ class RowTable:
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
     def _moved(self, number: int) -> None:
-        """Where a row is changed: tasks may be given it, or not, and somebody may wait for a share with it."""
+        """Where a row is changed: tasks may be given it, or not, and somebody may wait for a slice with it."""
         self.refresh(number)
         for task in self.tasks.values():
             if number in task.leases.holders:

@@ -147,10 +147,10 @@ class ControlState:
         return out
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer that is gone has leases, or shares of a step that is not over, for when it comes back."""
+        """Whether a consumer that is gone has leases, or slices of a step that is not over, for when it comes back."""
         if self._recovery is not None and self._recovery.keeps_leases(owner):
             return True
-        return any(dealer.keeps_leases(owner) for dealer in self._book.dealers.values())
+        return any(assigner.keeps_leases(owner) for assigner in self._book.assigners.values())
 
     def units(self) -> dict[str, int]:
         """Return the units that are up, with the bytes of live rows that they hold."""

@@ -31,7 +31,7 @@ class TaskRowState(enum.IntEnum):
     READY = 1
     """It may be handed out now."""
     LEASED = 2
-    """In a consumer's hands, or dealt to a rank."""
+    """In a consumer's hands, or assigned to a rank."""
     FENCING = 3
     """Its lease is void; its unit may still take a late put. If it is lost, the fence follows where it is put again."""
     DONE = 4
@@ -243,7 +243,7 @@ class TaskState:
         part, size = self.partitions.get(number), self._size(number)
         return part is not None and size is not None and part.num_done + part.num_held >= size
 
-    def num_undealt(self, number: int) -> int:
+    def num_unassigned(self, number: int) -> int:
         """Return how many rows of a partition nobody has or had in hand."""
         part, size = self.partitions.get(number), self._size(number) or 0
         if part is None:
@@ -274,11 +274,11 @@ class TaskState:
                 return None
             if self.spec.in_order and not self.front_ready(number, want.num_rows):
                 return None
-            parcels = part.queue.pick(self.picking, want)
-            count = self.trials.together(parcels)
-            part.queue.put_back(parcels[count:])
-            parcels = parcels[:count]
-            return number, tuple(row for parcel in parcels for row in parcel.rows)
+            items = part.queue.pick(self.picking, want)
+            count = self.trials.together(items)
+            part.queue.put_back(items[count:])
+            items = items[:count]
+            return number, tuple(row for item in items for row in item.rows)
         return None
 
     def lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:

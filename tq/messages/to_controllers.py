@@ -158,9 +158,9 @@ class Held(msgspec.Struct):
 
     Attributes:
         task, token, partition, rows, round_rows, last, total_rows: see `LeaseGrant`; without rows that are done.
-        round_index, rank, num_ranks: of a share of a round; no round: -1.
+        round_index, rank, num_ranks: of a slice of a round; no round: -1.
         step: `FetchRound.partition`.
-        share_rows: rows of the share, also those that were settled.
+        share_rows: rows of the slice, also those that were settled.
     """
 
     task: str
@@ -174,7 +174,7 @@ class Held(msgspec.Struct):
     last: bool = False
     total_rows: int = 0
     step: int = 0
-    share_rows: int = 0
+    slice_rows: int = 0
 
 
 class Join(Message):
@@ -214,10 +214,10 @@ class FetchRows(Message):
     Attributes:
         task: whose inputs must be complete.
         owner: the consumer.
-        num_rows: at most (but at least one parcel).
+        num_rows: at most (but at least one item).
         version: newest weights that this consumer holds; only matters to version-gated tasks.
         timeout_s: after this, answered by `NoRows(deadline)`.
-        token_budget: at most so many tokens (but at least one parcel); 0: no budget.
+        token_budget: at most so many tokens (but at least one item); 0: no budget.
         replica, sequence: ranks of one data-parallel replica that fetch for themselves name the replica and count
             their fetches: the same (replica, sequence) gets the same lease. "": this consumer alone.
         lineage: of the weights; older ones than the queue's are outdated, whatever their version.
@@ -235,7 +235,7 @@ class FetchRows(Message):
 
 
 class FetchRound(Message):
-    """Lease one rank's share of round `round_index` of a partition: every rank of the gang asks for every round.
+    """Lease one rank's slice of round `round_index` of a partition: every rank of the gang asks for every round.
 
     The same (rank, round) again, by the same owner or by another reader of the replica, gets the same lease.
 

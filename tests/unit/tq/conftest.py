@@ -213,7 +213,7 @@ class ControlWorld:
         owner: str = "",
         token_budget: int = 0,
     ) -> int:
-        """Fetch a rank's share of a round; returns the request's number."""
+        """Fetch a rank's slice of a round; returns the request's number."""
         owner = owner or f"rank-{rank}"
         return self.request(
             FetchRound(task, owner, partition, index, num_rows, rank, num_ranks, 60, token_budget=token_budget)

@@ -140,7 +140,7 @@ class ModelledQueue:
         if isinstance(event, FetchRound):
             held.round_index, held.rank, held.num_ranks = event.round_index, event.rank, event.num_ranks
             held.round_rows, held.last, held.total_rows = lease.round_rows, lease.last, lease.total_rows
-            held.step, held.share_rows = event.partition, len(lease.rows)
+            held.step, held.slice_rows = event.partition, len(lease.rows)
         else:
             assert not again and lease.rows
             if event.task == "ref":

@@ -67,15 +67,15 @@ def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
     world = make_world(REF, TRAIN, refill=refill)
     world.open(4)
     world.create(range(4), size=2)
-    shares = [world.granted(world.ask_round("train", 0, rank)) for rank in range(2)]
-    assert [share.rows for share in shares] == [[0], [1]]
+    rank_slices = [world.granted(world.ask_round("train", 0, rank)) for rank in range(2)]
+    assert [rank_slice.rows for rank_slice in rank_slices] == [[0], [1]]
     for _ in range(2):
         fail(world, "ref")
     world.remove([0, 1], reason="quarantined")
     assert world.quarantined == [Quarantined(1, 0, 2, QuarantineCause("ref", 2))]
     assert world.state.stats().quarantined_groups == 1
     rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
-    assert [share.rows for share in rest] == [[2], [3]]
+    assert [rank_slice.rows for rank_slice in rest] == [[2], [3]]
     assert rest[0].last is not refill
     last = world.ask_round("train", 2, 0)
     if not refill:

@@ -104,7 +104,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
 
     @rule(rank=st.sampled_from(RANKS), name=st.sampled_from(UNITS), lost=st.booleans())
     def unit_dies_before_a_rank_has_read(self, rank: int, name: str, lost: bool) -> None:
-        """The rank asks for its share once more, and can ack nothing of it before."""
+        """The rank asks for its slice once more, and can ack nothing of it before."""
         self.calm_down(num_groups=3)
         for task in TASKS[:2]:
             self.ask(FetchRows(task.name, self.owner("a"), 99, 0, 1))
@@ -115,15 +115,15 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         self.fetch_round(rank)
         step, index = self.place[rank]
         holds = self.holds.get(self.owner(f"rank{rank}"), {}).values()
-        share = next((one for one in holds if (one.step, one.round_index) == (step, index - 1)), None)
-        if rank in self.waiting or share is None or len(share.rows) < share.share_rows:
+        rank_slice = next((one for one in holds if (one.step, one.round_index) == (step, index - 1)), None)
+        if rank in self.waiting or rank_slice is None or len(rank_slice.rows) < rank_slice.slice_rows:
             return
-        if name in [self.where[share.token][row] for row in share.rows]:
+        if name in [self.where[rank_slice.token][row] for row in rank_slice.rows]:
             self.break_channel(name, dies=True)
             if lost:
                 self.unit_returns(name, lost=True)
             self.place[rank] = (step, index - 1)
-            self.unread[rank] = share.token
+            self.unread[rank] = rank_slice.token
             self.fetch_round(rank)
 
     @precondition(lambda self: any(self.holds.values()))
@@ -157,8 +157,8 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         reply = self.ask(Join(owner, self.holds_of(owner)))
         assert not reply.void or self.state.recovering
 
-    @rule(name=st.sampled_from(OWNERS), num_rows=st.integers(1, 4), share=st.integers(1, 3))
-    def quiet_moment(self, name: str, num_rows: int, share: int) -> None:
+    @rule(name=st.sampled_from(OWNERS), num_rows=st.integers(1, 4), rank_slice=st.integers(1, 3))
+    def quiet_moment(self, name: str, num_rows: int, rank_slice: int) -> None:
         """Nothing dies for a while, and work goes on; without this, random events hardly get beyond the first task."""
         self.calm_down(num_groups=2)
         for task in TASKS[:2]:
@@ -168,7 +168,7 @@ class QueueMachine(ModelledQueue, RuleBasedStateMachine):
         for owner in (self.owner(name), self.owner("rank0"), self.owner("rank1")):
             for held in list(self.holds.get(owner, {}).values()):
                 if held.token not in self.unread.values():
-                    self.finish(owner, held, held.rows[: -(-share * len(held.rows) // 3)])
+                    self.finish(owner, held, held.rows[: -(-rank_slice * len(held.rows) // 3)])
 
     def calm_down(self, *, num_groups: int) -> None:
         """Everybody is up, no fence is open, and some groups are put."""
@@ -333,7 +333,7 @@ class StepMachine(QueueMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        totals = {step: sum(shares.values()) for step, shares in getattr(self, "step_rows", {}).items()}
+        totals = {step: sum(rank_slices.values()) for step, rank_slices in getattr(self, "step_rows", {}).items()}
         assert totals in ({}, dict.fromkeys(PARTITIONS, ROWS)), "a step is not full"
 
 

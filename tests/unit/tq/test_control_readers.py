@@ -11,7 +11,7 @@ from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import DeadlinePassed, OwnerGone, OwnerWrites, UnitGone
 from tq.messages import NEW_ROWS, OutputsWritten
-from tq.policies import Fifo, Parcel, TokenBalanced, Want
+from tq.policies import Fifo, Item, TokenBalanced, Want
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}))
@@ -74,17 +74,17 @@ def test_policy_shares_a_round(make_world: World) -> None:
     world.open(4)
     for row, tokens in enumerate([9, 1, 1, 9]):
         world.put([row], tokens=tokens)
-    shares = [world.granted(world.ask_round("train", 0, rank, num_rows=2)) for rank in range(2)]
-    assert [sum(share.tokens) for share in shares] == [10, 10]
+    rank_slices = [world.granted(world.ask_round("train", 0, rank, num_rows=2)) for rank in range(2)]
+    assert [sum(rank_slice.tokens) for rank_slice in rank_slices] == [10, 10]
 
 
 @dataclass(frozen=True)
 class Newest(Fifo):
     """Takes the last of the first three."""
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
         """Choose one."""
-        return [parcel for parcel, _ in zip(ready, range(3), strict=False)][-1:]
+        return [item for item, _ in zip(ready, range(3), strict=False)][-1:]
 
 
 def test_rows_that_a_policy_passes_over_keep_their_order(make_world: World) -> None:
@@ -97,9 +97,9 @@ def test_rows_that_a_policy_passes_over_keep_their_order(make_world: World) -> N
 class Broken(Fifo):
     """Makes rows up."""
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
         """Choose what is not there."""
-        return [*super().pick(ready, want), Parcel((99,))]
+        return [*super().pick(ready, want), Item((99,))]
 
 
 def test_broken_policy_fails_its_own_fetch_and_loses_nothing(make_world: World) -> None:
@@ -112,10 +112,10 @@ def test_broken_policy_fails_its_own_fetch_and_loses_nothing(make_world: World) 
 
 @dataclass(frozen=True)
 class Greedy(Fifo):
-    """Counts parcels where rows are meant."""
+    """Counts items where rows are meant."""
 
-    def pick(self, ready: Iterator[Parcel], want: Want) -> list[Parcel]:
-        """Take as many parcels as rows are wanted."""
+    def pick(self, ready: Iterator[Item], want: Want) -> list[Item]:
+        """Take as many items as rows are wanted."""
         return list(itertools.islice(ready, want.num_rows))
 
 

@@ -1,4 +1,4 @@
-"""Rounds: every rank of a gang gets equally many shares, possibly empty, and the same end."""
+"""Rounds: every rank of a gang gets equally many slices, possibly empty, and the same end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +32,9 @@ def test_last_round_is_smaller_and_may_be_empty_for_some(make_world: World) -> N
     world = make_world(TRAIN)
     world.open(3)
     world.create(range(3))
-    shares = [world.granted(world.ask_round("train", 0, rank, num_rows=2, num_ranks=4)) for rank in range(4)]
-    assert [share.rows for share in shares] == [[0], [1], [2], []]
-    assert {(share.round_rows, share.last) for share in shares} == {(1, True)}
+    rank_slices = [world.granted(world.ask_round("train", 0, rank, num_rows=2, num_ranks=4)) for rank in range(4)]
+    assert [rank_slice.rows for rank_slice in rank_slices] == [[0], [1], [2], []]
+    assert {(rank_slice.round_rows, rank_slice.last) for rank_slice in rank_slices} == {(1, True)}
     assert {world.refused(world.ask_round("train", 1, rank, num_ranks=4)) for rank in range(4)} == {"partition_done"}
 
 
@@ -69,7 +69,7 @@ def test_asking_again_for_a_formed_round_grants_what_is_left_of_it(make_world: W
     again = world.granted(world.ask_round("train", 0, 0, num_rows=2))
     assert (again.rows, again.round_rows) == ([1], 2)
     assert again.token == first.token
-    assert world.task("train").leased == 3, "the other rank's share is kept for it"
+    assert world.task("train").leased == 3, "the other rank's slice is kept for it"
     world.write("train", again)
     assert world.task("train").leased == 2
 
@@ -153,7 +153,7 @@ def test_ranks_get_equally_many_rounds_and_every_row_once(
     world = make_world(GROUPS)
     world.open(num_groups * size)
     left = data.draw(st.permutations(range(num_groups)))
-    shares: list[list[Any]] = [[] for _ in range(num_ranks)]
+    rank_slices: list[list[Any]] = [[] for _ in range(num_ranks)]
     parked: dict[int, int] = {}
     running = set(range(num_ranks))
     while running:
@@ -165,7 +165,7 @@ def test_ranks_get_equally_many_rounds_and_every_row_once(
                     assert answer.reason == "partition_done"
                     running.remove(rank)
                 else:
-                    shares[rank].append(answer)
+                    rank_slices[rank].append(answer)
         idle = sorted(running - parked.keys())
         actions = [("ask", rank) for rank in idle] + [("put", group) for group in left[:1]]
         if not actions:
@@ -174,17 +174,17 @@ def test_ranks_get_equally_many_rounds_and_every_row_once(
         what, number = data.draw(st.sampled_from(actions))
         if what == "ask":
             parked[number] = world.ask_round(
-                "train", len(shares[number]), number, num_rows=num_rows, num_ranks=num_ranks
+                "train", len(rank_slices[number]), number, num_rows=num_rows, num_ranks=num_ranks
             )
         else:
             left = left[1:]
             world.create(range(number * size, number * size + size), size=size)
-    assert len({len(share) for share in shares}) == 1
-    for together in zip(*shares, strict=True):
-        assert len({(share.round_rows, share.last) for share in together}) == 1
-        assert together[0].round_rows == max(len(share.rows) for share in together)
-        groups = [group for share in together for group in share.groups]
+    assert len({len(rank_slice) for rank_slice in rank_slices}) == 1
+    for together in zip(*rank_slices, strict=True):
+        assert len({(rank_slice.round_rows, rank_slice.last) for rank_slice in together}) == 1
+        assert together[0].round_rows == max(len(rank_slice.rows) for rank_slice in together)
+        groups = [group for rank_slice in together for group in rank_slice.groups]
         assert all(groups.count(group) == size for group in set(groups)), "a group was split over rounds"
-        assert all(share.groups.count(group) == size for share in together for group in share.groups)
-    delivered = [row for share in shares for granted in share for row in granted.rows]
+        assert all(rank_slice.groups.count(group) == size for rank_slice in together for group in rank_slice.groups)
+    delivered = [row for rank_slice in rank_slices for granted in rank_slice for row in granted.rows]
     assert sorted(delivered) == list(range(num_groups * size))

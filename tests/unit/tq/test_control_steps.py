@@ -27,7 +27,7 @@ def opened(make_world: World, *partitions: int, **settings: Any) -> Any:
 def held(token: int, rows: list[int], *, rank: int, step: int = 1, index: int = 0, partition: int = 1) -> Held:
     return Held(
         "train", token, partition, rows, round_index=index, rank=rank, num_ranks=2, round_rows=1, total_rows=2,
-        step=step, share_rows=1,
+        step=step, slice_rows=1,
     )  # fmt: skip
 
 
@@ -38,10 +38,16 @@ def test_step_takes_a_later_partition_that_is_ready_and_all_ranks_get_the_same_r
     assert first not in world.answers
     world.put([4, 5, 6], partition=2)
     world.put([1], partition=1)
-    shares = [world.granted(request) for request in (first, world.ask_round("train", 0, 1))]
-    assert [(share.rows, share.partition, share.total_rows) for share in shares] == [([4], 2, 2), ([5], 2, 2)]
+    rank_slices = [world.granted(request) for request in (first, world.ask_round("train", 0, 1))]
+    assert [(rank_slice.rows, rank_slice.partition, rank_slice.total_rows) for rank_slice in rank_slices] == [
+        ([4], 2, 2),
+        ([5], 2, 2),
+    ]
     rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
-    assert [(share.rows, share.partition, share.last) for share in rest] == [([0], 1, True), ([1], 1, True)]
+    assert [(rank_slice.rows, rank_slice.partition, rank_slice.last) for rank_slice in rest] == [
+        ([0], 1, True),
+        ([1], 1, True),
+    ]
     assert {world.refused(world.ask_round("train", 2, rank)) for rank in range(2)} == {"partition_done"}
 
 
@@ -65,7 +71,7 @@ def test_published_step_is_over_for_whoever_asks_late(make_world: World) -> None
         world.write("train", world.granted(world.ask_round("train", index, 0)))
     world.handle(PublishVersion(1))
     assert world.refused(world.ask_round("train", 2, 1)) == "partition_done"
-    assert world.task("train").leased == 2, "shares of the other rank"
+    assert world.task("train").leased == 2, "slices of the other rank"
 
 
 def test_stop_ends_a_step_unless_it_is_dealt(make_world: World) -> None:

@@ -78,9 +78,9 @@ def test_partition_that_a_group_left_ends_also_after_a_restart(shell: Shell, ord
     if order != "after":
         shell.open(3)
     shell.restart(1, 2)
-    share = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
-    assert (share.rows, share.last) == ([1, 2], True)
-    shell.world.write("train", share)
+    rank_slice = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
+    assert (rank_slice.rows, rank_slice.last) == ([1, 2], True)
+    shell.world.write("train", rank_slice)
     assert shell.world.refused(shell.world.ask_round("train", 1, 0, num_ranks=1)) == "partition_done"
 
 
@@ -92,8 +92,8 @@ def test_partition_that_is_cleared_has_its_whole_size_again(shell: Shell) -> Non
     shell.open(2)
     shell.restart()
     shell.world.put([3, 4])
-    share = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
-    assert (share.rows, share.last) == ([3, 4], True)
+    rank_slice = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
+    assert (rank_slice.rows, rank_slice.last) == ([3, 4], True)
 
 
 def test_sizes_that_are_written_late_do_not_undo_later_ones(shell: Shell) -> None:
@@ -104,8 +104,8 @@ def test_sizes_that_are_written_late_do_not_undo_later_ones(shell: Shell) -> Non
     shell.tell(second)
     shell.tell(first)
     shell.restart(2)
-    share = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
-    assert (share.rows, share.last) == ([2], True)
+    rank_slice = shell.world.granted(shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9))
+    assert (rank_slice.rows, rank_slice.last) == ([2], True)
 
 
 def test_size_that_is_written_after_the_partition_was_cleared_is_that_of_the_new_one(shell: Shell) -> None:
@@ -120,8 +120,8 @@ def test_size_that_is_written_after_the_partition_was_cleared_is_that_of_the_new
     shell.world.put([3])
     assert asked not in shell.world.answers
     shell.world.put([4])
-    share = shell.world.granted(asked)
-    assert (share.rows, share.last) == ([3, 4], True)
+    rank_slice = shell.world.granted(asked)
+    assert (rank_slice.rows, rank_slice.last) == ([3, 4], True)
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -152,5 +152,5 @@ def test_a_row_that_is_tried_again_after_a_restart_belongs_to_its_partition(shel
     asked = shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9)
     assert asked not in shell.world.answers, "row 2 is still to come"
     shell.world.put([2])
-    share = shell.world.granted(asked)
-    assert (share.rows, share.last) == ([0, 1, 2], True)
+    rank_slice = shell.world.granted(asked)
+    assert (rank_slice.rows, rank_slice.last) == ([0, 1, 2], True)

@@ -47,7 +47,7 @@ def test_a_share_of_a_step_is_held_until_two_steps_later_whichever_partition_its
     held.done(granted(1, [4]), [4])
     held.granted(round_of(2, 0), granted(2, [0], partition=1))
     (first, second) = held.of_tasks(["train"])
-    assert (first.step, first.partition, first.rows, first.share_rows, first.total_rows) == (1, 2, [], 1, 4)
+    assert (first.step, first.partition, first.rows, first.slice_rows, first.total_rows) == (1, 2, [], 1, 4)
     assert (second.step, second.partition) == (2, 1)
     held.granted(round_of(3, 0), granted(3, [1], partition=3))
     assert [one.step for one in held.of_tasks(["train"])] == [2, 3]

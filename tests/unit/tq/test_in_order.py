@@ -73,4 +73,7 @@ def test_a_policy_that_looks_further_chooses_nothing_in_order(make_world: World,
     rounds = [
         [world.granted(world.ask_round("train", k, rank, num_rows=2)).rows for rank in range(2)] for k in range(2)
     ]
-    assert [sorted(row for share in shares for row in share) for shares in rounds] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [sorted(row for rank_slice in rank_slices for row in rank_slice) for rank_slices in rounds] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]

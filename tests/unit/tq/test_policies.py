@@ -12,7 +12,7 @@ from tq.policies import (
     POLICIES,
     Fifo,
     GroupAffinity,
-    Parcel,
+    Item,
     Policy,
     TokenBalanced,
     TokenBudget,
@@ -41,134 +41,140 @@ class Newest:
     def __init__(self, spare: int = 0) -> None:
         self.spare = spare
 
-    def pick(self, ready: object, want: Want) -> list[Parcel]:
+    def pick(self, ready: object, want: Want) -> list[Item]:
         """Not called here."""
         return []
 
-    def deal(self, parcels: Sequence[Parcel], dealt: Sequence[int]) -> list[list[Parcel]]:
+    def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
         """Not called here."""
         return []
 
 
 @st.composite
-def queues(draw: st.DrawFn) -> list[Parcel]:
+def queues(draw: st.DrawFn) -> list[Item]:
     """Parcels of one to four rows, in queue order."""
-    parcels, row = [], 0
+    items, row = [], 0
     for size, tokens in draw(st.lists(st.tuples(st.integers(1, 4), TOKENS), max_size=30)):
-        parcels.append(Parcel(tuple(range(row, row + size)), tokens))
+        items.append(Item(tuple(range(row, row + size)), tokens))
         row += size
-    return parcels
+    return items
 
 
-def loads(shares: Sequence[Sequence[Parcel]]) -> list[int]:
-    return [sum(parcel.tokens for parcel in share) for share in shares]
+def loads(rank_slices: Sequence[Sequence[Item]]) -> list[int]:
+    return [sum(item.tokens for item in rank_slice) for rank_slice in rank_slices]
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @given(queue=queues(), want=WANTS)
-def test_pick_takes_the_front_and_no_more_than_wanted(policy: Policy, queue: list[Parcel], want: Want) -> None:
+def test_pick_takes_the_front_and_no_more_than_wanted(policy: Policy, queue: list[Item], want: Want) -> None:
     picked = policy.pick(iter(queue), want)
     assert len(picked) == len(set(picked)) and set(picked) <= set(queue)
     if queue:
         assert queue[0] in picked  # the oldest is always served, so nothing starves
     if len(picked) > 1:
-        assert sum(len(parcel.rows) for parcel in picked) <= want.num_rows
-        assert not want.token_budget or sum(parcel.tokens for parcel in picked) <= want.token_budget
+        assert sum(len(item.rows) for item in picked) <= want.num_rows
+        assert not want.token_budget or sum(item.tokens for item in picked) <= want.token_budget
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @given(queue=queues(), num_ranks=st.integers(1, 6))
-def test_deal_gives_every_parcel_to_one_rank(policy: Policy, queue: list[Parcel], num_ranks: int) -> None:
-    shares = policy.deal(queue, [0] * num_ranks)
-    assert len(shares) == num_ranks
-    assert sorted(parcel for share in shares for parcel in share) == queue
+def test_deal_gives_every_parcel_to_one_rank(policy: Policy, queue: list[Item], num_ranks: int) -> None:
+    rank_slices = policy.assign(queue, [0] * num_ranks)
+    assert len(rank_slices) == num_ranks
+    assert sorted(item for rank_slice in rank_slices for item in rank_slice) == queue
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY, ids=str)
 @given(tokens=st.lists(TOKENS, min_size=1, max_size=20), want=WANTS)
 def test_nothing_waits_for_ever_while_rows_keep_coming(policy: Policy, tokens: list[int], want: Want) -> None:
-    queue = [Parcel((i,), length) for i, length in enumerate(tokens)]
+    queue = [Item((i,), length) for i, length in enumerate(tokens)]
     oldest = set(queue)
     for number in range(len(tokens)):
         picked = policy.pick(iter(queue), want)
-        queue = [parcel for parcel in queue if parcel not in picked] + [Parcel((1000 + number,), 7)]
+        queue = [item for item in queue if item not in picked] + [Item((1000 + number,), 7)]
     assert not oldest & set(queue)
 
 
 @given(queue=queues(), num_ranks=st.integers(1, 6), equal_counts=st.booleans())
 def test_token_balanced_ranks_differ_by_one_parcel_at_most(
-    queue: list[Parcel], num_ranks: int, equal_counts: bool
+    queue: list[Item], num_ranks: int, equal_counts: bool
 ) -> None:
-    shares = TokenBalanced(equal_counts=equal_counts).deal(queue, [0] * num_ranks)
-    assert max(loads(shares)) - min(loads(shares)) <= max((parcel.tokens for parcel in queue), default=0)
+    rank_slices = TokenBalanced(equal_counts=equal_counts).assign(queue, [0] * num_ranks)
+    assert max(loads(rank_slices)) - min(loads(rank_slices)) <= max((item.tokens for item in queue), default=0)
     if equal_counts:
-        counts = [len(share) for share in shares]
+        counts = [len(rank_slice) for rank_slice in rank_slices]
         assert max(counts) - min(counts) <= 1
 
 
 @given(queue=queues(), num_ranks=st.integers(1, 6), budget=st.integers(1, 6000))
-def test_token_budget_holds_for_each_rank(queue: list[Parcel], num_ranks: int, budget: int) -> None:
+def test_token_budget_holds_for_each_rank(queue: list[Item], num_ranks: int, budget: int) -> None:
     picked = TokenBudget().pick(iter(queue), Want(100, budget, num_ranks))
-    shares = TokenBudget().deal(picked, [0] * num_ranks)
-    for share in shares:
-        assert sum(parcel.tokens for parcel in share) * num_ranks <= budget or share == picked[:1]
-    assert max(loads(shares)) - min(loads(shares)) <= max((parcel.tokens for parcel in picked), default=0)
+    rank_slices = TokenBudget().assign(picked, [0] * num_ranks)
+    for rank_slice in rank_slices:
+        assert sum(item.tokens for item in rank_slice) * num_ranks <= budget or rank_slice == picked[:1]
+    assert max(loads(rank_slices)) - min(loads(rank_slices)) <= max((item.tokens for item in picked), default=0)
 
 
 def test_token_budget_passes_over_what_does_not_fit() -> None:
-    queue = [Parcel((0,), 60), Parcel((1,), 50), Parcel((2,), 40)]
+    queue = [Item((0,), 60), Item((1,), 50), Item((2,), 40)]
     assert TokenBudget().pick(iter(queue), Want(3, 100)) == [queue[0], queue[2]]
     assert Fifo().pick(iter(queue), Want(3, 100)) == [queue[0]]
 
 
 def test_parcel_over_the_budget_goes_out_alone() -> None:
-    assert TokenBudget().pick(iter([Parcel((0,), 200), Parcel((1,), 1)]), Want(3, 100)) == [Parcel((0,), 200)]
+    assert TokenBudget().pick(iter([Item((0,), 200), Item((1,), 1)]), Want(3, 100)) == [Item((0,), 200)]
 
 
 def test_wider_window_takes_parcels_of_like_length() -> None:
-    queue = [Parcel((i,), tokens) for i, tokens in enumerate((100, 900, 110, 800, 90, 5))]
+    queue = [Item((i,), tokens) for i, tokens in enumerate((100, 900, 110, 800, 90, 5))]
     assert TokenBalanced(window=2.5).pick(iter(queue), Want(2)) == [queue[0], queue[2]]
     assert TokenBalanced().pick(iter(queue), Want(2)) == queue[:2]
 
 
 def test_policy_looks_no_further_than_its_window() -> None:
-    ready = iter([Parcel((i,), 1) for i in range(1000)])
+    ready = iter([Item((i,), 1) for i in range(1000)])
     TokenBalanced(window=2.0).pick(ready, Want(4))
     assert next(ready).rows == (8,)
 
 
 @given(rows=st.sets(st.integers(0, 40), max_size=30), num_ranks=st.integers(1, 4), sticky=st.booleans())
 def test_rows_of_one_group_go_to_one_rank(rows: set[int], num_ranks: int, sticky: bool) -> None:
-    shares = GroupAffinity(8, sticky=sticky).deal([Parcel((row,), row % 5) for row in sorted(rows)], [0] * num_ranks)
-    owner = {parcel.rows[0] // 8: rank for rank, share in enumerate(shares) for parcel in share}
-    for rank, share in enumerate(shares):
-        assert all(owner[parcel.rows[0] // 8] == rank for parcel in share)
-        assert not sticky or all(parcel.rows[0] // 8 % num_ranks == rank for parcel in share)
+    rank_slices = GroupAffinity(8, sticky=sticky).assign(
+        [Item((row,), row % 5) for row in sorted(rows)], [0] * num_ranks
+    )
+    owner = {item.rows[0] // 8: rank for rank, rank_slice in enumerate(rank_slices) for item in rank_slice}
+    for rank, rank_slice in enumerate(rank_slices):
+        assert all(owner[item.rows[0] // 8] == rank for item in rank_slice)
+        assert not sticky or all(item.rows[0] // 8 % num_ranks == rank for item in rank_slice)
 
 
 @given(queue=queues(), num_ranks=st.integers(1, 5))
-def test_groups_are_balanced_within_the_largest(queue: list[Parcel], num_ranks: int) -> None:
+def test_groups_are_balanced_within_the_largest(queue: list[Item], num_ranks: int) -> None:
     groups: dict[int, int] = {}
-    for parcel in queue:
-        groups[parcel.rows[0] // 4] = groups.get(parcel.rows[0] // 4, 0) + parcel.tokens
-    dealt = loads(GroupAffinity(4).deal(queue, [0] * num_ranks))
-    assert max(dealt) - min(dealt) <= max(groups.values(), default=0)
+    for item in queue:
+        groups[item.rows[0] // 4] = groups.get(item.rows[0] // 4, 0) + item.tokens
+    assigned = loads(GroupAffinity(4).assign(queue, [0] * num_ranks))
+    assert max(assigned) - min(assigned) <= max(groups.values(), default=0)
 
 
 @pytest.mark.parametrize("policy", [TokenBudget(), TokenBalanced(), GroupAffinity(1)], ids=str)
 @given(rounds=st.lists(st.lists(TOKENS, min_size=4, max_size=8), min_size=1, max_size=12))
 def test_what_rounds_leave_uneven_does_not_add_up(policy: Policy, rounds: list[list[int]]) -> None:
-    dealt = [0, 0]
+    assigned = [0, 0]
     for tokens in rounds:
-        shares = policy.deal([Parcel((i,), length) for i, length in enumerate(tokens)], dealt)
-        dealt = [before + now for before, now in zip(dealt, loads(shares), strict=True)]
-    assert abs(dealt[0] - dealt[1]) <= max(max(tokens) for tokens in rounds)
+        rank_slices = policy.assign([Item((i,), length) for i, length in enumerate(tokens)], assigned)
+        assigned = [before + now for before, now in zip(assigned, loads(rank_slices), strict=True)]
+    assert abs(assigned[0] - assigned[1]) <= max(max(tokens) for tokens in rounds)
 
 
 @pytest.mark.parametrize("equal_counts", [True, False])
 def test_lengths_that_nobody_knows_are_dealt_by_count(equal_counts: bool) -> None:
     assert sorted(map(len, split_evenly([0] * 7, 3, equal_counts=equal_counts))) == [2, 2, 3]
-    assert [len(share) for share in TokenBudget().deal([Parcel((i,)) for i in range(7)], [0] * 3)] == [3, 2, 2]
+    assert [len(rank_slice) for rank_slice in TokenBudget().assign([Item((i,)) for i in range(7)], [0] * 3)] == [
+        3,
+        2,
+        2,
+    ]
 
 
 def test_partition_is_the_differencing_method() -> None:
@@ -212,7 +218,7 @@ def test_policy_of_a_user_is_found_by_its_import_path(monkeypatch: pytest.Monkey
         ("lifo", "use one of fifo token-budget"),
         ("no_such_module_x:Policy", "cannot be imported"),
         ("tq.policies:NoSuch", "cannot be imported"),
-        ("tq.policies:Parcel", "no methods pick and deal"),
+        ("tq.policies:Item", "no methods pick and assign"),
         (":", "cannot be imported"),
         ("", "write a name"),
         ("fifo(window=2)", "window"),

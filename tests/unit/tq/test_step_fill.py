@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.control.dealer import Offer, choose
+from tq.control.assigner import Offer, choose
 from tq.task_spec import StepSpec
 
 SPEC = StepSpec(num_rows=16, lateness=1)
@@ -59,10 +59,10 @@ def test_every_row_is_dealt_once_in_full_steps_and_never_too_late(
         while admitted < min(step + gate, start + last):
             admitted += 1
             left[admitted] += size
-        dealt = 0
-        while dealt < size:
+        assigned = 0
+        while assigned < size:
             offers = [Offer(number, ready[number], left[number]) for number in sorted(left) if left[number]]
-            chosen = choose(spec, step, dealt, offers, full)
+            chosen = choose(spec, step, assigned, offers, full)
             if chosen is None:
                 waiting = [number for number in sorted(left) if ready[number] < left[number]]
                 assert waiting, "everything is ready, and nothing is taken"
@@ -72,6 +72,6 @@ def test_every_row_is_dealt_once_in_full_steps_and_never_too_late(
             assert chosen.partition >= step - lateness, "too late"
             left[chosen.partition] -= chosen.num_ready
             ready[chosen.partition] -= chosen.num_ready
-            dealt += chosen.num_ready
-        assert dealt == size
+            assigned += chosen.num_ready
+        assert assigned == size
     assert not +left, "rows were never trained"

@@ -151,8 +151,8 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
 
     # Quiet
 
-    @rule(unit=units, num_rows=st.integers(1, 4), share=st.integers(1, 3))
-    def quiet_moment(self, unit: str, num_rows: int, share: int) -> None:
+    @rule(unit=units, num_rows=st.integers(1, 4), rank_slice=st.integers(1, 3))
+    def quiet_moment(self, unit: str, num_rows: int, rank_slice: int) -> None:
         """Nothing dies for a while, and work goes on; else random events hardly get beyond the first task."""
         self.everybody_talks()
         for rows in groups(self.missing())[:3]:
@@ -161,9 +161,9 @@ class TwoControllersMachine(TwoControllers, RuleBasedStateMachine):
         for task in NAMES:
             self.fetch(task, num_rows, "a")
             for (owner, _), lease in list(self.leases.items()):
-                for row in lease.rows[: -(-share * len(lease.rows) // 3)]:
+                for row in lease.rows[: -(-rank_slice * len(lease.rows) // 3)]:
                     self.finish(owner, lease, row)
-            if share > 1:
+            if rank_slice > 1:
                 self.everybody_talks()
 
     @invariant()

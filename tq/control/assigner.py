@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tq.control.rounds import Round, Rounds, Share
+from tq.control.rounds import RankSlice, Round, Rounds
 from tq.control.task_state import TaskState
 from tq.messages import Held
 from tq.policies import Fifo, Want
@@ -25,7 +25,7 @@ class Offer:
     num_left: int
 
 
-def choose(spec: StepSpec, step: int, num_dealt: int, offers: Sequence[Offer], full: int) -> Offer | None:
+def choose(spec: StepSpec, step: int, num_assigned: int, offers: Sequence[Offer], full: int) -> Offer | None:
     """Return from where the next round of a step is taken, and how much, if a step trains what is finished first.
 
     A step takes `spec.num_rows` rows, the oldest partition first that has a full round ready. Rows of a partition that
@@ -35,7 +35,7 @@ def choose(spec: StepSpec, step: int, num_dealt: int, offers: Sequence[Offer], f
         rounds of 8, room 16    due: 8                      not full                -> a round of 5, then wait for 3
 
     Partitions up to a step have at least as many rows left as the step has room for, so it never needs later ones and
-    can always be completed. What is due fits into it: all older partitions are dealt, and a partition is a step large.
+    can always be completed. What is due fits into it: all older partitions are assigned, a partition is a step large.
 
     Args:
         spec: of the steps.
@@ -47,7 +47,7 @@ def choose(spec: StepSpec, step: int, num_dealt: int, offers: Sequence[Offer], f
     Returns:
         The offer, with as many rows ready as may be taken, or None: nothing may be taken now.
     """
-    room = spec.num_rows - num_dealt
+    room = spec.num_rows - num_assigned
     newest_due = step - spec.lateness
     due = sum(offer.num_left for offer in offers if offer.partition <= newest_due)
     for offer in offers:
@@ -58,13 +58,13 @@ def choose(spec: StepSpec, step: int, num_dealt: int, offers: Sequence[Offer], f
     return None
 
 
-class Dealer:
-    """Deals the rounds of one task to the ranks of a gang.
+class RoundAssigner:
+    """Assigns the rounds of one task to the ranks of a gang.
 
     A step is a partition, unless the task's steps take rows of several ones (`TaskSpec.steps`). A round has rows of one
     partition. It is chosen once; all ranks get the same, however often they ask. After a restart of the controller the
     ranks say what they hold: with which step and round it came, and how large that round was. Shares that nobody holds
-    are dealt again before anything new is.
+    are assigned again before anything new is.
     """
 
     def __init__(self, task: TaskState) -> None:
@@ -72,13 +72,13 @@ class Dealer:
         task: whose partitions and leases.
         """
         self.ranks: dict[str, int] = {}
-        """Consumer -> the newest step that it got a share of."""
+        """Consumer -> the newest step that it got a slice of."""
         self._task = task
         self._spec = task.spec.steps
         self._version = 0
         self._steps: dict[int, Rounds] = {}
         self._restored = False
-        """Whether shares of an earlier incarnation may be missing."""
+        """Whether slices of an earlier incarnation may be missing."""
 
     def published(self, version: int) -> None:
         """Weights of step `version` exist, so that step is over."""
@@ -108,7 +108,7 @@ class Dealer:
         return None if part is None else part.rounds
 
     def restore(self, one: Held, owner: str) -> None:
-        """A rank says that it holds a share that an earlier incarnation dealt."""
+        """A rank says that it holds a slice that an earlier incarnation assigned."""
         self.ranks[owner] = max(one.step, self.ranks.get(owner, one.step))
         step = one.partition if self._spec is None else one.step
         if not self.over(step):
@@ -116,7 +116,7 @@ class Dealer:
             self._restored = True
 
     def keeps_leases(self, owner: str) -> bool:
-        """Whether a consumer's leases, or its shares of a step that is not over, outlive its channel."""
+        """Whether a consumer's leases, or its slices of a step that is not over, outlive its channel."""
         if not self._task.spec.keeps_leases:
             return False
         step = self.ranks.get(owner)
@@ -134,7 +134,7 @@ class Dealer:
         """
         rounds = self.rounds(step)
         assert index <= len(rounds.formed), "the caller checks that no round is skipped"
-        whole = not self._restored or self._deal_missing(token)
+        whole = not self._restored or self._assign_missing(token)
         if index < len(rounds.formed):
             return rounds.formed[index]
         if not whole:
@@ -162,17 +162,17 @@ class Dealer:
 
     def _form(self, rounds: Rounds, partition: int, want: Want, token: Callable[[], int]) -> Round:
         """Add a round of what a partition has ready, which is enough."""
-        parcels = self._task.partition(partition).queue.pick(self._task.picking, want)
-        shares = self._task.spec.policy.deal(parcels, rounds.loads(want.num_ranks))
-        formed = rounds.form(shares, token, partition=partition)
-        for share in formed.shares:
-            self._hold(share, partition)
+        items = self._task.partition(partition).queue.pick(self._task.picking, want)
+        rank_slices = self._task.spec.policy.assign(items, rounds.loads(want.num_ranks))
+        formed = rounds.form(rank_slices, token, partition=partition)
+        for rank_slice in formed.rank_slices:
+            self._hold(rank_slice, partition)
         return formed
 
-    def _hold(self, share: Share | None, partition: int) -> None:
-        """A share is a lease from now on, if it has rows."""
-        if share is not None and share.rows:
-            self._task.lease(share.token, partition, share.rows)
+    def _hold(self, rank_slice: RankSlice | None, partition: int) -> None:
+        """A slice is a lease from now on, if it has rows."""
+        if rank_slice is not None and rank_slice.rows:
+            self._task.lease(rank_slice.token, partition, rank_slice.rows)
 
     def _offers(self) -> list[Offer]:
         """Return what partitions have to give, oldest first.
@@ -184,37 +184,37 @@ class Dealer:
         trained = self._version - self._spec.lateness
         for number, part in sorted(self._task.partitions.items()):
             ready = part.queue.num_rows
-            left = ready if number <= trained else self._task.num_undealt(number)
+            left = ready if number <= trained else self._task.num_unassigned(number)
             if left:
                 offers.append(Offer(number, ready, left))
         return offers
 
-    def _deal_missing(self, token: Callable[[], int]) -> bool:
+    def _assign_missing(self, token: Callable[[], int]) -> bool:
         """Complete the rounds of an earlier incarnation, the oldest first; returns whether all are."""
         steps = self._steps if self._spec is not None else {k: part.rounds for k, part in self._task.partitions.items()}
         waiting: set[int] = set()
         """Partitions whose rows an older round waits for."""
         for _, rounds in sorted(steps.items()):
             for known in rounds.formed:
-                if known.missing and (known.partition in waiting or not self._deal_round(known, token)):
+                if known.missing and (known.partition in waiting or not self._assign_round(known, token)):
                     waiting.add(known.partition)
         self._restored = bool(waiting)
         return not waiting
 
-    def _deal_round(self, known: Round, token: Callable[[], int]) -> bool:
-        """Deal the missing shares of a round once what they had is ready again; returns whether none is missing."""
+    def _assign_round(self, known: Round, token: Callable[[], int]) -> bool:
+        """Assign the missing slices of a round once what they had is ready again; returns whether none is missing."""
         queue, missing = self._task.partition(known.partition).queue, known.missing
-        left = known.total_rows - sum(share.num_rows for share in known.shares if share is not None)
+        left = known.total_rows - sum(rank_slice.num_rows for rank_slice in known.rank_slices if rank_slice is not None)
         if queue.num_rows < left:
             if not self._task.rest_ready(known.partition):
                 return False
             left = queue.num_rows  # some left the partition with their group
         for position, rank in enumerate(missing):
             size = -(-left // (len(missing) - position))
-            share = Share.of(token(), queue.pick(Fifo(), Want(size)) if size > 0 else [])
-            left -= share.num_rows
-            known.shares[rank] = share
-            known.round_rows = max(known.round_rows, share.num_rows)
-            self._hold(share, known.partition)
+            rank_slice = RankSlice.of(token(), queue.pick(Fifo(), Want(size)) if size > 0 else [])
+            left -= rank_slice.num_rows
+            known.rank_slices[rank] = rank_slice
+            known.round_rows = max(known.round_rows, rank_slice.num_rows)
+            self._hold(rank_slice, known.partition)
         self._task.changed.add(known.partition)  # a rank that is a round ahead waits for this
         return True
