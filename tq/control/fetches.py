@@ -236,7 +236,7 @@ class Fetches:
             return
         refused = None
         for request, fetch in self.parked.rows(name):
-            if (refused is not None and fetch.version <= refused) or task.trials.holds(fetch.owner):
+            if (refused is not None and fetch.version <= refused) or task.isolation.holds(fetch.owner):
                 continue
             if not self._try(request, fetch) and self.parked.waits(request):
                 if task.spec.max_staleness is None:
@@ -274,7 +274,7 @@ class Fetches:
         task = self._task(fetch)
         if self._has_no_more(task):
             return self._nothing(NoRowsReason.CLOSED)
-        if task.trials.holds(fetch.owner):
+        if task.isolation.holds(fetch.owner):
             return None
         newest = self.newest_partition(fetch)
         if newest is not None and fetch.lineage < self._lineage:

@@ -116,7 +116,7 @@ class Leases:
                 ended.append(lease)
         return ended
 
-    def settled(self, token: int, row: int) -> bool:
+    def was_done(self, token: int, row: int) -> bool:
         """Whether a row was done under this lease."""
         lease = self.by_token.get(token)
         if lease is not None:
@@ -165,7 +165,7 @@ class Leases:
                 del self._spent[next(iter(self._spent))]
 
 
-class Trials:
+class PoisonIsolation:
     """Which rows of a task are handed out alone: those whose next return would put their group into quarantine.
 
     A consumer that dies has many rows in hand, and all of them come back; the one that it died of is among them. So the

@@ -60,7 +60,7 @@ class PartitionQueue:
             self._unlist(group)
             group.num_left += 1
 
-    def settle(self, row: Row) -> None:
+    def mark_done(self, row: Row) -> None:
         """The task is done with a row, which is not offered any more."""
         if not self._whole or row.group not in self._groups:
             return

@@ -21,7 +21,7 @@ from tq.control.rows import Row, RowState, UnitLife
 from tq.messages import OutputsWritten, RowsAccepted, RowsConfirmed, RowsCreated
 
 
-class Room:
+class Backpressure:
     """How much may be alive, and which puts wait for it."""
 
     def __init__(self, *, row_limit: int, byte_limit: int) -> None:
@@ -193,7 +193,7 @@ class Arrivals:
                 for name in self._book.rows.tasks(self.merge(number, row) & row.left):
                     accepted.setdefault(name, []).append(k)
             for name in self._book.rows.tasks(done[k]):
-                self._book.settle(name, [number])
+                self._book.mark_done(name, [number])
         self._settled(partitions, event.rows)
         return RowsAccepted(accepted)
 
@@ -283,7 +283,7 @@ class Arrivals:
 class PutQueue:
     """Part of a `ControlState`."""
 
-    def __init__(self, book: RowTable, arrivals: Arrivals, room: Room) -> None:
+    def __init__(self, book: RowTable, arrivals: Arrivals, backpressure: Backpressure) -> None:
         """Args:
         book: rows and tasks.
         arrivals: takes rows into it.
@@ -291,7 +291,7 @@ class PutQueue:
         """
         self._book = book
         self._arrivals = arrivals
-        self._room = room
+        self._backpressure = backpressure
 
     def create(self, event: RowsCreated, request: int) -> None:
         """Answer a put, or park it.
@@ -303,15 +303,15 @@ class PutQueue:
             self.lose(unit)
         num_new = self._arrivals.check(event)
         if num_new and not event.commits:
-            self._room.check(event)
-            if self._room.waiting or not self._fits(event):
-                self._room.waiting[request] = event
+            self._backpressure.check(event)
+            if self._backpressure.waiting or not self._fits(event):
+                self._backpressure.waiting[request] = event
                 return
         self._take(event, request)
 
     def admit(self) -> None:
         """Take the puts that there is room for now, the oldest first."""
-        waiting = self._room.waiting
+        waiting = self._backpressure.waiting
         while waiting and self._fits(waiting[first := next(iter(waiting))]):
             event = waiting.pop(first)
             try:
@@ -323,14 +323,14 @@ class PutQueue:
 
     def expire(self, request: int, because: Callable[[], str]) -> bool:
         """Refuse a put that waited long enough; returns whether there was one."""
-        put = self._room.waiting.pop(request, None)
+        put = self._backpressure.waiting.pop(request, None)
         if put is not None:
-            self._book.out.append(Answer(request, self._room.refusal(put, **self._used(), because=because())))
+            self._book.out.append(Answer(request, self._backpressure.refusal(put, **self._used(), because=because())))
         return put is not None
 
     def cancel(self, unit: str, rows: "set[int] | None" = None) -> None:
         """Parked puts of a unit (with rows: those that name one) will be told again, or were taken back."""
-        for request in self._room.cancel(unit, rows):
+        for request in self._backpressure.cancel(unit, rows):
             self._book.out.append(Answer(request, PutPending(f"{unit}: a put that waited for room does so no more")))
 
     def lose(self, unit: UnitLife) -> None:
@@ -343,7 +343,7 @@ class PutQueue:
         self._book.out.append(Answer(request, accepted))
 
     def _fits(self, event: RowsCreated) -> bool:
-        return self._room.fits(event, **self._used())
+        return self._backpressure.fits(event, **self._used())
 
     def _used(self) -> dict[str, int]:
         """Return what counts toward the limits: rows that are coming, too."""

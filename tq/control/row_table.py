@@ -150,7 +150,7 @@ class RowTable:
         row.wrote(mask, tokens)
         self.rows.grow(row, num_bytes)
 
-    def settle(self, task: str, numbers: Iterable[int]) -> None:
+    def mark_done(self, task: str, numbers: Iterable[int]) -> None:
         """A task is known to be done with rows."""
         partitions = set()
         for number in numbers:
@@ -160,7 +160,7 @@ class RowTable:
                 partitions.add(row.partition)
         self.drop_finished(partitions, task)
 
-    def settle_lost(self, task: str, numbers: Iterable[int]) -> None:
+    def mark_lost_done(self, task: str, numbers: Iterable[int]) -> None:
         """Another controller knows that a task was done with rows when they were lost; here it may not have been told.
 
         What it wrote went with them. Rows that were put again meanwhile are judged by what was put.
@@ -169,7 +169,7 @@ class RowTable:
         lost = [number for number in numbers if number in table and table[number].lost and table[number].left & bit]
         for number in lost:
             table[number].wrote(self.graph.outputs(bit))
-        self.settle(task, lost)
+        self.mark_done(task, lost)
 
     def ack_lost(self, event: AckLost, *, promised: bool = False) -> None:
         """Count an ack that no unit could take, because the rows were lost while the consumer had them in hand.
@@ -192,7 +192,7 @@ class RowTable:
             if task is not None and not (row.lost or promised or task.spec.keeps_leases):
                 raise PeerRefused(f"row {number} is not lost: {row.unit.name} has it; ack it there")
         where = self.rows.by_unit(open_rows)
-        self.settle(event.task, open_rows)
+        self.mark_done(event.task, open_rows)
         if where and task is not None:
             self.out.append(Commit(event.task, event.token, where))
 
@@ -327,7 +327,7 @@ class RowTable:
         info.nameless.discard(number)
         for task in self.tasks.values():
             if not task.over(row.partition):
-                task.settled_before(row)
+                task.done_before(row)
 
     def refresh(self, number: int) -> None:
         """What tasks may be given of a row changed."""
@@ -352,7 +352,7 @@ class RowTable:
         for number in event.rows:
             row = self.rows.rows.get(number)
             is_open = row is not None and bool(row.left & bit)
-            if task is not None and not is_open and not task.leases.settled(event.token, number):
+            if task is not None and not is_open and not task.leases.was_done(event.token, number):
                 raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} is void")
             if task is not None and is_open and task.leases.holders.get(number) != event.token:
                 raise LeaseFenced(f"row {number}: the lease {event.token} of {event.task} was given to another")

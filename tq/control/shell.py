@@ -23,7 +23,7 @@ from tq.control.events import (
     Shrunk,
     TasksWrite,
 )
-from tq.control.kept_calls import KeptCalls
+from tq.control.pending_requests import PendingRequests
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState
 from tq.control.unit_orders import UnitOrders
@@ -62,7 +62,7 @@ class StateShell:
         """
         self.state = state
         self.lock = threading.Lock()
-        self.calls = KeptCalls(timers, lambda request: self.apply(DeadlinePassed(request)))
+        self.calls = PendingRequests(timers, lambda request: self.apply(DeadlinePassed(request)))
         self.orders = orders(fenced=self.apply)
         self.admission: Admission | None = None
         self._memory = memory

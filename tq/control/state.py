@@ -33,7 +33,7 @@ from tq.control.events import (
     UnitLost,
 )
 from tq.control.fetches import Fetches
-from tq.control.puts import Arrivals, PutQueue, Room
+from tq.control.puts import Arrivals, Backpressure, PutQueue
 from tq.control.recovery import Recovering, Recovery
 from tq.control.row_set import RowSet
 from tq.control.row_table import RowTable
@@ -104,9 +104,9 @@ class ControlState:
         self._reasons = WaitReasons(self._book)
         self._fetches = Fetches(self._book, self._reasons, version=version, lineage=lineage, published=published)
         self._oldest_token = first_lease_token(lineage)
-        self._room = Room(row_limit=row_limit, byte_limit=byte_limit)
+        self._backpressure = Backpressure(row_limit=row_limit, byte_limit=byte_limit)
         self._arrivals = Arrivals(self._book)
-        self._puts = PutQueue(self._book, self._arrivals, self._room)
+        self._puts = PutQueue(self._book, self._arrivals, self._backpressure)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
         self._writing_closed = False
         self._recovery: Recovery | None = None
@@ -204,7 +204,7 @@ class ControlState:
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
         """Count rows per task; who is connected, and times, are the caller's to add."""
-        return count_rows(self._book, self._fetches, self._room, admitted_groups, self.units())
+        return count_rows(self._book, self._fetches, self._backpressure, admitted_groups, self.units())
 
     def _apply(self, event: Event, request: int) -> None:
         match event:
@@ -232,7 +232,7 @@ class ControlState:
                 if self._recovery is not None and self._recovery.collecting:
                     self._recovery.defer(event)
                 else:
-                    self._settle(event)
+                    self._mark_done(event)
             case OpenPartition():
                 self._open(event)
             case RowsQuarantined():
@@ -259,7 +259,7 @@ class ControlState:
                 self._book.out.append(Answer(request, RowsAccepted(self._registry.done_of(event.losses))))
             case DoneElsewhere():
                 for name, rows in event.commits.items():
-                    self._book.settle_lost(name, rows)
+                    self._book.mark_lost_done(name, rows)
             case TasksWrite():
                 for name, columns in event.outputs.items():
                     self._book.graph.learn(name, columns)
@@ -331,7 +331,7 @@ class ControlState:
         """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
         if not self._writing_closed or self._fetches.drained or self._recovery is not None:
             return
-        if self._room.waiting or len(self._arrivals):
+        if self._backpressure.waiting or len(self._arrivals):
             return
         for number, info in self._book.rows.partitions.items():
             if info.declared is None:
@@ -349,7 +349,7 @@ class ControlState:
 
     # Consumers
 
-    def _settle(self, event: Release | AckLost, *, promised: bool = False) -> None:
+    def _mark_done(self, event: Release | AckLost, *, promised: bool = False) -> None:
         if isinstance(event, AckLost):
             self._book.ack_lost(event, promised=promised)
             return
@@ -375,7 +375,7 @@ class ControlState:
                     continue
                 if held.token in task.leases.by_token:
                     task.leases.read(held.token, event.owner)
-                elif held.rows and not all(task.leases.settled(held.token, row) for row in held.rows):
+                elif held.rows and not all(task.leases.was_done(held.token, row) for row in held.rows):
                     void.append(held.token)
         self._book.out.append(Answer(request, Joined(void)))
 
@@ -413,7 +413,7 @@ class ControlState:
         self._recovery.rebuild()
         for event in self._recovery.deferred():
             with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as whoever told it finds out by itself
-                self._settle(event, promised=True)
+                self._mark_done(event, promised=True)
 
     def _recover(self) -> None:
         if self._recovery is None:

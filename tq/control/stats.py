@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 
 from tq.control.fetches import Fetches
-from tq.control.puts import Room
+from tq.control.puts import Backpressure
 from tq.control.row_table import RowTable
 from tq.control.task_state import TaskState
 from tq.messages import QueueStats, TaskStats
 
 
-def count_rows(book: RowTable, fetches: Fetches, room: Room, admitted_groups: int, units: dict[str, int]) -> QueueStats:
+def count_rows(
+    book: RowTable, fetches: Fetches, backpressure: Backpressure, admitted_groups: int, units: dict[str, int]
+) -> QueueStats:
     """Return what a controller's state knows of itself."""
     return QueueStats(
         tasks=[_count_task(task, fetches.parked.count(name)) for name, task in book.tasks.items()],
@@ -18,9 +20,9 @@ def count_rows(book: RowTable, fetches: Fetches, room: Room, admitted_groups: in
         admitted_groups=admitted_groups,
         units=units,
         live_bytes=book.rows.num_bytes,
-        row_limit=room.row_limit,
-        byte_limit=room.byte_limit,
-        waiting_puts=len(room.waiting),
+        row_limit=backpressure.row_limit,
+        byte_limit=backpressure.byte_limit,
+        waiting_puts=len(backpressure.waiting),
         lost_rows=book.rows.num_lost,
         quarantined_groups=book.quarantines.count,
         filtered_groups=book.quarantines.num_filtered,

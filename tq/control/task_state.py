@@ -12,7 +12,7 @@ import enum
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tq.control.leases import Fencing, Leases, Trials
+from tq.control.leases import Fencing, Leases, PoisonIsolation
 from tq.control.partition_queue import PartitionQueue
 from tq.control.rounds import Rounds
 from tq.control.rows import Row, Rows, RowState
@@ -90,7 +90,7 @@ class TaskState:
         self.bit = rows.bits[spec.name]
         self.inputs = rows.mask(spec.inputs)
         self.leases = Leases()
-        self.trials = Trials(self.leases, spec.max_deliveries)
+        self.isolation = PoisonIsolation(self.leases, spec.max_deliveries)
         self.partitions: dict[int, TaskPartition] = {}
         self.changed: set[int] = set()
         """Partitions whose parked rounds may be answerable since the last look."""
@@ -145,7 +145,7 @@ class TaskState:
                 if self._wanted(number, row):
                     queue.offer(number, row)
             else:
-                queue.settle(row)
+                queue.mark_done(row)
                 part.num_done += 1
         self._list(partition, part)
         self.changed.add(partition)
@@ -159,7 +159,7 @@ class TaskState:
         self.leases.forget(number)
         self.num_left -= 1
         self.num_acked += 1
-        self._settle(part, row)
+        self._mark_done(part, row)
 
     def reopened(self, number: int, row: Row) -> None:
         """What the task wrote was lost: it is not done with this row any more; its bit in `left` was just set."""
@@ -189,11 +189,11 @@ class TaskState:
         self.partition(partition).num_done += num_rows
         self.changed.add(partition)
 
-    def settled_before(self, row: Row) -> None:
+    def done_before(self, row: Row) -> None:
         """The group of such a row became known."""
         part = self.partition(row.partition)
         part.queue.expect(row)
-        part.queue.settle(row)
+        part.queue.mark_done(row)
         self._list(row.partition, part)
         self.changed.add(row.partition)
 
@@ -275,7 +275,7 @@ class TaskState:
             if self.spec.in_order and not self.front_ready(number, want.num_rows):
                 return None
             items = part.queue.pick(self.picking, want)
-            count = self.trials.together(items)
+            count = self.isolation.together(items)
             part.queue.put_back(items[count:])
             items = items[:count]
             return number, tuple(row for item in items for row in item.rows)
@@ -323,8 +323,8 @@ class TaskState:
             self.partition(number).num_done += self._size(number) or 0
         return self.partition(number)
 
-    def _settle(self, part: TaskPartition, row: Row) -> None:
-        part.queue.settle(row)
+    def _mark_done(self, part: TaskPartition, row: Row) -> None:
+        part.queue.mark_done(row)
         part.num_done += 1
         self._list(row.partition, part)
         self.changed.add(row.partition)

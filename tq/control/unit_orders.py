@@ -4,9 +4,9 @@ Each unit is told by a thread of its own (`UnitBacklog`), so that none waits for
 a unit waits for an earlier one (a thread may wait long for an end that died while it was connecting), and no handler
 waits for any. One more thread reports the fences, each for one unit.
 
-    add --> told --> settled, forgotten
+    add --> told --> done, forgotten
         '-> refused: the unit cannot confirm yet --> told again
-        '-> the unit cannot be reached --> settled, owed --(the next `add`, or `catch_up`)--> told --> forgotten
+        '-> the unit cannot be reached --> done, owed --(the next `add`, or `catch_up`)--> told --> forgotten
 
 A unit that is down gets what it missed when it registers again, before its rows are handed out: only the handler of a
 registration waits for a unit, the one that registers. A unit may hear a message twice; that changes nothing.
@@ -36,7 +36,7 @@ _RETRY_S = 0.5
 @dataclass(eq=False)
 class _Entry:
     message: Message
-    settled: "Future[None]" = field(default_factory=Future)
+    was_done: "Future[None]" = field(default_factory=Future)
     is_settled: bool = False
 
 
@@ -72,7 +72,7 @@ class UnitBacklog:
             self._entries[entry] = None
             self._fresh = True
             self._changed.notify()
-        return entry.settled
+        return entry.was_done
 
     def catch_up(self) -> None:
         """Tell everything now, in the caller's thread: that of the backlog may wait for an earlier life of the unit.
@@ -141,7 +141,7 @@ class UnitBacklog:
                     return
                 logger.warning("%s is still owed %s: %s", self._unit, type(entry.message).__name__, error)
                 reachable = False
-            self._settle(entry)
+            self._mark_done(entry)
 
     def _all(self) -> list[_Entry]:
         with self._changed:
@@ -154,13 +154,13 @@ class UnitBacklog:
         self._tell(self._unit, entry.message)
         with self._changed:
             self._entries.pop(entry, None)
-        self._settle(entry)
+        self._mark_done(entry)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _mark_done(self, entry: _Entry) -> None:
         with self._changed:
             before, entry.is_settled = entry.is_settled, True
         if not before:
-            entry.settled.set_result(None)
+            entry.was_done.set_result(None)
 
 
 logger = logging.getLogger(__name__)
@@ -206,10 +206,10 @@ class UnitOrders:
         with self._lock:
             if self._closed:
                 return
-            settled = [self._backlog(unit).add(message) for unit, message in _messages(order)]
+            was_done = [self._backlog(unit).add(message) for unit, message in _messages(order)]
         if isinstance(order, Fence | FenceAll):
             fenced = Fenced(order.task, order.token)
-            settled[0].add_done_callback(lambda _: self._holding.put(fenced))
+            was_done[0].add_done_callback(lambda _: self._holding.put(fenced))
 
     def catch_up(self, unit: str) -> None:
         """The unit registers: tell it what it missed. One that started empty has no use for it, which does no harm.

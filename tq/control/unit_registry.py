@@ -118,7 +118,7 @@ class UnitRegistry:
         for name in book.rows.tasks(book.rows.rows[number].left):
             if not here and name in book.tasks:
                 book.out.append(Commit(name, book.token(), book.rows.by_unit([number])))
-            book.settle(name, [number])
+            book.mark_done(name, [number])
 
     def _unit(self, event: RegisterUnit) -> tuple[UnitLife, UnitLife | None]:
         """Return this life of the unit, and the same life if it was given up before."""
@@ -164,7 +164,7 @@ class UnitRegistry:
         done = book.rows.every_task & ~known.left
         book.grow(known, row.written, row.tokens - known.tokens, row.num_bytes - known.num_bytes)
         for name in book.rows.tasks(known.left & ~row.left):
-            book.settle(name, [number])
+            book.mark_done(name, [number])
         book.refresh(number)
         return done
 

@@ -80,13 +80,13 @@ class Link:
 
 
 class HeldUnit:
-    """Rows, links, changes in flight. `settled` and `failed`: changes whose outcome clients have not heard yet."""
+    """Rows, links, changes in flight. `was_done` and `failed`: changes whose outcome clients have not heard yet."""
 
     def __init__(self, name: str, controllers: tuple[str, ...]) -> None:
         self.name = name
         self.life = 0
         self.links = {controller: Link() for controller in controllers}
-        self.settled: list[Change] = []
+        self.was_done: list[Change] = []
         self.failed: list[Change] = []
         self.start()
 
@@ -126,7 +126,7 @@ class HeldUnit:
         if commits.get(task) == token:
             if not any(change.kind == "commit" and (change.task, change.token) == (task, token) and change.rows == [row]
                        for change in self.changes):  # fmt: skip
-                self.settled.append(Change("commit", [row], task, token))
+                self.was_done.append(Change("commit", [row], task, token))
             return
         if kept is None or task in commits or self.refuses(task, token, row):
             raise LeaseFenced("somebody else's, or not here")
@@ -209,7 +209,7 @@ class HeldUnit:
                 (self.take_back if change.refusals else self.confirm)(change)
         elif not change.waiting and change in self.changes:
             self.changes.remove(change)
-            self.settled.append(change)
+            self.was_done.append(change)
 
     passes_on = False
     """Whether commits that a controller tells with its confirmation reach the others (see `UnitPuts._stored`)."""

@@ -275,7 +275,7 @@ def test_row_announced_by_a_unit_that_is_away_may_be_put_elsewhere(make_world: W
     assert world.granted(request).units == ["storage-1"]
 
 
-# Room
+# Backpressure
 
 
 def test_announced_rows_count_toward_the_limits(make_world: World) -> None:

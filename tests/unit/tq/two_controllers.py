@@ -200,13 +200,13 @@ class TwoControllers:
 
     def hear(self, unit: HeldUnit) -> None:
         """Clients hear the outcome of their puts."""
-        for change in unit.settled:
+        for change in unit.was_done:
             if change.kind == "commit":
                 self.commit_counts(change)
         for change in unit.failed:
             if change.kind in ("create", "confirm") and not change.orphan:
                 self.not_put(change.rows, exist=change.exist)
-        unit.settled.clear()
+        unit.was_done.clear()
         unit.failed.clear()
 
     def commit_counts(self, change: Change) -> None:

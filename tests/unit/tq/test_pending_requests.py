@@ -6,7 +6,7 @@ import torch
 from fake_timers import FakeTimers
 
 from asyncflow.transport.server import Call, Session
-from tq.control.kept_calls import KeptCalls
+from tq.control.pending_requests import PendingRequests
 from tq.messages import FetchRows, Join, WatchLost
 
 
@@ -20,7 +20,7 @@ def fetch(owner: str = "ref@a", task: str = "ref") -> FetchRows:
 
 def test_answered_call_is_taken_once_and_its_deadline_is_off() -> None:
     timers = FakeTimers()
-    calls = KeptCalls(timers, lambda _: None)
+    calls = PendingRequests(timers, lambda _: None)
     first, second = call(fetch()), call(fetch())
     numbers = [calls.keep(first), calls.keep(second)]
     for number in numbers:
@@ -34,7 +34,7 @@ def test_answered_call_is_taken_once_and_its_deadline_is_off() -> None:
 
 def test_time_is_up_for_the_request_and_patience_has_limits() -> None:
     timers, expired = FakeTimers(), list[int]()
-    calls = KeptCalls(timers, expired.append)
+    calls = PendingRequests(timers, expired.append)
     number = calls.keep(call(fetch()))
     calls.park(number, 1e9)
     calls.park(calls.keep(call(fetch())), -1.0)
@@ -46,7 +46,7 @@ def test_time_is_up_for_the_request_and_patience_has_limits() -> None:
 
 def test_ended_channel_takes_its_calls_along() -> None:
     timers = FakeTimers()
-    calls = KeptCalls(timers, lambda _: None)
+    calls = PendingRequests(timers, lambda _: None)
     numbers = [calls.keep(call(message, session)) for session in (1, 2) for message in (fetch(), WatchLost(0, 9.0))]
     for number in numbers:
         calls.park(number, 9.0)
@@ -56,7 +56,7 @@ def test_ended_channel_takes_its_calls_along() -> None:
 
 
 def test_fetches_are_found_by_owner_and_the_oldest_by_task() -> None:
-    calls = KeptCalls(FakeTimers(), lambda _: None)
+    calls = PendingRequests(FakeTimers(), lambda _: None)
     numbers = [calls.keep(call(fetch(owner, task))) for owner, task in (("a", "ref"), ("b", "ref"), ("a", "train"))]
     calls.keep(call(Join("a", [])))
     assert calls.fetches_of("a") == [numbers[0], numbers[2]]

@@ -30,7 +30,7 @@ class _Kept:
         return self.call
 
 
-class KeptCalls:
+class PendingRequests:
     """Requests that wait."""
 
     def __init__(self, timers: Timers, expired: Callable[[int], None]) -> None:
