@@ -96,7 +96,7 @@ class QueueConfig(Settings):
     unit_grace_s: float = Field(10.0, ge=0)
     """How long the rows of a storage unit that vanished wait for its return before they count as lost (s)."""
     max_deliveries: int = Field(3, ge=0)
-    """A row that comes back so often puts its group into quarantine; 0: never. A training gang's rows never do. The
+    """A row that comes back so often makes its group a dead letter; 0: never. A training gang's rows never do. The
     last try is made with nothing else in hand, so that no innocent row goes along. With more than
     `launcher.max_restarts`, a row that kills processes makes everything start again before it gets there."""
     max_live_rows: int = Field(0, ge=0)
@@ -150,7 +150,7 @@ class TaskConfig(Settings):
     keeps_leases: bool = False
     """Leases survive a lost channel (a training gang)."""
     max_deliveries: int | None = Field(None, ge=0)
-    """A row that comes back so often puts its group into quarantine; 0: never. None: the queue's, but never from a task
+    """A row that comes back so often makes its group a dead letter; 0: never. None: the queue's, but never from a task
     that keeps its leases."""
     policy: str | None = None
     """A name of `tq.policies.POLICIES` or `module:Class`. None: fifo, or the queue's if the task keeps its leases."""

@@ -3,8 +3,8 @@
 import msgspec
 
 
-class QuarantineCause(msgspec.Struct, frozen=True, array_like=True):
-    """Why a group is in quarantine: a task failed on it too often, or a filter found its rewards useless.
+class RemovalCause(msgspec.Struct, frozen=True, array_like=True):
+    """Why a group is a dead letter: a task failed on it too often, or a filter found its rewards useless.
 
     Attributes:
         task: that failed on it, or judged it; "": not known any more.
@@ -17,22 +17,22 @@ class QuarantineCause(msgspec.Struct, frozen=True, array_like=True):
     filtered: bool = False
 
 
-UNKNOWN = QuarantineCause()
+UNKNOWN = RemovalCause()
 
 
 class Refill(msgspec.Struct, frozen=True, array_like=True):
-    """Group `group` takes the place of group `replaced`, which is in quarantine, in `step`.
+    """Group `group` takes the place of group `replaced`, which is a dead letter, in `step`.
 
     Attributes:
         group, replaced: ids.
         step: that both were admitted for.
-        cause: of the quarantine.
+        cause: of the dead letter.
     """
 
     group: int
     step: int
     replaced: int
-    cause: QuarantineCause = UNKNOWN
+    cause: RemovalCause = UNKNOWN
 
 
 class AdmissionMark(msgspec.Struct):

@@ -33,7 +33,7 @@ class TaskSpec:
         in_order: rows go out in ascending order, as many as asked for or the partition's rest; a fetch waits for
             the next ones. So which rows go out together does not depend on when they became ready.
         keeps_leases: leases survive a lost channel; they end only with the whole gang (the trainer).
-        max_deliveries: a row that comes back so often puts its group into quarantine; 0: never.
+        max_deliveries: a row that comes back so often makes its group a dead letter; 0: never.
         policy: which ready rows make a lease, and how a round is shared.
         steps: of a gang whose rounds come from several partitions; None: a partition is a step.
     """

@@ -60,7 +60,7 @@ def _scored(lab: Lab, imports: str, deed: str, *, says: str = "", settings: Mapp
 
 
 def poison_prompt_kills_the_rollout(lab: Lab) -> Seen:
-    """On one prompt the process that generates it dies of SIGSEGV: its group goes into quarantine."""
+    """On one prompt the process that generates it dies of SIGSEGV: its group becomes a dead letter."""
     return _scored(lab, "os", "os.kill(os.getppid(), 11)", says="SIGSEGV")
 
 

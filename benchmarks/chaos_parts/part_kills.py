@@ -6,7 +6,7 @@ waits for that: then the next process dies while others are being started again,
 launcher is gone it is started with `--resume latest`, as a user's loop around the command would. A run with the same
 seed that is left alone is made first.
 
-    skipped   groups below the newest trained one that were neither trained nor put into quarantine
+    skipped   groups below the newest trained one that were neither trained nor put among the dead letters
     twice     groups trained twice, and optimizer updates made twice for a step, in what survives; updates are counted
               by the trainer, apart from the ledger; `asyncflow verify` has to agree
     accuracy  mean of the last five steps

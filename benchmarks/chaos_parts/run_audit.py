@@ -15,7 +15,7 @@ class Audit:
     """Counts over the surviving lines.
 
     Attributes:
-        skipped: groups below the newest trained one that were neither trained nor put into quarantine.
+        skipped: groups below the newest trained one that were neither trained nor put among the dead letters.
         twice: groups that were trained more than once.
         updates_missing: steps of the ledger without the optimizer update that trained them.
         updates_twice: optimizer updates that were made more than once for a step.
@@ -34,9 +34,9 @@ def audit(ledger: Lines, updates: Lines) -> Audit:
         ledger: lines of `ledger.jsonl`.
         updates: lines of `updates.jsonl`, which the optimizer's own count stands behind.
     """
-    own = [line for line in ledger if not line.get("quarantined")]
+    own = [line for line in ledger if not line.get("dead_letter")]
     trained = Counter(line["group"] for line in own)
-    given_up = {line["group"] for line in ledger if line.get("quarantined")}
+    given_up = {line["group"] for line in ledger if line.get("dead_letter")}
     newest = max(trained, default=-1)
     made = Counter((line["step"], line["update"]) for line in updates)
     steps = {line["step"] for line in own}

@@ -145,9 +145,9 @@ class RunStatus:
         ]
         if lead["lost_rows"]:
             parts.append(f"{lead['lost_rows']} rows lost with a unit")
-        quarantined = max(stats["quarantined_groups"] for stats in self.controllers)
-        if quarantined:
-            parts.append(f"{quarantined} groups in quarantine")
+        dead = max(stats["dead_letter_groups"] for stats in self.controllers)
+        if dead:
+            parts.append(f"{dead} dead-letter groups")
         filtered = max(stats["filtered_groups"] for stats in self.controllers)
         if filtered:
             parts.append(f"{filtered} groups filtered out")

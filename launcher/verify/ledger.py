@@ -74,7 +74,7 @@ def check_once(steps: CompleteSteps) -> Check:
     for number, given_up in steps.replaced:
         key = (given_up.lineage, given_up.group)
         filtered = isinstance(given_up, FilteredLine)
-        how = "was filtered out" if filtered else "is in quarantine"
+        how = "was filtered out" if filtered else "is a dead letter"
         where = f"{steps.where(number)}: group {given_up.group} {how}"
         if key in trained_by:
             problems.append(f"{where}, but line {trained_by[key]} of the same lineage trains it")
@@ -120,18 +120,18 @@ def check_admission(steps: CompleteSteps) -> Check:
     return Check("admission", "; ".join(says), tuple(problems))
 
 
-def check_quarantine(steps: CompleteSteps) -> Check:
+def check_dead_letters(steps: CompleteSteps) -> Check:
     """Name the groups that some task failed on too often, and what became of them."""
     trained = {line.group: line for _, line in steps.trained}
     notes = []
-    for _, line in steps.quarantined:
+    for _, line in steps.dead_letters:
         cause = f"after {line.deliveries} deliveries to {line.task}" if line.task else "nobody knows why any more"
         later = trained.get(line.group)
         again = f"; trained in step {later.step} after a resume" if later is not None else ""
         notes.append(
             f"group {line.group} of step {line.admitted_step} ({cause}), replaced by group {line.replaced_by}{again}"
         )
-    return Check("quarantine", f"{len(notes)} groups" if notes else "no group", notes=tuple(notes))
+    return Check("dead letter", f"{len(notes)} groups" if notes else "no group", notes=tuple(notes))
 
 
 def check_filtered(steps: CompleteSteps) -> Check:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from launcher.verify.ledger import (
     check_admission,
+    check_dead_letters,
     check_files,
     check_filtered,
     check_once,
     check_prompts,
-    check_quarantine,
     check_rows,
     check_staleness,
     check_tokens,
@@ -36,7 +36,7 @@ _CHECKS: tuple[Callable[[CompleteSteps], Check], ...] = (
     check_once,
     check_rows,
     check_admission,
-    check_quarantine,
+    check_dead_letters,
     check_filtered,
     check_staleness,
     check_prompts,

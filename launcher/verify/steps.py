@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from launcher.verify.records import RunRecords, SavedCheckpoint, StepLine, UpdateLine
-from workers.records.ledger_file import FilteredLine, QuarantinedLine, ReplacedLine, TrainedLine
+from workers.records.ledger_file import DeadLetterLine, FilteredLine, ReplacedLine, TrainedLine
 
 _SHOWN = 12
 
@@ -98,9 +98,9 @@ class CompleteSteps:
         return [one for one in self.records.ledger.trained if one[1].step <= self.last]
 
     @cached_property
-    def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
-        """Ledger lines of groups in quarantine."""
-        return [one for one in self.records.ledger.quarantined if one[1].step <= self.last]
+    def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
+        """Ledger lines of dead-letter groups."""
+        return [one for one in self.records.ledger.dead_letters if one[1].step <= self.last]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
@@ -110,7 +110,7 @@ class CompleteSteps:
     @cached_property
     def replaced(self) -> list[tuple[int, ReplacedLine]]:
         """Ledger lines of groups that others replaced, in the file's order."""
-        return sorted([*self.quarantined, *self.filtered], key=lambda one: one[0])
+        return sorted([*self.dead_letters, *self.filtered], key=lambda one: one[0])
 
     @cached_property
     def updates(self) -> list[tuple[int, UpdateLine]]:

@@ -1,4 +1,4 @@
-"""Groups in quarantine, the groups that replace them, and the trainer that hears of both."""
+"""dead-letter Groups, the groups that replace them, and the trainer that hears of both."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from waiting import wait_until
 
 from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader, TaskSpec
 from tq.config import QueueConfig, ScheduleConfig
-from tq.refill import QuarantineCause, Refill
+from tq.refill import Refill, RemovalCause
 from workers.admission.admitter import prompt_admission
 
 CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)
@@ -62,7 +62,7 @@ def test_step_is_full_and_the_trainer_hears_of_the_refill(credentials: Credentia
     loader = StreamingDataLoader(client, "train", ["x"], first_partition=1, last_partition=2, rows_per_round=2)
     loader.next_partition()
     assert sorted(group for batch in loader for group in batch.groups) == [0, 0, 4, 4]
-    refill = Refill(4, 1, 1, QuarantineCause("judge", 2))
+    refill = Refill(4, 1, 1, RemovalCause("judge", 2))
     assert client.publish_version(1) == [refill]
     assert client.publish_version(1, refills_known=1) == []
     lead.close()
@@ -97,7 +97,7 @@ def test_filtered_group_is_replaced_once_also_when_the_lead_starts_again(
     # Which one came first, a restarted lead learns from the other controller.
     assert [(refill.group, refill.step) for refill in refills] == [(4, 1), (5, 1)]
     assert {refill.replaced for refill in refills} == {0, 1}
-    assert {refill.cause for refill in refills} == {QuarantineCause("judge", filtered=True)}
+    assert {refill.cause for refill in refills} == {RemovalCause("judge", filtered=True)}
     loader.close()
     client.close()
 

@@ -17,9 +17,9 @@ from tq.messages import (
     Done,
     HoldPuts,
     OutputsWritten,
-    QuarantineRows,
     RegisterUnit,
     RemovalReason,
+    RemoveRows,
     RowsAccepted,
     RowsConfirmed,
     RowsCreated,
@@ -158,11 +158,11 @@ def test_cleared_partition_is_told_and_its_bytes_return(bench: Bench) -> None:
     controller.hears(RowsCreated), controller.hears(RowsCreated)
     assert isinstance(client.ask(ClearPartition(1)), Done)
     assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 1, [0, 1], RemovalReason.CLEARED)
-    assert client.ask(QuarantineRows([2, 99])) == Done()
-    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.QUARANTINED)
+    assert client.ask(RemoveRows([2, 99])) == Done()
+    assert controller.hears(RowsRemoved) == RowsRemoved("storage-0", 2, [2], RemovalReason.GROUP_LEFT)
     assert stats(client).num_bytes == 0
     done(client.create([2], {"x": numbers(2)}))
-    assert client.ask(QuarantineRows([2])) == Done()
+    assert client.ask(RemoveRows([2])) == Done()
     assert stats(client).num_rows == 0
 
 
@@ -197,10 +197,10 @@ def test_survivors_of_a_large_put_do_not_hold_all_of_it(bench: Bench) -> None:
     rows = Column.of_dense(torch.arange(20 * 10_000.0).reshape(20, 10_000))
     done(client.create(list(range(20)), {"x": rows}))
     held = stats(client).num_bytes
-    client.ask(QuarantineRows(list(range(18))))
+    client.ask(RemoveRows(list(range(18))))
     until(lambda: stats(client).num_bytes < held / 5)
     assert torch.equal(client.get([19, 18], "x")["x"].values, rows.select([19, 18]).values)
-    client.ask(QuarantineRows([18, 19]))
+    client.ask(RemoveRows([18, 19]))
     assert stats(client).num_bytes == 0
 
 

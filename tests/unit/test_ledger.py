@@ -10,9 +10,9 @@ from asyncflow.errors import AsyncFlowError, ConfigError
 from asyncflow.json_lines import JsonLines
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleConfig
-from tq.refill import QuarantineCause, Refill
+from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
-from workers.records.ledger_file import FilteredLine, QuarantinedLine, filtered_groups, read_ledger, trained_groups
+from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
@@ -80,12 +80,12 @@ def test_prompt_hash_is_that_of_the_group_s_prompt_whatever_was_answered() -> No
     assert [line["prompt_hash"] for line in lines] == [prompt_hash(torch.tensor(row)) for row in ([5], [6, 7])]
 
 
-def test_reader_tells_trained_groups_from_those_in_quarantine(tmp_path: Path) -> None:
+def test_reader_tells_trained_groups_from_those_among_dead_letters(tmp_path: Path) -> None:
     trained = ledger_lines(make_batch(PROMPTS, RESPONSES, VERSIONS), step=5, admitted_step=5, lineage=1, time_s=1.0)
-    refill = Refill(12, 6, 10, QuarantineCause("judge", 3))
-    quarantined = refill_lines([refill], step=5, lineage=1, time_s=2.0)
+    refill = Refill(12, 6, 10, RemovalCause("judge", 3))
+    dead_letters = refill_lines([refill], step=5, lineage=1, time_s=2.0)
     ledger = JsonLines(tmp_path / "ledger.jsonl")
-    ledger.write([*quarantined, *trained, {"step": 5, "group": "x"}])
+    ledger.write([*dead_letters, *trained, {"step": 5, "group": "x"}])
     ledger.close()
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write("{}\n[1]\n" + '{"step": 6, "gro')
@@ -94,30 +94,30 @@ def test_reader_tells_trained_groups_from_those_in_quarantine(tmp_path: Path) ->
         (2, 9, [40, 41]),
         (3, 11, [42, 43]),
     ]
-    assert read.quarantined == [(1, QuarantinedLine(1, 5, 6, 10, 12, "judge", 3, 2.0))]
+    assert read.dead_letters == [(1, DeadLetterLine(1, 5, 6, 10, 12, "judge", 3, 2.0))]
     assert [number for number, _ in read.file.wrong] == [4, 5, 6]
     assert read.file.torn
 
 
-def test_groups_in_quarantine_were_not_trained(tmp_path: Path) -> None:
+def test_groups_among_dead_letters_were_not_trained(tmp_path: Path) -> None:
     schedule = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2)
-    lines = [{"step": 1, "group": 1, "quarantined": True}, {"step": 1, "group": 0}, {"step": 1, "group": 4}]
+    lines = [{"step": 1, "group": 1, "dead_letter": True}, {"step": 1, "group": 0}, {"step": 1, "group": 4}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert trained_groups(tmp_path, schedule, completed=1) == {0, 4}
 
 
 def test_filtered_groups_have_lines_of_their_own(tmp_path: Path) -> None:
     schedule = ScheduleConfig(rollout_batch_size=1, n_samples_per_prompt=2)
-    refills = [Refill(12, 6, 10, QuarantineCause("rewards", filtered=True)), Refill(13, 6, 11, QuarantineCause("a", 2))]
+    refills = [Refill(12, 6, 10, RemovalCause("rewards", filtered=True)), Refill(13, 6, 11, RemovalCause("a", 2))]
     lines = refill_lines(refills, step=1, lineage=0, time_s=2.0)
-    late = refill_lines([Refill(14, 7, 8, QuarantineCause("rewards", filtered=True))], step=2, lineage=0, time_s=3.0)
+    late = refill_lines([Refill(14, 7, 8, RemovalCause("rewards", filtered=True))], step=2, lineage=0, time_s=3.0)
     text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 1, "group": 0}, *late])
     (tmp_path / "ledger.jsonl").write_text(text)
     read = read_ledger(tmp_path)
     assert [line for _, line in read.filtered] == [
         FilteredLine(0, 1, 6, 10, 12, "rewards", 2.0), FilteredLine(0, 2, 7, 8, 14, "rewards", 3.0),
     ]  # fmt: skip
-    assert [line.group for _, line in read.quarantined] == [11]
+    assert [line.group for _, line in read.dead_letters] == [11]
     assert trained_groups(tmp_path, schedule, completed=1) == {0}
     assert filtered_groups(tmp_path, completed=1) == {10}, "a resume at step 1 forgets what step 2 found out"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tq.refill import QuarantineCause, Refill
+from tq.refill import Refill, RemovalCause
 from workers.algorithms.losses import LossCounts
 from workers.engines.base import StepStats
 from workers.records.step_record import LengthMean, StepRecord, StepRecorder
@@ -93,9 +93,9 @@ def finished_step(step: int) -> StepRecord:
     return record
 
 
-def test_groups_in_quarantine_are_named_once_in_the_step_that_is_finished_next(tmp_path: Path) -> None:
+def test_groups_among_dead_letters_are_named_once_in_the_step_that_is_finished_next(tmp_path: Path) -> None:
     records = recorder(tmp_path)
-    refill = Refill(6, 4, 3, QuarantineCause("judge", 5))
+    refill = Refill(6, 4, 3, RemovalCause("judge", 5))
     records.refilled([])
     records.write(finished_step(1))
     records.refilled([refill])
@@ -105,8 +105,8 @@ def test_groups_in_quarantine_are_named_once_in_the_step_that_is_finished_next(t
     records.close()
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [(line["step"], line["group"]) for line in lines] == [(1, 0), (2, 3), (2, 1), (3, 2)]
-    named = {name: lines[1][name] for name in ("lineage", "admitted_step", "quarantined", "replaced_by", "task")}
-    assert named == {"lineage": 1, "admitted_step": 4, "quarantined": True, "replaced_by": 6, "task": "judge"}
+    named = {name: lines[1][name] for name in ("lineage", "admitted_step", "dead_letter", "replaced_by", "task")}
+    assert named == {"lineage": 1, "admitted_step": 4, "dead_letter": True, "replaced_by": 6, "task": "judge"}
 
 
 def test_user_is_told_once_when_the_engines_disagree(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from launcher.cli.commands import main
 from launcher.config.reference import all_keys, as_markdown, keys_of
 from weightsync.version import Version
 from workers.engines.base import Generation, StepStats
-from workers.records.ledger_file import FilteredLine, QuarantinedLine, TrainedLine
+from workers.records.ledger_file import DeadLetterLine, FilteredLine, TrainedLine
 from workers.records.step_totals import UpdateTotals
 from workers.rewards.scorer import ScoredAnswer
 from workers.rollout.evaluate import evaluation_line
@@ -73,8 +73,8 @@ def test_every_key_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     records.close()
     for name in ("metrics.jsonl", "updates.jsonl"):
         assert set(json.loads((tmp_path / name).read_text())) == named_in(name), name
-    lines = (TrainedLine, FilteredLine, QuarantinedLine)
-    written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "quarantined"}
+    lines = (TrainedLine, FilteredLine, DeadLetterLine)
+    written = {field for line in lines for field in line.__struct_fields__} | {"filtered", "dead_letter"}
     assert written == named_in("ledger.jsonl")
     answer = Generation(0, torch.zeros(3), torch.zeros(3), torch.zeros(3), truncated=False)
     score = ScoredAnswer("p", "r", "a", 1.0, correct=True)

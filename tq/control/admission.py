@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncflow.service_threads import ServiceThreads
-from tq.control.events import Lost, Quarantined
+from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
 
 
@@ -31,7 +31,7 @@ class Admission(Protocol):
             known_rows: after a restart, per partition, the rows that exist or are finished; None: the first start.
         """
 
-    def add(self, event: int | Lost | Quarantined) -> None:
+    def add(self, event: int | Lost | GroupRemoved) -> None:
         """Weights of a version were published, rows were lost, or a group left its partition."""
 
     def close(self) -> None:

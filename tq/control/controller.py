@@ -105,7 +105,7 @@ class ControllerService:
             tasks: of the whole queue, producers before consumers.
             config: settings.
             admission: makes what puts the rows, on the lead; None: others put them.
-            refill: the lead's admission replaces groups in quarantine.
+            refill: the lead's admission replaces dead-letter groups.
             version: step of the weights at the start.
             row_limit: live rows beyond which puts wait, where `config` does not say; 0: none.
             lineage: of the queue: nothing of an earlier one counts.

@@ -5,7 +5,7 @@
     tq/LINEAGE/NAME/refills/K       groups that replace others, part K of them in order
     tq/LINEAGE/NAME/lost/K          rows that went with their unit, and who was done with them, part K of `Losses`
     tq/LINEAGE/NAME/finished/P/K    rows of partition P that all tasks are done with, part K of `RowSet.parts`
-    tq/LINEAGE/NAME/removed/P/K     rows that left it with groups in quarantine and have no replacement, in like parts
+    tq/LINEAGE/NAME/removed/P/K     rows that left it with dead-letter groups and have no replacement, in like parts
     tq/LINEAGE/NAME/owner/OWNER     a consumer that joined and was not given up
     tq/LINEAGE/NAME/unit/UNIT       a unit that registered
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
-from tq.control.events import Event, RowsFinished, RowsLost, RowsQuarantined
+from tq.control.events import Event, RowsFinished, RowsLacking, RowsLost
 from tq.control.row_set import RowSet, Span
 from tq.messages import CloseWriting, OpenPartition, PublishVersion, RowRecords, Stop
 from tq.refill import AdmissionMark, Refill
@@ -210,7 +210,7 @@ class Memory:
         """Return what a new control state must be told."""
         for partition, parts in self._removed.items():
             for rows in parts.values():
-                yield RowsQuarantined(partition, rows)
+                yield RowsLacking(partition, rows)
         for partition, num_rows in self._mark.partitions.items():
             yield OpenPartition(partition, num_rows)
         for partition, parts in self._finished.items():

@@ -31,7 +31,7 @@ from tq.messages import (
     UnitAccepted,
     WatchLost,
 )
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RowsLost:
 
 
 @dataclass(frozen=True)
-class RowsQuarantined:
+class RowsLacking:
     """An earlier incarnation knew that a partition will never have these rows (`ControlState.removed_rows`)."""
 
     partition: int
@@ -161,11 +161,11 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Quarantine:
-    """Tell the units to take rows of groups in quarantine out; they report `RowsRemoved`."""
+class RemoveGroup:
+    """Tell the units to take rows of dead-letter groups out; they report `RowsRemoved`."""
 
     rows: dict[str, tuple[int, ...]]
-    cause: QuarantineCause
+    cause: RemovalCause
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Quarantined:
+class GroupRemoved:
     """A group left its partition for good; it had so many rows."""
 
     partition: int
     group: int
     num_rows: int
-    cause: QuarantineCause
+    cause: RemovalCause
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Cleared:
     partition: int
 
 
-Instruction = Answer | Fence | FenceAll | Commit | Quarantine | Lost | Quarantined | Shrunk | Cleared
+Instruction = Answer | Fence | FenceAll | Commit | RemoveGroup | Lost | GroupRemoved | Shrunk | Cleared
 Event = (
     RowsCreated
     | RowsConfirmed
@@ -226,7 +226,7 @@ Event = (
     | RecoveryDeadline
     | RowsFinished
     | RowsLost
-    | RowsQuarantined
+    | RowsLacking
     | TasksWrite
     | DoneElsewhere
     | TellLost

@@ -166,13 +166,13 @@ class Leases:
 
 
 class PoisonIsolation:
-    """Which rows of a task are handed out alone: those whose next return would put their group into quarantine.
+    """Which rows of a task are handed out alone: those whose next return would put their group among the dead letters.
 
     A consumer that dies has many rows in hand, and all of them come back; the one that it died of is among them. So the
     last try of a row is made alone: its reader gets nothing more of the task until it is done with it, and what is
     blamed for another death is one item.
 
-        returns, of max_deliveries 3    0, 1: together with others    2: alone    3: quarantine
+        returns, of max_deliveries 3    0, 1: together with others    2: alone    3: dead letter
     """
 
     def __init__(self, leases: Leases, max_deliveries: int) -> None:

@@ -87,7 +87,7 @@ class PartitionQueue:
                 del self._groups[name]
 
     def forget_group(self, group: int) -> None:
-        """A group in quarantine will not be completed."""
+        """A dead-letter group will not be completed."""
         self._groups.pop(group, None)
 
     def offer(self, number: int, row: Row) -> None:

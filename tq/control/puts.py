@@ -273,8 +273,8 @@ class Arrivals:
         return done
 
     def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
-        """Rows came; some may be in quarantine, and some partitions complete."""
-        self._book.quarantines.keep_out(list(rows))
+        """Rows came; some may be that are dead letters, and some partitions complete."""
+        self._book.removals.keep_out(list(rows))
         for partition in partitions:
             self._book.drop_finished([partition])
             self._book.recount(partition)

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from asyncflow.errors import LeaseFenced, PeerRefused
 from tq.control.assigner import RoundAssigner
 from tq.control.events import Answer, Cleared, Commit, Fence, Fenced, Instruction
+from tq.control.group_removals import GroupRemovals
 from tq.control.losses import Losses
-from tq.control.quarantines import Quarantines
 from tq.control.row_set import RowSet
 from tq.control.rows import Row, Rows, RowState, UnitLife
 from tq.control.task_graph import TaskGraph
 from tq.control.task_state import TaskState
 from tq.messages import AckLost, OutputsWritten
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 from tq.task_spec import TaskSpec
 
 _LOST = RowState.LOST
@@ -34,13 +34,13 @@ class RowTable:
         tasks: all tasks of the queue.
         served: those whose rows are handed out here; None: all.
         first_token: lease tokens count up from here.
-        refill: admission replaces groups in quarantine, so partitions keep their size.
+        refill: admission replaces dead-letter groups, so partitions keep their size.
         """
         self.rows = Rows([spec.name for spec in tasks])
         self.tasks = {spec.name: TaskState(spec, self.rows) for spec in tasks if served is None or spec.name in served}
         self.assigners = {name: RoundAssigner(task) for name, task in self.tasks.items()}
         self.out: list[Instruction] = []
-        self.quarantines = Quarantines(self, refill=refill)
+        self.removals = GroupRemovals(self, refill=refill)
         self.losses = Losses(first_token)
         self.graph = TaskGraph(tasks, self.rows)
         self._nowhere = UnitLife("", online=False, lost=True)
@@ -64,7 +64,7 @@ class RowTable:
         """Rows of a partition that were not known are at a unit."""
         state = rows[0][1].unit.row_state
         for _, row in rows:
-            leaving = self.quarantines.any and state is not _LOST and self.quarantines.has(row)
+            leaving = self.removals.any and state is not _LOST and self.removals.has(row)
             row.to(RowState.WITHHELD if leaving else state)
         self.rows.add(partition, rows)
         for task in self.tasks.values():
@@ -95,7 +95,7 @@ class RowTable:
                     task.partition(row.partition).queue.expect_again(put)
         row.became(put)
         self.rows.move(row, put.unit, put.num_bytes)
-        row.to(RowState.WITHHELD if self.quarantines.has(row) else put.unit.row_state)
+        row.to(RowState.WITHHELD if self.removals.has(row) else put.unit.row_state)
         self.losses.back(number)
         for task in self.tasks.values():
             if reopened & task.bit:
@@ -211,7 +211,7 @@ class RowTable:
         for number in task.leases.by_token[token].rows.intersection(rows):
             row = self.rows.rows.get(number)
             if row is not None:
-                self.quarantines.begin(row, QuarantineCause(task.spec.name, filtered=True))
+                self.removals.begin(row, RemovalCause(task.spec.name, filtered=True))
 
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""
@@ -229,7 +229,7 @@ class RowTable:
                 task.num_released += 1
                 task.leases.returns[number] = task.leases.returns.get(number, 0) + 1
                 if 0 < task.spec.max_deliveries <= task.leases.returns[number]:
-                    self.quarantines.begin(row, QuarantineCause(event.task, task.leases.returns[number]))
+                    self.removals.begin(row, RemovalCause(event.task, task.leases.returns[number]))
             task.refresh(number, row)
 
     # Loss, removal
@@ -252,7 +252,7 @@ class RowTable:
         self.rows.forget(partition)
         for task in self.tasks.values():
             task.clear(partition)
-        self.quarantines.forget(partition)
+        self.removals.forget(partition)
         self.out.append(Cleared(partition))
 
     def lose(self, unit: UnitLife) -> None:
@@ -265,7 +265,7 @@ class RowTable:
         self.losses.lose(numbers)
         for number in numbers:
             if self.rows.rows[number].state is RowState.WITHHELD:
-                self.quarantines.remove([number])
+                self.removals.remove([number])
                 continue
             self.rows.rows[number].to(RowState.LOST)
             self._moved(number)

@@ -167,7 +167,7 @@ class PartitionRows:
 
     Attributes:
         declared: by `OpenPartition`; None: not yet.
-        removed: rows that it will never have (quarantine without a replacement), unless they are put again.
+        removed: rows that it will never have (dead letter without a replacement), unless they are put again.
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
         finished: those rows; whoever put them may never have heard so, and put them again.

@@ -17,9 +17,9 @@ from tq.control.events import (
     Event,
     Fence,
     FenceAll,
+    GroupRemoved,
     Lost,
-    Quarantine,
-    Quarantined,
+    RemoveGroup,
     Shrunk,
     TasksWrite,
 )
@@ -30,7 +30,7 @@ from tq.control.unit_orders import UnitOrders
 from tq.messages import RowRecords, UnitLoss
 from tq.timers import Timers
 
-News = list[tuple[Call, Answer] | Lost | Quarantined | Shrunk | Cleared]
+News = list[tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared]
 """What is told when the lock is released."""
 
 
@@ -93,9 +93,9 @@ class StateShell:
                     call = self.calls.take(instruction.request)
                     if call is not None:
                         news.append((call, instruction))
-                case Commit() | Fence() | FenceAll() | Quarantine():
+                case Commit() | Fence() | FenceAll() | RemoveGroup():
                     self.orders.add(instruction)
-                case Lost() | Quarantined() | Shrunk() | Cleared():
+                case Lost() | GroupRemoved() | Shrunk() | Cleared():
                     news.append(instruction)
         self.start_admission()
         return news
@@ -106,7 +106,7 @@ class StateShell:
             self._make_durable(news)  # before anybody hears of them
         for one in news:
             match one:
-                case Lost() | Quarantined() if self.admission is not None:
+                case Lost() | GroupRemoved() if self.admission is not None:
                     self.admission.add(one)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.refuse(error)

@@ -26,8 +26,8 @@ from tq.control.events import (
     OwnerWrites,
     RecoveryDeadline,
     RowsFinished,
+    RowsLacking,
     RowsLost,
-    RowsQuarantined,
     TasksWrite,
     UnitGone,
     UnitLost,
@@ -97,7 +97,7 @@ class ControlState:
         published: consumers can get such weights already.
         first_token: lease tokens count up from here; a restarted controller starts above all earlier ones.
         row_limit, byte_limit: live rows and bytes beyond which puts wait; 0: none.
-        refill: admission replaces groups in quarantine; else their partition gets smaller.
+        refill: admission replaces dead-letter groups; else their partition gets smaller.
         recovering: whom a restarted controller waits for; None: a first start.
         """
         self._book = RowTable(tasks, served=served, first_token=first_token, refill=refill)
@@ -235,7 +235,7 @@ class ControlState:
                     self._mark_done(event)
             case OpenPartition():
                 self._open(event)
-            case RowsQuarantined():
+            case RowsLacking():
                 self._book.rows.partition(event.partition).removed.merge(event.rows)
             case WatchLost():
                 self._book.losses.watchers[request] = event
@@ -310,8 +310,8 @@ class ControlState:
         table = self._book.rows.rows
         at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
         here = [number for number in at_unit if not table[number].lost]  # else an earlier life of the unit had it
-        if event.reason is RemovalReason.QUARANTINED:
-            self._book.quarantines.remove(here, event.cause)
+        if event.reason is RemovalReason.GROUP_LEFT:
+            self._book.removals.remove(here, event.cause)
             return
         if event.reason is RemovalReason.DROPPED:
             self._book.misplace(here)

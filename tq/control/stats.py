@@ -24,8 +24,8 @@ def count_rows(
         byte_limit=backpressure.byte_limit,
         waiting_puts=len(backpressure.waiting),
         lost_rows=book.rows.num_lost,
-        quarantined_groups=book.quarantines.count,
-        filtered_groups=book.quarantines.num_filtered,
+        dead_letter_groups=book.removals.count,
+        filtered_groups=book.removals.num_filtered,
     )
 
 

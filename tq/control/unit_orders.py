@@ -1,4 +1,4 @@
-"""What a controller has to tell the units: fences, quarantine, acks that it took in their place.
+"""What a controller has to tell the units: fences, dead letter, acks that it took in their place.
 
 Each unit is told by a thread of its own (`UnitBacklog`), so that none waits for another one that is stopped, no life of
 a unit waits for an earlier one (a thread may wait long for an end that died while it was connecting), and no handler
@@ -24,8 +24,8 @@ from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.frame import Limits
 from asyncflow.transport.handshake import Credentials
-from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
-from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, QuarantineRows
+from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
+from tq.messages import UNIT_REPLIES, FenceRows, FenceTask, Message, PutOutputs, RemoveRows
 from tq.service_channels import ServiceChannels, await_reply
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 
-Order = Commit | Fence | FenceAll | Quarantine
+Order = Commit | Fence | FenceAll | RemoveGroup
 
 
 class UnitOrders:
@@ -271,5 +271,5 @@ def _messages(order: Order) -> list[tuple[str, Message]]:
             return [(order.unit, FenceRows(order.task, order.token, list(order.rows)))]
         case FenceAll():
             return [(order.unit, FenceTask(order.task, order.token, list(order.alive)))]
-        case Quarantine():
-            return [(unit, QuarantineRows(list(rows), order.cause)) for unit, rows in order.rows.items()]
+        case RemoveGroup():
+            return [(unit, RemoveRows(list(rows), order.cause)) for unit, rows in order.rows.items()]

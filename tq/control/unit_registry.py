@@ -47,7 +47,7 @@ class UnitRegistry:
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._book.set_online(unit, online=True)
         partitions = {record.partition for record in event.records} | event.finished.keys()
-        for partition in partitions | {removed.partition for removed in event.quarantined}:
+        for partition in partitions | {group.partition for group in event.removed_groups}:
             self._book.drop_finished([partition])
             self._book.recount(partition)
         return reply
@@ -178,19 +178,19 @@ class UnitRegistry:
                 self._finish(number, here=table[number].unit in lives or table[number].lost)
             if first_time:
                 self.count_finished(partition, set(rows).difference(known))
-        for removed in event.quarantined if first_time else ():
-            finished = book.rows.finished(removed.partition)
-            unknown = [number for number in removed.rows if number not in table and number not in finished]
+        for gone in event.removed_groups if first_time else ():
+            finished = book.rows.finished(gone.partition)
+            unknown = [number for number in gone.rows if number not in table and number not in finished]
             if unknown:  # an earlier incarnation, or another controller, knew of them
-                book.quarantines.lack(removed.partition, unknown)
-        quarantined = {number: removed.cause for removed in event.quarantined for number in removed.rows}
+                book.removals.lack(gone.partition, unknown)
+        removed = {number: gone.cause for gone in event.removed_groups for number in gone.rows}
         for number in [number for unit in lives for number in book.rows.at_unit(unit)]:
             if number in listed or number not in table:
                 continue
-            if number in quarantined:  # another controller's doing
-                book.quarantines.remove([number], quarantined[number])
+            if number in removed:  # another controller's doing
+                book.removals.remove([number], removed[number])
             elif table[number].state is RowState.WITHHELD:
-                book.quarantines.remove([number])
+                book.removals.remove([number])
             else:  # cleared, or taken back, while nobody could tell
                 book.remove(number)
 

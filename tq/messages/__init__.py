@@ -3,7 +3,7 @@
     client -> unit              PutRows PutOutputs GetColumns ClearPartition CommitPartitions HoldPuts ...
     unit -> every controller    RegisterUnit RowsCreated RowsConfirmed OutputsWritten RowsRemoved
     client -> controller        Join Heartbeat FetchRows FetchRound Release OpenPartition PublishVersion Stop ...
-    controller -> unit          FenceRows FenceTask QuarantineRows PutOutputs (an ack of rows that were lost)
+    controller -> unit          FenceRows FenceTask RemoveRows PutOutputs (an ack of rows that were lost)
     controller -> controller    TellLost
 
 Fields named alike in parallel lists (`rows`, `groups`, `units`, `tokens`) belong together by position.
@@ -38,7 +38,7 @@ from tq.messages.of_units import (
     ListRows,
     PutOutputs,
     PutRows,
-    QuarantineRows,
+    RemoveRows,
     RowInfo,
     RowList,
     SnapshotWritten,
@@ -141,11 +141,11 @@ __all__ = [
     "Published",
     "PutOutputs",
     "PutRows",
-    "QuarantineRows",
     "QueueStats",
     "RegisterUnit",
     "Release",
     "RemovalReason",
+    "RemoveRows",
     "RowInfo",
     "RowList",
     "RowRecords",

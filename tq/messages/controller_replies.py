@@ -158,7 +158,7 @@ class QueueStats(Message):
         newest_version: published.
         admitted_groups: high-water mark of admission (0 without admission).
         lost_rows: went with a unit, not put again yet.
-        quarantined_groups: taken out after too many deliveries.
+        dead_letter_groups: taken out after too many deliveries.
         filtered_groups: taken out since they would teach nothing.
         units: name -> bytes held; only those that are up.
         owners: consumers with a fresh heartbeat.
@@ -173,7 +173,7 @@ class QueueStats(Message):
     byte_limit: int = 0
     waiting_puts: int = 0
     lost_rows: int = 0
-    quarantined_groups: int = 0
+    dead_letter_groups: int = 0
     filtered_groups: int = 0
     units: dict[str, int] = {}
     owners: list[str] = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tq.messages.to_controllers import Done, Message, RowRecords
-from tq.refill import UNKNOWN, QuarantineCause
+from tq.refill import UNKNOWN, RemovalCause
 from tq.wire import ColumnHeader
 
 
@@ -78,11 +78,11 @@ class FenceTask(Message):
     alive: list[int]
 
 
-class QuarantineRows(Message):
+class RemoveRows(Message):
     """From a controller: a task failed too often on the group of these rows; take them out of the queue."""
 
     rows: list[int]
-    cause: QuarantineCause = UNKNOWN
+    cause: RemovalCause = UNKNOWN
 
 
 class ClearPartition(Message):
@@ -226,7 +226,7 @@ UNIT_REQUESTS = (
     | ClearRows
     | FenceRows
     | FenceTask
-    | QuarantineRows
+    | RemoveRows
     | ClearPartition
     | CommitPartitions
     | HoldPuts

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from tq.refill import UNKNOWN, QuarantineCause
+from tq.refill import UNKNOWN, RemovalCause
 
 
 class Message(msgspec.Struct, tag=True):
@@ -57,17 +57,17 @@ class RemovalReason(StrEnum):
     CLEARED = "cleared"
     REMOVED = "removed"
     REFUSED = "refused"
-    QUARANTINED = "quarantined"
+    GROUP_LEFT = "group_left"
 
 
 class RowsRemoved(Message):
-    """Rows left a unit; `cause`: of a quarantine."""
+    """Rows left a unit; `cause`: of a dead letter."""
 
     unit: str
     partition: int
     rows: list[int]
     reason: RemovalReason
-    cause: QuarantineCause = UNKNOWN
+    cause: RemovalCause = UNKNOWN
 
 
 class RegisterUnit(Message):
@@ -78,14 +78,14 @@ class RegisterUnit(Message):
         incarnation: another one than before: it started empty.
         records: its live rows.
         finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
-        quarantined: what it removed with groups in quarantine: this controller may not have heard of it.
+        removed: what it removed with dead-letter groups: this controller may not have heard of it.
     """
 
     unit: str
     incarnation: str
     records: list[RowRecords]
     finished: dict[int, list[int]]
-    quarantined: list[RowsRemoved] = []
+    removed_groups: list[RowsRemoved] = []
 
 
 class RowsCreated(Message):

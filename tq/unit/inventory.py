@@ -27,11 +27,11 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
             finished.setdefault(row.partition, []).append(number)
         else:
             live.append((number, row))
-    quarantined = [
-        RowsRemoved(unit, partition, rows, RemovalReason.QUARANTINED, cause)
-        for (partition, cause), rows in state.quarantined().items()
+    removed = [
+        RowsRemoved(unit, partition, rows, RemovalReason.GROUP_LEFT, cause)
+        for (partition, cause), rows in state.removed_groups().items()
     ]
-    return RegisterUnit(unit, incarnation, _records(live, held=held), finished, quarantined)
+    return RegisterUnit(unit, incarnation, _records(live, held=held), finished, removed)
 
 
 def list_rows(state: UnitState, rows: Collection[int] | None, partition: int | None) -> list[RowRecords]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from asyncflow.errors import PeerRefused
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 from tq.unit.block import Block, Part, Place
 
 
@@ -84,17 +84,17 @@ class Partition:
     Attributes:
         rows: that are here.
         finished: that were here, and went when every task was done with them.
-        quarantined: that were here, and went with their group into quarantine.
+        removed: that were here, and went with their group among the dead letters.
     """
 
     rows: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
-    quarantined: dict[int, QuarantineCause] = field(default_factory=dict)
+    removed: dict[int, RemovalCause] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to remember."""
-        return not (self.rows or self.finished or self.quarantined)
+        return not (self.rows or self.finished or self.removed)
 
 
 @dataclass(frozen=True)

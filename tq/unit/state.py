@@ -3,7 +3,7 @@
     absent --create--> here --every task committed--> freed        (a tombstone stays with the partition)
                         |            '--retain: kept until `commit_partitions` covers it (unless it was finished when it
                         |              came: what tasks wrote went with another unit)
-                        '--remove--> absent                        (cleared, quarantined, dropped, refused)
+                        '--remove--> absent                        (cleared, removed, dropped, refused)
 
 A commit is one atom for all rows of a put. A token is void for a row when the row was fenced above it, when the task
 was (`fence_task`), or when another lease committed. Blocks are counted in full until their last row goes.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from asyncflow.errors import LeaseFenced, PeerRefused, RowsExist
 from tq.lease_tokens import first_token
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 from tq.unit.block import Block, BlockAccounting, Part
 from tq.unit.records import (
     KNOWN_ELSEWHERE,
@@ -92,7 +92,7 @@ class UnitState:
         for number, row in zip(rows, arrived, strict=True):
             self._rows[number] = row
             home.rows.add(number)
-            home.quarantined.pop(number, None)  # tried again
+            home.removed.pop(number, None)  # tried again
         self._attach(rows, block)
         for task, positions in (commits or {}).items():
             came = Commit(task, PUT_WITH_ROW, frozenset())
@@ -229,18 +229,18 @@ class UnitState:
         self._dropped.difference_update(dropped)
         return dropped
 
-    def quarantine(self, rows: Iterable[int], cause: QuarantineCause) -> dict[int, list[int]]:
+    def remove_groups(self, rows: Iterable[int], cause: RemovalCause) -> dict[int, list[int]]:
         """Forget rows as `remove` does, but remember why, for controllers that hear of it later."""
         where = {number: self._rows[number].partition for number in rows if number in self._rows}
         for number, partition in where.items():
-            self._partitions[partition].quarantined[number] = cause
+            self._partitions[partition].removed[number] = cause
         return self.remove(where)
 
-    def quarantined(self) -> dict[tuple[int, QuarantineCause], list[int]]:
-        """Return (partition, cause) -> rows that went into quarantine."""
-        found: dict[tuple[int, QuarantineCause], list[int]] = {}
+    def removed_groups(self) -> dict[tuple[int, RemovalCause], list[int]]:
+        """Return (partition, cause) -> rows that became a dead letter."""
+        found: dict[tuple[int, RemovalCause], list[int]] = {}
         for partition, known in self._partitions.items():
-            for number, cause in known.quarantined.items():
+            for number, cause in known.removed.items():
                 found.setdefault((partition, cause), []).append(number)
         return found
 
@@ -394,6 +394,6 @@ class UnitState:
         for row in known.finished:
             del self._finished[row]
         known.finished.clear()
-        known.quarantined.clear()
+        known.removed.clear()
         if known.empty:
             del self._partitions[number]

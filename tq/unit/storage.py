@@ -1,6 +1,6 @@
 """A storage unit: one process of the data plane. Stores, tells every controller, only then confirms.
 
-Called by clients (put, get, snapshots) and by controllers (fence, quarantine, late acks). It never decides which
+Called by clients (put, get, snapshots) and by controllers (fence, dead letter, late acks). It never decides which
 consumer gets what, and no handler waits for a controller.
 
     StorageUnit   dispatches; reads, fences, removals
@@ -45,9 +45,9 @@ from tq.messages import (
     Message,
     PutOutputs,
     PutRows,
-    QuarantineRows,
     RegisterUnit,
     RemovalReason,
+    RemoveRows,
     RowList,
     RowsConfirmed,
     RowsRemoved,
@@ -199,8 +199,8 @@ class StorageUnit:
                 self._get(message, call)
             case FenceRows() | FenceTask():
                 self._fence(message, call)
-            case QuarantineRows():
-                self._quarantine(message)
+            case RemoveRows():
+                self._dead_letter(message)
                 call.reply(Done())
             case ListRows():
                 with self._lock:
@@ -274,10 +274,10 @@ class StorageUnit:
         else:
             call.reply(Done())
 
-    def _quarantine(self, message: QuarantineRows) -> None:
+    def _dead_letter(self, message: RemoveRows) -> None:
         with self._lock:
-            for partition, rows in self._state.quarantine(message.rows, message.cause).items():
-                removal = RowsRemoved(self.name, partition, rows, RemovalReason.QUARANTINED, message.cause)
+            for partition, rows in self._state.remove_groups(message.rows, message.cause).items():
+                removal = RowsRemoved(self.name, partition, rows, RemovalReason.GROUP_LEFT, message.cause)
                 self._links.tell(removal, self._timeout_s)
         self._links.flush()
         self._upkeep.poke()

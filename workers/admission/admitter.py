@@ -1,6 +1,6 @@
 """Puts new prompts: the shell around `AdmissionState`, a client of the queue in a thread of the lead's process.
 
-Woken by published versions, by rows that were lost with a unit, and by groups that went into quarantine. Its mark is
+Woken by published versions, by rows that were lost with a unit, and by groups that became a dead letter. Its mark is
 durable before the rows of a group are put, so a group id is never given out twice. When a run goes on from a
 checkpoint, finished samples that it holds (`SavedRows`) take the place of prompts as their groups are admitted; what is
 put a second time, after a loss, is always a prompt.
@@ -21,7 +21,7 @@ from tq.batch import Column
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, ScheduleConfig
 from tq.control.admission import AdmissionPlace, MakeAdmission
-from tq.control.events import Lost, Quarantined
+from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
 from workers.admission.saved_rows import SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
@@ -68,7 +68,7 @@ class PromptAdmitter:
         self._save = save
         self._threads = threads
         self._saved = saved
-        self._events: queue.SimpleQueue[int | Lost | Quarantined | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[int | Lost | GroupRemoved | None] = queue.SimpleQueue()
         self._refills = tuple(state.refills())
         self._missing: list[AdmittedGroup] = []
         self._reopened: list[int] = []
@@ -99,7 +99,7 @@ class PromptAdmitter:
             self._reopened = list(self._state.untrained())
         self._thread = self._threads.start(self._run, name="admission")
 
-    def add(self, event: int | Lost | Quarantined) -> None:
+    def add(self, event: int | Lost | GroupRemoved) -> None:
         """A version was published, rows were lost, or a group needs a replacement."""
         self._events.put(event)
 
@@ -118,14 +118,14 @@ class PromptAdmitter:
         while (event := self._events.get()) is not None:
             self._handle(event)
 
-    def _handle(self, event: int | Lost | Quarantined) -> None:
+    def _handle(self, event: int | Lost | GroupRemoved) -> None:
         match event:
             case int():
                 self._state.published(event)
                 self._admit()
             case Lost():
                 self._put_again(self._state.groups_of_rows(event.rows))
-            case Quarantined():
+            case GroupRemoved():
                 group = self._state.refill(event.partition, event.group, event.cause)
                 if group is None:
                     return  # two controllers reported it
@@ -133,7 +133,7 @@ class PromptAdmitter:
                 self._refills = tuple(self._state.refills())
                 if not event.cause.filtered:
                     logger.warning(
-                        "group %d went into quarantine after %d deliveries to %s; group %d takes its place in step %d",
+                        "group %d became a dead letter after %d deliveries to %s; group %d takes its place in step %d",
                         event.group, event.cause.deliveries, event.cause.task, group.group, event.partition,
                     )  # fmt: skip
                 self._put_new([group])

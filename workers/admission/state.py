@@ -6,14 +6,14 @@ admitted once weights exist that may start it: (s - 1) - v <= max_staleness for 
     AdmissionState(..., version=0)  admits steps 1 .. 1 + max_staleness
     version 1 is published          admits step 2 + max_staleness
 
-A group in quarantine, or one that was filtered out since it would teach nothing, is replaced by the next id, in its
+A dead-letter group, or one that was filtered out since it would teach nothing, is replaced by the next id, in its
 step; later steps go on behind it. So ids stay contiguous, and steps and refills alone say where every group belongs:
 
     batch 2, group 1 of step 1 is replaced:  step 1: 0 (1) 4   step 2: 2 3   step 3: 5 6
 
-When a run is resumed, the groups that were trained may be no prefix: some were in quarantine, and with `fill:
+When a run is resumed, the groups that were trained may be no prefix: some were a dead letter, and with `fill:
 first_ready` the step that a group belongs to is not always the one that trains it. So they are named, and the others
-fill the steps that follow, in order; those that were in quarantine are tried again, those that were filtered are not:
+fill the steps that follow, in order; those that were a dead letter are tried again, those that were filtered are not:
 
     batch 2, trained 0 4:               step 2: 1 2   step 3: 3 5   step 4: 6 7
     batch 2, trained 0 4, filtered 2:   step 2: 1 3   step 3: 5 6
@@ -26,7 +26,7 @@ import msgspec
 
 from asyncflow.errors import NothingToLearn
 from tq.config import ScheduleConfig
-from tq.refill import UNKNOWN, AdmissionMark, QuarantineCause, Refill
+from tq.refill import UNKNOWN, AdmissionMark, Refill, RemovalCause
 
 
 class AdmittedGroup(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class AdmissionState:
 
     @property
     def replaced(self) -> frozenset[int]:
-        """Groups that others replaced: in quarantine, or filtered out."""
+        """Groups that others replaced: that are dead letters, or filtered out."""
         return frozenset(self._replaced)
 
     def mark(self) -> AdmissionMark:
@@ -141,7 +141,7 @@ class AdmissionState:
         self._version = max(self._version, version)
 
     def groups_of(self, step: int) -> list[AdmittedGroup]:
-        """Return the groups of a step, in data order, without those in quarantine."""
+        """Return the groups of a step, in data order, without those that are dead letters."""
         batch, absent = self._schedule.rollout_batch_size, self._replaced
         groups = [self._in_order(place) for place in range((step - 1) * batch, step * batch)]
         groups += [refill.group for refill in self._by_step.get(step, ())]
@@ -151,7 +151,7 @@ class AdmissionState:
         """Return which groups were replaced, in order of their replacements' ids."""
         return list(self._refills)
 
-    def refill(self, step: int, group: int, cause: QuarantineCause = UNKNOWN) -> AdmittedGroup | None:
+    def refill(self, step: int, group: int, cause: RemovalCause = UNKNOWN) -> AdmittedGroup | None:
         """Replace a group of a step by the next one; None: it was replaced before, or is not of this step.
 
         Raises:
@@ -173,7 +173,7 @@ class AdmissionState:
         return place // self._schedule.rollout_batch_size + 1
 
     def groups_of_rows(self, rows: Iterable[int]) -> list[AdmittedGroup]:
-        """Return the groups that rows belong to, each with these rows only, without those in quarantine."""
+        """Return the groups that rows belong to, each with these rows only, without those that are dead letters."""
         found: dict[int, list[int]] = {}
         for row in sorted(set(rows)):
             group = row // self.group_size

@@ -55,7 +55,7 @@ def ledger_lines(
 
 
 def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:
-    """Return one line per group that another one replaced: in quarantine, or filtered out.
+    """Return one line per group that another one replaced: that are dead letters, or filtered out.
 
     Args:
         refills: that became known.
@@ -63,7 +63,7 @@ def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: 
         lineage: that it belongs to.
         time_s: seconds since the command started.
     Returns:
-        JSON objects; see `workers.records.ledger_file.QuarantinedLine` and `FilteredLine`.
+        JSON objects; see `workers.records.ledger_file.DeadLetterLine` and `FilteredLine`.
     """
     return [
         {
@@ -71,7 +71,7 @@ def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: 
             "step": step,
             "admitted_step": refill.step,
             "group": refill.replaced,
-            "filtered" if refill.cause.filtered else "quarantined": True,
+            "filtered" if refill.cause.filtered else "dead_letter": True,
             "replaced_by": refill.group,
             "task": refill.cause.task,
             **({} if refill.cause.filtered else {"deliveries": refill.cause.deliveries}),

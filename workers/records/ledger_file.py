@@ -1,7 +1,7 @@
 """The lines of `ledger.jsonl`, for its readers; `workers.records.ledger` makes them. Without torch and pydantic.
 
 {"step": 3, "group": 17, ...}                                    trained in step 3
-{"step": 3, "group": 18, "quarantined": true, "replaced_by": 24} failed too often; known when step 3 was finished
+{"step": 3, "group": 18, "dead_letter": true, "replaced_by": 24} failed too often; known when step 3 was finished
 {"step": 3, "group": 19, "filtered": true, "replaced_by": 25}    its rewards were all equal; known as above
 """
 
@@ -50,7 +50,7 @@ class TrainedLine(msgspec.Struct, frozen=True):
     time_s: float
 
 
-class QuarantinedLine(msgspec.Struct, frozen=True):
+class DeadLetterLine(msgspec.Struct, frozen=True):
     """A group that some task failed on too often: in this lineage it is in no weights.
 
     Attributes:
@@ -79,7 +79,7 @@ class FilteredLine(msgspec.Struct, frozen=True):
 
     Attributes:
         lineage: that filtered it out; later ones pass it over, too.
-        step, admitted_step, group, replaced_by, time_s: see `QuarantinedLine`.
+        step, admitted_step, group, replaced_by, time_s: see `DeadLetterLine`.
         task: that judged it.
     """
 
@@ -92,8 +92,8 @@ class FilteredLine(msgspec.Struct, frozen=True):
     time_s: float
 
 
-ReplacedLine = QuarantinedLine | FilteredLine
-LedgerLine = TrainedLine | QuarantinedLine | FilteredLine
+ReplacedLine = DeadLetterLine | FilteredLine
+LedgerLine = TrainedLine | DeadLetterLine | FilteredLine
 
 
 class LedgerKey(msgspec.Struct, frozen=True):
@@ -101,13 +101,13 @@ class LedgerKey(msgspec.Struct, frozen=True):
 
     step: int
     group: int
-    quarantined: bool = False
+    dead_letter: bool = False
     filtered: bool = False
 
     @property
     def replaced(self) -> bool:
         """Whether another group took its place."""
-        return self.quarantined or self.filtered
+        return self.dead_letter or self.filtered
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Ledger:
         return [(number, line) for number, line in self.file.lines if isinstance(line, TrainedLine)]
 
     @cached_property
-    def quarantined(self) -> list[tuple[int, QuarantinedLine]]:
-        """Line numbers and lines of groups in quarantine."""
-        return [(number, line) for number, line in self.file.lines if isinstance(line, QuarantinedLine)]
+    def dead_letters(self) -> list[tuple[int, DeadLetterLine]]:
+        """Line numbers and lines of dead-letter groups."""
+        return [(number, line) for number, line in self.file.lines if isinstance(line, DeadLetterLine)]
 
     @cached_property
     def filtered(self) -> list[tuple[int, FilteredLine]]:
@@ -142,15 +142,15 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def _kind_of(line: bytes) -> type[LedgerLine]:
-    if b'"quarantined"' in line:
-        return QuarantinedLine
+    if b'"dead_letter"' in line:
+        return DeadLetterLine
     return FilteredLine if b'"filtered"' in line else TrainedLine
 
 
 def trained_groups(run_dir: Path, schedule: "ScheduleConfig", *, completed: int) -> frozenset[int]:
     """Return the ids of the groups that steps 1 .. `completed` trained.
 
-    Mostly these are the groups that the steps were admitted with; not where some were in quarantine, or with
+    Mostly these are the groups that the steps were admitted with; not where some were a dead letter, or with
     `schedule.fill: first_ready`.
 
     Args:

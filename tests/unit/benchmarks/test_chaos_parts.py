@@ -22,10 +22,10 @@ def test_run_that_trained_every_group_once_is_exact() -> None:
     assert (found.skipped, found.twice, found.updates_missing, found.updates_twice) == (0, 0, 0, 0)
 
 
-def test_group_below_the_newest_one_that_nobody_trained_is_skipped_unless_it_is_in_quarantine() -> None:
+def test_group_below_the_newest_one_that_nobody_trained_is_skipped_unless_it_is_among_dead_letters() -> None:
     ledger = [*trained(1, 0, 3), *trained(2, 4)]
     assert audit(ledger, updated(1, 2)).skipped == 2
-    assert audit([*ledger, {"step": 1, "group": 2, "quarantined": True}], updated(1, 2)).skipped == 1
+    assert audit([*ledger, {"step": 1, "group": 2, "dead_letter": True}], updated(1, 2)).skipped == 1
 
 
 def test_group_or_update_that_is_there_twice_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""Makes run directories as real runs leave them: quarantines, filtered groups, others that overtake, crashes, resumes.
+"""Makes run directories as real runs leave them: dead letters, filtered groups, others that overtake, crashes, resumes.
 
 Admission's own state machine says which groups there are; everything else is drawn at random.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.verify.records import Prompts, Readers
 from tq.config import ScheduleConfig
-from tq.refill import QuarantineCause, Refill
+from tq.refill import Refill, RemovalCause
 from workers.admission.state import AdmissionState
 from workers.checkpoint.files import CheckpointMeta, FileEntry, describe
 from workers.config import RunConfig
@@ -75,7 +75,7 @@ class MadeRun:
             for admitted in state.admissible():
                 open_groups.update(dict.fromkeys((one.group for one in state.groups_of(admitted)), admitted))
             while self.chance.random() < 0.2:
-                refill = self._quarantine(state, open_groups, step)
+                refill = self._dead_letter(state, open_groups, step)
                 unwritten += [] if refill is None else [refill]
             groups = self._choose(step, open_groups)
             self._train(step, {group: open_groups.pop(group) for group in groups}, unwritten)
@@ -121,14 +121,14 @@ class MadeRun:
             _meta(step, lineage, files).write(saved.parent)
         return run_dir
 
-    def _quarantine(self, state: AdmissionState, open_groups: dict[int, int], step: int) -> Refill | None:
+    def _dead_letter(self, state: AdmissionState, open_groups: dict[int, int], step: int) -> Refill | None:
         late = self.schedule.lateness
         candidates = [group for group, admitted in open_groups.items() if admitted >= step - late]
         if not candidates:
             return None
         group = self.chance.choice(candidates)
         filtered = self.chance.random() < 0.6
-        cause = QuarantineCause("rewards", filtered=True) if filtered else QuarantineCause("rewards", 5)
+        cause = RemovalCause("rewards", filtered=True) if filtered else RemovalCause("rewards", 5)
         admitted = state.refill(open_groups[group], group, cause)
         assert admitted is not None
         open_groups[admitted.group] = open_groups.pop(group)
@@ -151,7 +151,7 @@ class MadeRun:
             self.ledger.append(
                 {
                     **place, "admitted_step": refill.step, "group": refill.replaced,
-                    "filtered" if refill.cause.filtered else "quarantined": True,
+                    "filtered" if refill.cause.filtered else "dead_letter": True,
                     "replaced_by": refill.group, "task": refill.cause.task, "deliveries": refill.cause.deliveries,
                     "time_s": 1.0,
                 }

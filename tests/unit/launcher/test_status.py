@@ -27,7 +27,7 @@ from weightsync.version import Version
 def status() -> RunStatus:
     task = TaskStats("actor_train", 3, 5, 8, 0, 2, "controller-0", oldest_request_s=1.25, rows_per_s=64.0, acked=4096)
     lead = QueueStats([task], 16, 12, 448, live_bytes=2_500_000, row_limit=1024, waiting_puts=1, lost_rows=7)
-    second = QueueStats([], 16, 12, 0, quarantined_groups=2)
+    second = QueueStats([], 16, 12, 0, dead_letter_groups=2)
     gang = GangSpec("ref-0", "ref", 0, 1, ("cpu",))
     ranks = {("ref-0", 0): Status("log-probs", time=100.0, pid=4)}
     units = {"storage-0": UnitStats(16, 3_000_000, bytes_in=10**9, shared_channels=3, wire_channels=1)}
@@ -53,7 +53,7 @@ def status() -> RunStatus:
 def test_the_text_shows_tasks_units_limits_and_what_went_wrong() -> None:
     text = status().as_text(now=101.0)
     assert "16 of 1024 rows, 2.5 MB live, 1 puts wait for room" in text
-    assert "7 rows lost with a unit, 2 groups in quarantine" in text
+    assert "7 rows lost with a unit, 2 dead-letter groups" in text
     (line,) = [line for line in text.splitlines() if line.startswith("actor_train")]
     assert line.split() == ["actor_train", "controller-0", "3", "5", "8", "4096", "64.0", "2", "1.2", "s"]
     assert "3 shared memory, 1 wire" in text

@@ -74,7 +74,7 @@ def swap_groups(run: MadeRun, chance: random.Random) -> set[str]:
     other = trained(run, chance, of=lambda line: line["admitted_step"] != one["admitted_step"])
     for name in ("group", "indices", "epoch", "prompt_hash"):
         one[name], other[name] = other[name], one[name]
-    return {"admission", "once"}  # or by the lineage that had it in quarantine
+    return {"admission", "once"}  # or by the lineage that had it that are dead letters
 
 
 def change_group(run: MadeRun, chance: random.Random) -> set[str]:

@@ -1,4 +1,4 @@
-"""`asyncflow verify`: what it says of runs that crashed, run, hold groups in quarantine, or are no runs."""
+"""`asyncflow verify`: what it says of runs that crashed, run, hold dead-letter groups, or are no runs."""
 
 import json
 import shutil
@@ -112,11 +112,11 @@ def test_look_is_repeated_when_the_run_is_cut_back_meanwhile(tmp_path: Path) -> 
     assert len(looks) == 2 * len(run.checkpoints)
 
 
-def test_group_in_quarantine_is_named_with_its_replacement_and_what_became_of_it(tmp_path: Path) -> None:
+def test_group_among_dead_letters_is_named_with_its_replacement_and_what_became_of_it(tmp_path: Path) -> None:
     lines = [
         note
         for seed in range(30)
-        for note in check(report_of(make_run(seed, starts=2).write(tmp_path / str(seed))), "quarantine").notes
+        for note in check(report_of(make_run(seed, starts=2).write(tmp_path / str(seed))), "dead letter").notes
     ]
     assert any("(after 5 deliveries to rewards), replaced by group" in line for line in lines)
     assert any("after a resume" in line for line in lines)

@@ -17,10 +17,10 @@ from tq.control.events import (
     Fence,
     FenceAll,
     Fenced,
+    GroupRemoved,
     Instruction,
     Lost,
-    Quarantine,
-    Quarantined,
+    RemoveGroup,
     UnitGone,
     UnitLost,
 )
@@ -57,8 +57,8 @@ class ControlWorld:
         self.state = ControlState(tasks, **settings)
         self.answers: dict[int, Any] = {}
         self.fences: list[Fence | FenceAll] = []
-        self.quarantines: list[Quarantine] = []
-        self.quarantined: list[Quarantined] = []
+        self.removals: list[RemoveGroup] = []
+        self.removed_groups: list[GroupRemoved] = []
         self.lost: list[int] = []
         self.commits: list[Commit] = []
         self.unit_of: dict[int, str] = {}
@@ -80,10 +80,10 @@ class ControlWorld:
                     self.answers[instruction.request] = instruction.reply
                 case Fence() | FenceAll():
                     self.fences.append(instruction)
-                case Quarantine():
-                    self.quarantines.append(instruction)
-                case Quarantined():
-                    self.quarantined.append(instruction)
+                case RemoveGroup():
+                    self.removals.append(instruction)
+                case GroupRemoved():
+                    self.removed_groups.append(instruction)
                 case Lost():
                     self.lost.extend(instruction.rows)
                 case Commit():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import NothingToLearn
 from tq.config import Fill, ScheduleConfig, ScheduleMode
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 from workers.admission.state import AdmissionState, AdmittedGroup
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_admitted_beyond_the_last_step() -> None:
     assert state.admissible() == []
 
 
-def test_group_in_quarantine_is_replaced_in_its_step_and_later_steps_go_on_behind() -> None:
+def test_group_among_dead_letters_is_replaced_in_its_step_and_later_steps_go_on_behind() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
     assert state.admissible() == [1, 2]
     refill = state.refill(1, 1)
@@ -92,7 +92,7 @@ def test_group_in_quarantine_is_replaced_in_its_step_and_later_steps_go_on_behin
     staleness=st.integers(0, 2),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=20),
 )
-def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_quarantined(
+def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_a_dead_letter(
     batch: int, staleness: int, events: list[tuple[bool, int]]
 ) -> None:
     state = AdmissionState(schedule(staleness, batch), version=0, last_step=9)
@@ -122,7 +122,7 @@ def test_what_is_missing_after_a_restart_is_put_again_row_by_row() -> None:
     assert [group.step for group in state.missing({2: [4, 5]})] == [2]
 
 
-def test_lost_rows_are_found_in_their_groups_without_those_in_quarantine() -> None:
+def test_lost_rows_are_found_in_their_groups_without_those_among_dead_letters() -> None:
     state = AdmissionState(schedule(max_staleness=1, batch=2), version=0, last_step=60)
     state.admissible()
     state.refill(1, 1)
@@ -139,7 +139,7 @@ def test_first_ready_admits_a_step_less_ahead_because_groups_may_be_trained_a_st
     assert state.admissible() == [3]
 
 
-FILTERED = QuarantineCause("reward", filtered=True)
+FILTERED = RemovalCause("reward", filtered=True)
 IN_ORDER = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=1, max_staleness=1)
 
 
@@ -219,7 +219,7 @@ def test_a_step_for_which_too_many_groups_are_filtered_out_is_an_error() -> None
     state = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2)
     state.admissible()
     assert state.refill(1, 0, FILTERED) is not None
-    assert state.refill(1, 1, QuarantineCause("reward", 3)) is not None, "those in quarantine do not count"
+    assert state.refill(1, 1, RemovalCause("reward", 3)) is not None, "those that are dead letters do not count"
     assert state.refill(2, 2, FILTERED) is not None, "other steps have their own count"
     assert state.refill(1, 4, FILTERED) is not None
     again = AdmissionState.from_mark(state.mark(), IN_ORDER, last_step=9, max_filtered=2)

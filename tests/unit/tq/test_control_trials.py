@@ -1,4 +1,4 @@
-"""The last try of a row before its group goes into quarantine is made with nothing else in hand."""
+"""The last try of a row before its group becomes a dead letter is made with nothing else in hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def fails(world: Any, *, num_rows: int = 9, owner: str = "a") -> list[int]:
     return rows
 
 
-def test_only_the_poisonous_group_goes_into_quarantine(make_world: World) -> None:
+def test_only_the_poisonous_group_goes_among_the_dead_letters(make_world: World) -> None:
     world = make_world(spec(whole_groups=True))
     world.create(range(8), size=2)
     assert fails(world) == fails(world) == list(range(8))
@@ -38,7 +38,7 @@ def test_only_the_poisonous_group_goes_into_quarantine(make_world: World) -> Non
             world.confirm_fences()
         else:
             world.write("ref", granted)
-    assert [quarantine.rows for quarantine in world.quarantines] == [{"storage-1": (2, 3)}]
+    assert [removal.rows for removal in world.removals] == [{"storage-1": (2, 3)}]
 
 
 def test_whoever_holds_a_last_try_gets_nothing_more_until_it_is_done(make_world: World) -> None:
@@ -87,7 +87,7 @@ def test_death_of_the_reader_of_a_last_try_blames_that_row_alone(make_world: Wor
         world.granted(world.ask("ref", 9))
         world.handle(OwnerGone("a"))
         world.confirm_fences()
-    assert [quarantine.rows for quarantine in world.quarantines] == [{"storage-0": (0,)}]
+    assert [removal.rows for removal in world.removals] == [{"storage-0": (0,)}]
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -49,13 +49,13 @@ class Shell:
         self.memory.remember(OpenPartition(1, num_rows))
         self.world.open(num_rows)
 
-    def quarantine(self, row: int) -> None:
+    def lose_group(self, row: int) -> None:
         """A task fails on a row, the only one of its group, and the unit takes it out."""
         granted = self.world.granted(self.world.ask("ref"))
         assert granted.rows == [row]
         self.world.release("ref", granted)
         self.world.confirm_fences()
-        self.tell(self.world.remove([row], reason="quarantined"))
+        self.tell(self.world.remove([row], reason="group_left"))
 
     def tell(self, instructions: list[Instruction]) -> None:
         """Have the shell carry out what an event caused."""
@@ -72,7 +72,7 @@ def test_partition_that_a_group_left_ends_also_after_a_restart(shell: Shell, ord
     if order != "before it is declared" and order != "and a life between":
         shell.open(3)
     shell.world.put([0, 1, 2])
-    shell.quarantine(0)
+    shell.lose_group(0)
     if order == "and a life between":
         shell.restart(1, 2)
     if order != "after":
@@ -87,7 +87,7 @@ def test_partition_that_a_group_left_ends_also_after_a_restart(shell: Shell, ord
 def test_partition_that_is_cleared_has_its_whole_size_again(shell: Shell) -> None:
     shell.open(3)
     shell.world.put([0, 1, 2])
-    shell.quarantine(0)
+    shell.lose_group(0)
     shell.tell(shell.world.remove([1, 2]))
     shell.open(2)
     shell.restart()
@@ -100,7 +100,7 @@ def test_sizes_that_are_written_late_do_not_undo_later_ones(shell: Shell) -> Non
     """Two channels' threads carry out what two events caused, in any order."""
     shell.open(3)
     shell.world.put([0, 1, 2])
-    first, second = (shell.world.remove([row], reason="quarantined") for row in (0, 1))
+    first, second = (shell.world.remove([row], reason="group_left") for row in (0, 1))
     shell.tell(second)
     shell.tell(first)
     shell.restart(2)
@@ -111,7 +111,7 @@ def test_sizes_that_are_written_late_do_not_undo_later_ones(shell: Shell) -> Non
 def test_size_that_is_written_after_the_partition_was_cleared_is_that_of_the_new_one(shell: Shell) -> None:
     shell.open(3)
     shell.world.put([0, 1, 2])
-    late = shell.world.remove([0], reason="quarantined")
+    late = shell.world.remove([0], reason="group_left")
     shell.tell(shell.world.remove([1, 2]))
     shell.tell(late)
     shell.open(2)
@@ -130,11 +130,11 @@ def test_rows_that_a_unit_took_out_are_counted_once_whether_or_not_the_controlle
 ) -> None:
     shell.open(4)
     shell.world.put([0, 1, 2, 3])
-    caused = shell.world.remove([0, 1], reason="quarantined")
+    caused = shell.world.remove([0, 1], reason="group_left")
     if saved:
         shell.tell(caused)
     shell.start(first_token=1000, recovering=Recovering(frozenset({"storage-0"}), frozenset()))
-    removed = RowsRemoved("storage-0", 1, [0, 1], RemovalReason.QUARANTINED)
+    removed = RowsRemoved("storage-0", 1, [0, 1], RemovalReason.GROUP_LEFT)
     shell.world.request(RegisterUnit("storage-0", "1", [], {1: [2]}, [removed]))
     shell.world.confirm_fences()
     asked = shell.world.ask_round("train", 0, 0, num_ranks=1)
@@ -146,7 +146,7 @@ def test_rows_that_a_unit_took_out_are_counted_once_whether_or_not_the_controlle
 def test_a_row_that_is_tried_again_after_a_restart_belongs_to_its_partition(shell: Shell) -> None:
     shell.open(3)
     shell.world.put([0, 1])
-    shell.tell(shell.world.remove([0], reason="quarantined"))
+    shell.tell(shell.world.remove([0], reason="group_left"))
     shell.restart(1)
     shell.world.put([0])
     asked = shell.world.ask_round("train", 0, 0, num_ranks=1, num_rows=9)

@@ -6,15 +6,15 @@ import pytest
 from counting_store import CountingStore, memory_in
 
 from tq.config import ScheduleConfig
-from tq.control.events import RowsLost, RowsQuarantined
+from tq.control.events import RowsLacking, RowsLost
 from tq.control.losses import Losses
 from tq.control.row_set import RowSet
 from tq.messages import RowRecords
-from tq.refill import AdmissionMark, QuarantineCause, Refill
+from tq.refill import AdmissionMark, Refill, RemovalCause
 from workers.admission.state import AdmissionState
 
 SCHEDULE = ScheduleConfig(rollout_batch_size=64, n_samples_per_prompt=2)
-CAUSE = QuarantineCause("a_task_with_quite_a_long_name", 3, True)
+CAUSE = RemovalCause("a_task_with_quite_a_long_name", 3, True)
 LARGEST_VALUE = 2**20
 ROWS = range(2**40, 2**40 + 1_000_000)
 NUM_REFILLS = 100_000
@@ -68,7 +68,7 @@ def test_rows_that_a_partition_lacks_are_written_in_parts_and_only_where_they_ch
     assert store.written_bytes - before < LARGEST_VALUE
     told = RowSet()
     for event in memory_in(store).events():
-        assert isinstance(event, RowsQuarantined) and event.partition == 1
+        assert isinstance(event, RowsLacking) and event.partition == 1
         told.merge(event.rows)
     assert told == removed
 

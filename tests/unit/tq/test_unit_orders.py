@@ -11,9 +11,9 @@ import torch
 from asyncflow.errors import LeaseFenced, PeerRefused, TransportError
 from asyncflow.service_threads import ServiceThreads
 from tq.control import unit_orders
-from tq.control.events import Commit, Fence, FenceAll, Fenced, Quarantine
+from tq.control.events import Commit, Fence, FenceAll, Fenced, RemoveGroup
 from tq.control.unit_orders import UnitOrders
-from tq.messages import Done, FenceRows, FenceTask, PutOutputs, QuarantineRows
+from tq.messages import Done, FenceRows, FenceTask, PutOutputs, RemoveRows
 from tq.refill import UNKNOWN
 
 
@@ -114,10 +114,10 @@ def test_each_order_becomes_the_unit_s_message_and_each_unit_hears_them_in_order
     bench.carry_out(
         Fence("ref", 7, "storage-0", (1, 2)),
         FenceAll("train", 8, "storage-1", (3,)),
-        Quarantine({"storage-0": (5,)}, UNKNOWN),
+        RemoveGroup({"storage-0": (5,)}, UNKNOWN),
         Commit("train", 6, {"storage-1": (9,)}),
     )
-    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1, 2]), QuarantineRows([5])]
+    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1, 2]), RemoveRows([5])]
     assert bench.units.by_unit("storage-1") == [FenceTask("train", 8, [3]), PutOutputs("train", 6, [9], [])]
     assert set(bench.fenced) == {Fenced("ref", 7), Fenced("train", 8)}
 
@@ -153,14 +153,14 @@ def test_what_a_unit_is_owed_comes_before_what_is_ordered_later(bench: Bench) ->
     bench.units.answers["storage-0"] = [TransportError("down")]
     bench.orders.add(Fence("ref", 7, "storage-0", (1,)))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
-    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
-    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1]), QuarantineRows([3])]
+    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    assert bench.units.by_unit("storage-0") == [FenceRows("ref", 7, [1]), RemoveRows([3])]
 
 
 def test_fence_that_a_unit_cannot_confirm_yet_does_not_hold_before_it_does(bench: Bench) -> None:
     bench.units.answers["storage-0"] = [PeerRefused("controller-1 has not confirmed a put")] * 2
     bench.orders.add(Fence("ref", 7, "storage-0", (1,)))
-    bench.orders.add(Quarantine({"storage-0": (3,)}, UNKNOWN))
+    bench.orders.add(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.answers["storage-0"] == [], "it was told until it confirmed"
     assert FenceRows("ref", 7, [1]) in bench.units.by_unit("storage-0")
@@ -175,8 +175,8 @@ def test_unit_that_registers_again_does_not_wait_for_what_its_earlier_life_was_t
     assert bench.reports.get(timeout=10) == Fenced("ref", 7)
     assert bench.units.heard == [("storage-0", FenceRows("ref", 7, [1]))]
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
-    assert bench.units.by_unit("storage-0")[1:] == [QuarantineRows([3])]
+    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
+    assert bench.units.by_unit("storage-0")[1:] == [RemoveRows([3])]
     assert bench.fenced == [], "reported once"
 
 
@@ -192,11 +192,11 @@ def test_what_is_ordered_after_a_unit_registered_again_does_not_wait_for_its_ear
     assert bench.reports.get(timeout=10) == Fenced("ref", 8)
     assert not earlier.done()
     earlier.set_exception(TransportError("it died"))
-    bench.carry_out(Quarantine({"storage-0": (3,)}, UNKNOWN))
+    bench.carry_out(RemoveGroup({"storage-0": (3,)}, UNKNOWN))
     assert bench.units.by_unit("storage-0") == [
         FenceRows("ref", 7, [1]),
         FenceRows("ref", 8, [1]),
-        QuarantineRows([3]),
+        RemoveRows([3]),
     ]
     assert bench.fenced == [], "reported once"
 

@@ -10,7 +10,7 @@ from asyncflow.transport.payload import Payload, Piece
 from tq import Column
 from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
-from tq.refill import QuarantineCause
+from tq.refill import RemovalCause
 from tq.unit.block import Block, BlockStore
 from tq.unit.inventory import take_inventory
 from tq.unit.records import Repeated
@@ -363,16 +363,16 @@ def test_inventory_tells_what_the_unit_holds() -> None:
     ]
 
 
-def test_inventory_tells_what_went_into_quarantine_until_it_is_tried_again_or_cleared() -> None:
+def test_inventory_tells_which_groups_left_until_it_is_tried_again_or_cleared() -> None:
     unit = World()
 
     def told() -> list[RowsRemoved]:
-        return take_inventory("u", "i", unit.state, held=False).quarantined
+        return take_inventory("u", "i", unit.state, held=False).removed_groups
 
-    cause = QuarantineCause("ref", 2)
+    cause = RemovalCause("ref", 2)
     unit.create([0, 1, 2], {"x": numbers(1, 2, 3)})
-    assert unit.state.quarantine([0, 1, 99], cause) == {1: [0, 1]}
-    assert told() == [RowsRemoved("u", 1, [0, 1], RemovalReason.QUARANTINED, cause)]
+    assert unit.state.remove_groups([0, 1, 99], cause) == {1: [0, 1]}
+    assert told() == [RowsRemoved("u", 1, [0, 1], RemovalReason.GROUP_LEFT, cause)]
     unit.create([0], {"x": numbers(1)})
     assert [removed.rows for removed in told()] == [[1]]
     unit.state.clear(1)

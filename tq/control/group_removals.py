@@ -1,16 +1,16 @@
 """Groups that a task failed on too often, or that were filtered out: nobody is given anything of them, and they leave
 the queue. Pure.
 
-begin -> rows withheld, Quarantine told to the units -> each unit reports its rows removed -> Quarantined, once
+begin -> rows withheld, units told (RemoveGroup) -> each reports its rows removed -> GroupRemoved, once
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tq.control.events import Instruction, Quarantine, Quarantined, Shrunk
+from tq.control.events import GroupRemoved, Instruction, RemoveGroup, Shrunk
 from tq.control.rows import Row, Rows, RowState
 from tq.control.task_state import TaskState
-from tq.refill import UNKNOWN, QuarantineCause
+from tq.refill import UNKNOWN, RemovalCause
 
 
 class Table(Protocol):
@@ -27,7 +27,7 @@ class Table(Protocol):
         """A row leaves before all tasks are done with it."""
 
 
-class Quarantines:
+class GroupRemovals:
     """Part of a `RowTable`."""
 
     def __init__(self, book: Table, *, refill: bool) -> None:
@@ -41,7 +41,7 @@ class Quarantines:
         """Groups that left because they were filtered out."""
         self._book = book
         self._refill = refill
-        self._groups: dict[tuple[int, int], QuarantineCause] = {}
+        self._groups: dict[tuple[int, int], RemovalCause] = {}
         self._reported: set[tuple[int, int]] = set()
 
     @property
@@ -50,10 +50,10 @@ class Quarantines:
         return bool(self._groups)
 
     def has(self, row: Row) -> bool:
-        """Whether a row's group is in quarantine."""
+        """Whether a row's group is a dead letter."""
         return (row.partition, row.group) in self._groups
 
-    def begin(self, row: Row, cause: QuarantineCause) -> None:
+    def begin(self, row: Row, cause: RemovalCause) -> None:
         """Nobody gets anything of this row's group any more, and the units take it out."""
         if self.has(row):
             return
@@ -62,22 +62,22 @@ class Quarantines:
         where = table.by_unit(members)
         self.remove(number for number in members if table.rows[number].lost)
         if where:
-            self._book.out.append(Quarantine(where, cause))
+            self._book.out.append(RemoveGroup(where, cause))
 
     def keep_out(self, numbers: Sequence[int]) -> None:
-        """New rows of a group in quarantine leave at once."""
+        """New rows of a dead-letter group leave at once."""
         table = self._book.rows
         there = [number for number in numbers if number in table.rows] if self._groups else []
-        members: dict[QuarantineCause, list[int]] = {}
+        members: dict[RemovalCause, list[int]] = {}
         for number in there:
             row = table.rows[number]
             if row.state is RowState.WITHHELD:
                 members.setdefault(self._groups[row.partition, row.group], []).append(number)
         for cause, withheld in members.items():
-            self._book.out.append(Quarantine(table.by_unit(withheld), cause))
+            self._book.out.append(RemoveGroup(table.by_unit(withheld), cause))
 
-    def remove(self, numbers: Iterable[int], cause: QuarantineCause = UNKNOWN) -> None:
-        """Rows of groups in quarantine left the queue; `cause`: as whoever began it says."""
+    def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
+        """Rows of dead-letter groups left the queue; `cause`: as whoever began it says."""
         table = self._book.rows
         removed: dict[int, list[int]] = {}
         for number in numbers:
@@ -112,9 +112,9 @@ class Quarantines:
             cause = self._groups[key]
             self.num_filtered += cause.filtered
             self.count += not cause.filtered
-            self._book.out.append(Quarantined(row.partition, row.group, row.group_size, cause))
+            self._book.out.append(GroupRemoved(row.partition, row.group, row.group_size, cause))
 
-    def _withhold(self, row: Row, cause: QuarantineCause) -> list[int]:
+    def _withhold(self, row: Row, cause: RemovalCause) -> list[int]:
         """Hand out nothing of a row's group any more; returns the group's rows."""
         table = self._book.rows
         self._groups[row.partition, row.group] = cause

@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
-from tq.control.events import Quarantined
+from tq.control.events import GroupRemoved
 from tq.messages import RegisterUnit, Release, RemovalReason, RowRecords, RowsRemoved
-from tq.refill import UNKNOWN, QuarantineCause
+from tq.refill import UNKNOWN, RemovalCause
 
 World = Callable[..., Any]
 REF = TaskSpec("ref", frozenset({"x"}), frozenset({"ref"}), max_deliveries=2)
@@ -52,16 +52,16 @@ def test_group_of_a_row_that_comes_back_too_often_is_withheld_from_every_task(ma
     world = make_world(REF, LOOK)
     world.create(range(8), size=4)
     fail(world, "ref")
-    assert world.quarantines == []
+    assert world.removals == []
     fail(world, "ref")
-    (quarantine,) = world.quarantines
-    assert quarantine.rows == {"storage-0": (0, 1, 2, 3)}
+    (removal,) = world.removals
+    assert removal.rows == {"storage-0": (0, 1, 2, 3)}
     assert world.granted(world.ask("ref", 9)).rows == [4, 5, 6, 7]
     assert world.granted(world.ask("look", 9)).rows == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("refill", "end"), [(False, "partition_done"), (True, "")])
-def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
+def test_a_dead_letter_shrinks_the_partition_unless_admission_refills_it(
     make_world: World, refill: bool, end: str
 ) -> None:
     world = make_world(REF, TRAIN, refill=refill)
@@ -71,9 +71,9 @@ def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
     assert [rank_slice.rows for rank_slice in rank_slices] == [[0], [1]]
     for _ in range(2):
         fail(world, "ref")
-    world.remove([0, 1], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 2, QuarantineCause("ref", 2))]
-    assert world.state.stats().quarantined_groups == 1
+    world.remove([0, 1], reason="group_left")
+    assert world.removed_groups == [GroupRemoved(1, 0, 2, RemovalCause("ref", 2))]
+    assert world.state.stats().dead_letter_groups == 1
     rest = [world.granted(world.ask_round("train", 1, rank)) for rank in range(2)]
     assert [rank_slice.rows for rank_slice in rest] == [[2], [3]]
     assert rest[0].last is not refill
@@ -86,37 +86,37 @@ def test_quarantine_shrinks_the_partition_unless_admission_refills_it(
     assert world.granted(last).rows == [8]
 
 
-def test_group_in_quarantine_is_reported_once_however_its_rows_are_spread(make_world: World) -> None:
+def test_group_among_dead_letters_is_reported_once_however_its_rows_are_spread(make_world: World) -> None:
     world = make_world(REF)
     world.put([0], "storage-0", size=2, group_size=2)
     world.put([1], "storage-1", size=2, group_size=2)
     for _ in range(2):
         fail(world, "ref")
-    world.remove([0], reason="quarantined")
-    world.remove([1], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 2, QuarantineCause("ref", 2))]
+    world.remove([0], reason="group_left")
+    world.remove([1], reason="group_left")
+    assert world.removed_groups == [GroupRemoved(1, 0, 2, RemovalCause("ref", 2))]
     assert world.state.stats().live_rows == 0
 
 
-def test_late_rows_of_a_group_in_quarantine_leave_at_once(make_world: World) -> None:
+def test_late_rows_of_a_group_among_dead_letters_leave_at_once(make_world: World) -> None:
     world = make_world(REF)
     world.put([0], size=2, group_size=2)
     for _ in range(2):
         fail(world, "ref")
     world.put([1], size=2, group_size=2)
     assert world.ask("ref") not in world.answers
-    late = world.quarantines[-1]
-    assert (late.rows, late.cause) == ({"storage-0": (1,)}, QuarantineCause("ref", 2))
+    late = world.removals[-1]
+    assert (late.rows, late.cause) == ({"storage-0": (1,)}, RemovalCause("ref", 2))
 
 
 def test_other_controllers_withhold_a_group_when_its_first_rows_leave(make_world: World) -> None:
     world = make_world(LOOK, REF, served=["look"])
     world.put([0], "storage-0", size=2, group_size=2)
     world.put([1], "storage-1", size=2, group_size=2)
-    cause = QuarantineCause("ref", 2)
-    world.handle(RowsRemoved("storage-0", 1, [0], RemovalReason.QUARANTINED, cause))
+    cause = RemovalCause("ref", 2)
+    world.handle(RowsRemoved("storage-0", 1, [0], RemovalReason.GROUP_LEFT, cause))
     assert world.ask("look") not in world.answers
-    assert world.quarantined == [Quarantined(1, 0, 2, cause)]
+    assert world.removed_groups == [GroupRemoved(1, 0, 2, cause)]
 
 
 def test_step_waits_for_the_refill_also_where_another_controller_serves_the_trainer(make_world: World) -> None:
@@ -128,7 +128,7 @@ def test_step_waits_for_the_refill_also_where_another_controller_serves_the_trai
     for _ in range(2):
         fail(lead, "ref")
     for world in (lead, other):
-        world.remove([0, 1], reason="quarantined")
+        world.remove([0, 1], reason="group_left")
     first = other.ask_round("train", 0, 0, num_ranks=1, num_rows=2)
     assert (other.granted(first).rows, other.granted(first).last) == ([2, 3], False)
     rest = other.ask_round("train", 1, 0, num_ranks=1, num_rows=2)
@@ -138,32 +138,32 @@ def test_step_waits_for_the_refill_also_where_another_controller_serves_the_trai
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_controller_that_could_not_hear_of_a_quarantine_finds_it_in_the_inventory(
+def test_controller_that_could_not_hear_of_a_dead_letter_finds_it_in_the_inventory(
     make_world: World, *, known: bool
 ) -> None:
     """Nobody would replace the group otherwise, and its step never be full."""
     world = make_world(REF, TRAIN, served=["train"], refill=True)
     records = [RowRecords(1, [2, 3], [1, 1], [2, 2], [1, 1], [1, 1], ["x"], [])]
-    removed = [RowsRemoved("storage-0", 1, [0, 1], RemovalReason.QUARANTINED, QuarantineCause("ref", 2))]
+    removed = [RowsRemoved("storage-0", 1, [0, 1], RemovalReason.GROUP_LEFT, RemovalCause("ref", 2))]
     if known:
         world.register("storage-0", range(4), size=2)
     world.request(RegisterUnit("storage-0", "1", records, {}, removed))
-    assert world.quarantined == ([Quarantined(1, 0, 2, QuarantineCause("ref", 2))] if known else [])
+    assert world.removed_groups == ([GroupRemoved(1, 0, 2, RemovalCause("ref", 2))] if known else [])
     assert world.state.known_rows() == {1: [2, 3]}
 
 
 def test_cause_is_unknown_when_nobody_who_knew_it_is_left(make_world: World) -> None:
     world = make_world(REF)
     world.put([0])
-    world.remove([0], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 1, UNKNOWN)]
+    world.remove([0], reason="group_left")
+    assert world.removed_groups == [GroupRemoved(1, 0, 1, UNKNOWN)]
 
 
 def test_deliveries_that_failed_before_a_restart_count(make_world: World) -> None:
     world = make_world(REF)
     world.register("storage-0", [0], deliveries={"ref": [1]})
     fail(world, "ref")
-    assert [quarantine.rows for quarantine in world.quarantines] == [{"storage-0": (0,)}]
+    assert [removal.rows for removal in world.removals] == [{"storage-0": (0,)}]
 
 
 def test_cleared_partition_is_over_for_whoever_waits_for_it(make_world: World) -> None:
@@ -217,15 +217,15 @@ def test_filtered_groups_leave_and_the_rest_of_the_lease_goes_on(make_world: Wor
     world.create(range(4), size=2)
     granted = world.granted(world.ask("ref", 4))
     filter_groups(world, granted, [0, 1])
-    (quarantine,) = world.quarantines
-    cause = QuarantineCause("ref", filtered=True)
-    assert (quarantine.rows, quarantine.cause) == ({"storage-0": (0, 1)}, cause)
+    (removal,) = world.removals
+    cause = RemovalCause("ref", filtered=True)
+    assert (removal.rows, removal.cause) == ({"storage-0": (0, 1)}, cause)
     filter_groups(world, granted, [0, 1])
-    world.remove([0, 1], reason="quarantined")
-    assert world.quarantined == [Quarantined(1, 0, 2, cause)]
+    world.remove([0, 1], reason="group_left")
+    assert world.removed_groups == [GroupRemoved(1, 0, 2, cause)]
     world.write("ref", granted, [2, 3])
     stats = world.state.stats()
-    assert (stats.filtered_groups, stats.quarantined_groups, stats.live_rows) == (1, 0, 2)
+    assert (stats.filtered_groups, stats.dead_letter_groups, stats.live_rows) == (1, 0, 2)
     whole_step = world.ask_round("train", 0, 0, num_ranks=1, num_rows=4)
     assert whole_step not in world.answers
     world.put([8, 9], size=2)
@@ -240,7 +240,7 @@ def test_whoever_has_a_void_lease_filters_nothing(make_world: World) -> None:
     world.release("look", granted)
     world.confirm_fences()
     filter_groups(world, granted, [0, 1])
-    assert world.quarantines == []
+    assert world.removals == []
     assert world.granted(world.ask("look", 2)).rows == [0, 1]
 
 
@@ -251,5 +251,5 @@ def test_filtering_a_group_whose_rows_were_lost_reports_it_at_once(make_world: W
     granted = world.granted(world.ask("ref", 2))
     world.lose("storage-0")
     filter_groups(world, granted, [0, 1])
-    assert [(one.group, one.cause.filtered) for one in world.quarantined] == [(0, True)]
+    assert [(one.group, one.cause.filtered) for one in world.removed_groups] == [(0, True)]
     assert world.state.known_rows().get(1, []) == []
