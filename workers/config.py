@@ -155,7 +155,7 @@ class ActorConfig(TrainingConfig):
     """Training engine; `fsdp`: FSDP2 over all actor ranks; `megatron`: tensor, pipeline and data parallelism, see
     `actor.megatron`; `sim`: sleeps, see `sim`."""
     megatron: MegatronConfig = MegatronConfig()
-    num_updates_per_step: int = Field(1, ge=1)
+    num_mini_batches: int = Field(1, ge=1)
     """Optimizer updates per pass over a step's batch: it is cut into so many mini-batches of whole groups. A step makes
     one version of the weights, however many updates it has."""
     ppo_epochs: int = Field(1, ge=1)
@@ -177,13 +177,13 @@ class ActorConfig(TrainingConfig):
     @property
     def num_updates(self) -> int:
         """Optimizer updates of a step."""
-        return self.num_updates_per_step * self.ppo_epochs
+        return self.num_mini_batches * self.ppo_epochs
 
 
 class CriticConfig(TrainingConfig):
     """The critic of PPO: the policy's backbone with a head that gives one number (FSDP2 over its ranks).
 
-    It makes as many updates of a step as the actor (`actor.num_updates_per_step`, `actor.ppo_epochs`). In a role of its
+    It makes as many updates of a step as the actor (`actor.num_mini_batches`, `actor.ppo_epochs`). In a role of its
     own it has `micro_batch_size` responses per rank and forward-backward; inside the actor it has the actor's.
     """
 

@@ -26,7 +26,7 @@ def check_batch_sizes(config: RunConfig) -> None:
             f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
         )
     _check_updates(config, groups // ranks)
-    samples = groups // ranks // config.actor.num_updates_per_step * group_size
+    samples = groups // ranks // config.actor.num_mini_batches * group_size
     _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
     if "critic" in config.roles:
         _check_critic(config)
@@ -35,7 +35,7 @@ def check_batch_sizes(config: RunConfig) -> None:
 def _check_critic(config: RunConfig) -> None:
     """Check that a step divides over a critic's ranks, mini-batches and micro-batches as it does over the actor's."""
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
-    ranks, updates = config.roles["critic"], config.actor.num_updates_per_step
+    ranks, updates = config.roles["critic"], config.actor.num_mini_batches
     if groups % (ranks * updates):
         fitting = [number for number in _divisors(groups) if groups % (number * updates) == 0]
         raise ConfigError(
@@ -47,10 +47,10 @@ def _check_critic(config: RunConfig) -> None:
 
 def _check_updates(config: RunConfig, groups: int) -> None:
     """Check that a rank's groups of a step divide over mini-batches."""
-    updates = config.actor.num_updates_per_step
+    updates = config.actor.num_mini_batches
     if groups % updates:
         raise ConfigError(
-            f"actor.num_updates_per_step: {updates} mini-batches do not divide a rank's {groups} groups per step "
+            f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {groups} groups per step "
             f"({config.schedule.rollout_batch_size} groups over {_trainers(config)}); "
             f"use {_either(*_nearest(updates, _divisors(groups)))}"
         )
@@ -58,7 +58,7 @@ def _check_updates(config: RunConfig, groups: int) -> None:
 
 def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:
     """Check that a rank's samples of a mini-batch divide over micro-batches."""
-    updates = config.actor.num_updates_per_step
+    updates = config.actor.num_mini_batches
     groups, group_size = config.schedule.rollout_batch_size, config.schedule.n_samples_per_prompt
     fitting = [size for size in _divisors(samples) if size % group_size == 0 or group_size % size == 0]
     if micro not in fitting:

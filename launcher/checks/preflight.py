@@ -350,7 +350,7 @@ def _place_tasks(config: RunConfig) -> tuple[PlacedTask, ...]:
     if "actor_fwd" in config.roles and not any(task.role == "actor_fwd" for task in tasks):
         raise ConfigError(
             "roles: 'actor_fwd' has nothing to do: its log-probabilities are needed where a step makes several updates "
-            "(actor.num_updates_per_step, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the "
+            "(actor.num_mini_batches, actor.ppo_epochs) and algorithm.off_policy.method is not none, or where the "
             "KL penalty is part of the reward; leave it out"
         )
     return place_tasks(tasks, tuple(config.roles))

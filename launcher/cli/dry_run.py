@@ -91,7 +91,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("per actor rank", f"{_micro_batches(config)} (actor:{config.roles['actor']})"),
         ("devices", devices),
     ]
-    updates = config.actor.num_updates_per_step
+    updates = config.actor.num_mini_batches
     if config.actor.num_updates > 1:
         rows.insert(-1, ("updates", f"{updates} mini-batches x {config.actor.ppo_epochs} passes over each step"))
     if checked.num_held_out:

@@ -33,11 +33,11 @@ CASES = {
     "grpo": ("actor.max_tokens_per_micro_batch=12",),
     "grpo_by_answer": ("algorithm.loss_normalization=sequence", "rollout.truncated=mask"),
     "gspo": ("algorithm.name=gspo",),
-    "dapo": ("algorithm.name=dapo", "actor.num_updates_per_step=2", "rollout.truncated=mask"),
+    "dapo": ("algorithm.name=dapo", "actor.num_mini_batches=2", "rollout.truncated=mask"),
     "rloo": ("algorithm.name=rloo", "actor.max_tokens_per_micro_batch=1"),
     "reinforce_plus_plus": ("algorithm.name=reinforce_plus_plus", "actor.max_tokens_per_micro_batch=1000"),
     "tri_model": ("actor.tri_model=true", "actor.ppo_epochs=2", "algorithm.kl_coef=0.1"),
-    "ppo": ("algorithm.name=ppo", "actor.num_updates_per_step=2", "critic.lr=0.01", "critic.eps=0.05"),
+    "ppo": ("algorithm.name=ppo", "actor.num_mini_batches=2", "critic.lr=0.01", "critic.eps=0.05"),
 }
 
 

@@ -88,7 +88,7 @@ def test_critic_of_its_own_and_inside_the_actor_end_with_the_same_bits(tmp_path:
 
 def test_stop_in_the_middle_saves_actor_and_critic_of_one_step(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    updates = ("--set", "actor.num_updates_per_step=2", "--set", "actor.ppo_epochs=2")
+    updates = ("--set", "actor.num_mini_batches=2", "--set", "actor.ppo_epochs=2")
     with command.started(RECIPE, "--run-dir", "run", "--steps", "1000", *SMALL, *updates, cwd=tmp_path) as process:
         command.wait_until(lambda: command.last_step(run_dir) >= 4, "step 4", deadline_s=400)
         process.terminate()

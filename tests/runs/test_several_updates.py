@@ -11,7 +11,7 @@ from launcher.config.recipes import find_recipe
 
 from . import command
 
-UPDATES = ("--set", "actor.num_updates_per_step=2", "--set", "actor.ppo_epochs=2", "--set", "actor.micro_batch_size=16")
+UPDATES = ("--set", "actor.num_mini_batches=2", "--set", "actor.ppo_epochs=2", "--set", "actor.micro_batch_size=16")
 SMALL = ("--set", "schedule.rollout_batch_size=8", "--set", "checkpoint.interval=0", "--steps", "4")
 QUICKSTART = find_recipe("quickstart").parent / "quickstart"
 
@@ -40,7 +40,7 @@ def test_a_stop_between_updates_finishes_the_step(tmp_path: Path) -> None:
         "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 8},
         "schedule": {"mode": "async", "max_staleness": 1, "rollout_batch_size": 8, "n_samples_per_prompt": 1},
         "rollout": {"engine": "sim", "batch_size": 8, "max_response_tokens": 64, "samples_per_step": 0},
-        "actor": {"engine": "sim", "micro_batch_size": 2, "num_updates_per_step": 2, "ppo_epochs": 2},
+        "actor": {"engine": "sim", "micro_batch_size": 2, "num_mini_batches": 2, "ppo_epochs": 2},
         "checkpoint": {"interval": 0},
         "sim": {"lengths": "constant", "mean_tokens": 20, "decode_s_per_token": 0.001, "train_s_per_token": 0.01},
     }  # a step has four updates of some 0.4 s, and its rows are there long before

@@ -40,7 +40,7 @@ def test_mini_batches_hold_every_round_once_and_differ_by_less_than_a_round(
 @pytest.mark.parametrize("streams", [True, False])
 def test_mini_batches_do_not_follow_arrival(streams: bool) -> None:
     """Short answers arrive first: each of 8 rounds must be in the first update about every second step."""
-    config = ActorConfig(num_updates_per_step=2)
+    config = ActorConfig(num_mini_batches=2)
     made = [updates(config, [4] * 8, step, streams=streams) for step in range(200)]
     assert all(len(update) == 4 for step in made for update in step)
     assert all(60 < sum(position in first for first, _ in made) < 140 for position in range(8))
@@ -51,7 +51,7 @@ def test_one_update_trains_every_round_as_it_comes() -> None:
 
 
 def test_the_first_mini_batch_is_trained_as_it_comes_and_the_others_after_the_last_round() -> None:
-    config = ActorConfig(num_updates_per_step=3)
+    config = ActorConfig(num_mini_batches=3)
     rounds = StepRounds(config, step_rows=24, seed="0/1")
     at_once = [one.batch.indices[0] for one in make_rounds([4] * 6) if rounds.add(one)]
     rest, *others = rounds.mini_batches(lambda batches: batches)
@@ -62,7 +62,7 @@ def test_the_first_mini_batch_is_trained_as_it_comes_and_the_others_after_the_la
 
 
 def test_every_pass_and_every_step_is_assigned_anew() -> None:
-    config = ActorConfig(num_updates_per_step=2, ppo_epochs=3)
+    config = ActorConfig(num_mini_batches=2, ppo_epochs=3)
     made = updates(config, [4] * 8)
     passes = [made[k : k + 2] for k in (0, 2, 4)]
     assert all(sorted(one + other) == list(range(8)) for one, other in passes)

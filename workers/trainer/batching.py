@@ -90,10 +90,10 @@ class StepRounds:
         streams: rounds are trained as they come; else after the last one.
         """
         self._num_passes = config.ppo_epochs
-        self._num_mini_batches = config.num_updates_per_step
+        self._num_mini_batches = config.num_mini_batches
         self._streams = streams
         self._keeps = config.num_updates > 1 or not streams
-        self._size = step_rows // config.num_updates_per_step
+        self._size = step_rows // config.num_mini_batches
         self._seed = seed
         self._kept: list[Round] = []
         self._arriving = self._assigner(0)

@@ -70,7 +70,7 @@ def test_a_role_for_the_old_policys_log_probs_holds_the_newest_weights() -> None
     ("settings", "expected"),
     [
         (("actor.ppo_epochs=2",), True),
-        (("actor.num_updates_per_step=2",), True),
+        (("actor.num_mini_batches=2",), True),
         ((), False),
         (("actor.ppo_epochs=2", "algorithm.off_policy.method=none"), False),
         (("actor.ppo_epochs=2", "schedule.mode=sync"), True),

@@ -135,7 +135,7 @@ def test_step_equals_a_loop_by_hand(whitened: bool) -> None:
 
 
 def test_values_of_a_step_are_those_before_its_first_update_whatever_comes_after() -> None:
-    config = configure("actor.num_updates_per_step=2", "actor.ppo_epochs=2")
+    config = configure("actor.num_mini_batches=2", "actor.ppo_epochs=2")
     policy, critic = engines(config)
     record = train(config, policy, critic)
     assert record is not None

@@ -135,7 +135,7 @@ def test_learning_rate_rises_over_the_warm_up(model_dir: Path, batch: Sequences)
 
 
 def test_warm_up_counts_steps_however_many_updates_they_make(model_dir: Path, batch: Sequences) -> None:
-    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=4, num_updates_per_step=2)
+    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=4, num_mini_batches=2)
     rates = []
     for _ in range(6):
         engine.forward_backward(batch, square_loss)
@@ -144,13 +144,13 @@ def test_warm_up_counts_steps_however_many_updates_they_make(model_dir: Path, ba
 
 
 def test_counts_go_on_over_a_resume_with_another_number_of_updates_per_step(model_dir: Path, batch: Sequences) -> None:
-    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_updates_per_step=2)
+    engine = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_mini_batches=2)
     for _ in range(4):
         engine.forward_backward(batch, square_loss)
         engine.step(1.0)
     state = engine.state_dict()
     assert (engine.optimizer_updates, int(state["optimizer_updates"]), int(state["num_steps"])) == (4, 4, 2)
-    resumed = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_updates_per_step=1)
+    resumed = make_engine(model_dir, lr=1.0, lr_warmup_steps=8, num_mini_batches=1)
     resumed.load_state_dict(state)
     resumed.forward_backward(batch, square_loss)
     assert resumed.step(1.0).lr == 3 / 8

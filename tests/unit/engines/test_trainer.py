@@ -129,7 +129,7 @@ def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int
 
 def assigned(config: RunConfig, pass_number: int) -> list[list[int]]:
     """Return the rounds of each mini-batch of a pass."""
-    count = config.actor.num_updates_per_step
+    count = config.actor.num_mini_batches
     seed = f"{config.seed}/{STEP}/{pass_number}"
     assigner = RoundAssigner(num_mini_batches=count, size=GROUPS * SIZE // count, seed=seed)
     numbers = [assigner.assign(SIZE) for _ in range(GROUPS)]
@@ -137,7 +137,7 @@ def assigned(config: RunConfig, pass_number: int) -> list[list[int]]:
 
 
 def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
-    config = configure("actor.num_updates_per_step=2", "actor.ppo_epochs=2", "rollout.truncated=mask")
+    config = configure("actor.num_mini_batches=2", "actor.ppo_epochs=2", "rollout.truncated=mask")
     by_hand = load_train_engine(config, device=CPU)
     losses = train_by_hand(config, by_hand, [*assigned(config, 0), *assigned(config, 1)])
     engine = load_train_engine(config, device=CPU)
@@ -185,7 +185,7 @@ def test_a_second_pass_meets_the_clip() -> None:
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_stop_before_the_last_row_leaves_no_trace(updates: int) -> None:
-    config = configure(f"actor.num_updates_per_step={updates}", "algorithm.off_policy.method=none")
+    config = configure(f"actor.num_mini_batches={updates}", "algorithm.off_policy.method=none")
     engine, untouched = (load_train_engine(config, device=CPU) for _ in range(2))
     role = CountingRole()
     assert make_trainer(config, engine, Loader(make_rounds(), stops=True), role=role).train(STEP) is None

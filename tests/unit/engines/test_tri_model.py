@@ -125,7 +125,7 @@ def test_old_policy_is_the_version_that_drew_the_tokens(monkeypatch: pytest.Monk
 
 
 def test_old_policy_stays_over_the_updates_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tri("schedule.mode=async", "schedule.max_staleness=1", "actor.num_updates_per_step=2", NONE)
+    config = tri("schedule.mode=async", "schedule.max_staleness=1", "actor.num_mini_batches=2", NONE)
     assert len(old_log_probs(config, monkeypatch)) == 4
 
 
@@ -139,7 +139,7 @@ def test_a_version_that_is_not_held_keeps_what_the_generator_recorded() -> None:
 
 
 def test_models_are_no_tasks_any_more() -> None:
-    names = {task.name for task in graph_of(tri("actor.num_updates_per_step=2", "schedule.mode=async"))}
+    names = {task.name for task in graph_of(tri("actor.num_mini_batches=2", "schedule.mode=async"))}
     assert names.isdisjoint({"ref_log_probs", "actor_log_probs"})
     assert "ref_log_probs" in {task.name for task in graph_of(tri("actor.tri_model=false"))}
 

@@ -14,7 +14,7 @@ def make_updates(**settings: object) -> Updates:
 
 
 def test_all_updates_of_a_step_have_its_learning_rate() -> None:
-    updates = make_updates(num_updates_per_step=2)
+    updates = make_updates(num_mini_batches=2)
     rates = [updates.next(1.0, 1.0)[1].lr for _ in range(5)]
     assert rates == pytest.approx([0.2, 0.2, 0.4, 0.4, 0.6])
     assert (updates.number, updates.num_steps) == (5, 2)
@@ -36,7 +36,7 @@ def test_a_gradient_that_is_not_finite_is_reported_and_counted(norm: float) -> N
 
 
 def test_steps_count_on_after_a_resume_with_another_number_of_updates() -> None:
-    before, after = make_updates(num_updates_per_step=3), make_updates(ppo_epochs=2)
+    before, after = make_updates(num_mini_batches=3), make_updates(ppo_epochs=2)
     for _ in range(6):
         before.next(1.0, 1.0)
     after.load_state_dict(before.state_dict())

@@ -122,5 +122,5 @@ def test_checkpoint_restores_the_next_update_exactly(model_dir: Path, batch: Seq
 
 
 def test_updates_of_a_step_are_the_actors() -> None:
-    training = CriticConfig(lr=3e-4, micro_batch_size=2).training(ActorConfig(num_updates_per_step=2, ppo_epochs=3))
+    training = CriticConfig(lr=3e-4, micro_batch_size=2).training(ActorConfig(num_mini_batches=2, ppo_epochs=3))
     assert (training.lr, training.micro_batch_size, training.num_updates) == (3e-4, 2, 6)

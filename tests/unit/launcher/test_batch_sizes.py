@@ -66,11 +66,11 @@ def test_mini_batches_are_whole_groups_of_equally_many_for_each_rank(write_confi
         )
         check_batch_sizes(load_config(source, roles="rollout:1,actor:2"))
 
-    check(num_updates_per_step=3)
-    check(num_updates_per_step=1, ppo_epochs=4)
-    message = "actor.num_updates_per_step: 4 mini-batches do not divide a rank's 6 groups per step .*; use 3 or 6"
+    check(num_mini_batches=3)
+    check(num_mini_batches=1, ppo_epochs=4)
+    message = "actor.num_mini_batches: 4 mini-batches do not divide a rank's 6 groups per step .*; use 3 or 6"
     with pytest.raises(ConfigError, match=message):
-        check(num_updates_per_step=4, ppo_epochs=1)
+        check(num_mini_batches=4, ppo_epochs=1)
     message = "actor.micro_batch_size: 8 does not divide a rank's 4 samples per update, 6 a step .*; use 4"
     with pytest.raises(ConfigError, match=message):
-        check(num_updates_per_step=6)
+        check(num_mini_batches=6)

@@ -110,7 +110,7 @@ def test_one_rank_in_bfloat16_has_a_copy_of_its_weights(roles: str, changes: tup
 
 def test_policies_that_the_actor_keeps_count() -> None:
     """One for a step's later updates, the reference; without weights also one that may be older."""
-    changes, roles = ("actor.tri_model=true", "actor.num_updates_per_step=2"), "rollout:2,actor:1"
+    changes, roles = ("actor.tri_model=true", "actor.num_mini_batches=2"), "rollout:2,actor:1"
     assert memory_parts(preflight(*changes, roles=roles))["policy copies"] == 2 * PARAMETERS * 4
     without_weights = preflight(*changes, "algorithm.off_policy.method=none", roles=roles)
     assert memory_parts(without_weights)["policy copies"] == 3 * PARAMETERS * 4

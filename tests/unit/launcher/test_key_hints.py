@@ -1,6 +1,6 @@
 """Hints lead to keys that exist."""
 
-from launcher.config.errors import _OTHER_WORDS
+from launcher.config.errors import _OTHER_WORDS, meant_key
 from launcher.config.reference import key_paths
 
 
@@ -10,3 +10,8 @@ def test_other_words_stand_for_keys_that_exist_and_are_no_keys_themselves() -> N
     words = [word for words in _OTHER_WORDS.values() for word in words]
     assert len(words) == len(set(words))
     assert not set(words) & {key.rpartition(".")[2] for key in keys}
+
+
+def test_key_that_was_renamed_names_its_new_one() -> None:
+    here = ["num_mini_batches", "ppo_epochs", "lr"]
+    assert meant_key("num_updates_per_step", here, key_paths()) == "num_mini_batches"
