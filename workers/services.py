@@ -51,11 +51,11 @@ class DatasetPrompts:
         self._dataset = dataset
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return `prompts`, `answers`, `epochs` of every row, group after group."""
+        """Return `prompts`, `ground_truth`, `epochs` of every row, group after group."""
         prompts = [self._dataset.prompt(group.group) for group in groups for _ in group.rows]
         return {
             "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
-            "answers": Column.of_texts([prompt.answer for prompt in prompts]),
+            "ground_truth": Column.of_texts([prompt.ground_truth for prompt in prompts]),
             "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
         }
 

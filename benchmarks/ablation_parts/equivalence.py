@@ -67,7 +67,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
         tokens = torch.as_tensor(prompt.tokens)
         asked = [GenerateRequest(group * size + k, tokens, seed=group * size + k) for k in range(size)]
         answers = sorted(generate(engine, asked), key=lambda one: one.index)
-        scored = scorer.score_all([tokens] * size, [one.response_R for one in answers], [prompt.answer] * size)
+        scored = scorer.score_all([tokens] * size, [one.response_R for one in answers], [prompt.ground_truth] * size)
         columns = {
             "prompts": Column.of_rows([tokens] * size),
             "responses": Column.of_rows([one.response_R for one in answers]),

@@ -58,7 +58,7 @@ class GrpoUpdates:
         return self._batch(prompts, answers, size)
 
     def _batch(self, prompts: Sequence[Prompt], answers: Sequence[Generation], size: int) -> PackedBatch:
-        texts, wanted = [prompt.tokens for prompt in prompts], [prompt.answer for prompt in prompts]
+        texts, wanted = [prompt.tokens for prompt in prompts], [prompt.ground_truth for prompt in prompts]
         scores = self._scorer.score_all(texts, [answer.response_R for answer in answers], wanted)
         rewards = torch.tensor([score.reward for score in scores])
         columns = {

@@ -51,7 +51,7 @@ def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
     reward = PooledReward(config.reward)
     try:
         reward.until_ready()
-        reward(shown.text, row.answer, row.answer)
+        reward(shown.text, row.ground_truth, row.ground_truth)
     except UserCodeFailed as error:
         raise ConfigError(
             f"{error} (a trial call with {config.data.path}:{row.line}: its prompt, and its answer as the response); "

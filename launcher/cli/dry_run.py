@@ -105,7 +105,7 @@ def _first_prompt(checked: Preflight) -> str:
     """Show what the model is asked, templates included, and what the reward compares its answer with."""
     shown = checked.first_prompt
     tokens = f"{shown.num_tokens} tokens; " if shown.num_tokens is not None else ""
-    return f"FIRST PROMPT ({tokens}reference answer {_shortened(repr(shown.answer), 100)})\n{_shown(shown.text)}"
+    return f"FIRST PROMPT ({tokens}reference answer {_shortened(repr(shown.ground_truth), 100)})\n{_shown(shown.text)}"
 
 
 def _shown(text: str) -> str:

@@ -32,7 +32,7 @@ def run_printed(message: str) -> None:
 
 def check_converted(path: Path) -> None:
     rows = read_prompt_rows(path, DataConfig(path=str(path)))
-    assert [(row.prompt, row.answer) for row in rows] == [(row["prompt"], row["answer"]) for row in ROWS]
+    assert [(row.prompt, row.ground_truth) for row in rows] == [(row["prompt"], row["answer"]) for row in ROWS]
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("it's (1).csv", "excel"), ("rows.TSV", "excel-tab")])

@@ -7,7 +7,7 @@ from workers.tasks.dataflow import Task, place_tasks
 
 ROLLOUT = Task("actor_rollout", "rollout", "rollout", ("prompts",), ("responses",))
 VALUES = Task("values", "critic", "critic", ("prompts", "responses"), ("values",))
-SCORE = Task("rewards", "reward", "rollout", ("responses", "answers"), ("rewards",))
+SCORE = Task("rewards", "reward", "rollout", ("responses", "ground_truth"), ("rewards",))
 RETURNS = Task("compute_advantages_and_returns", "advantages", "actor", ("values", "rewards"), ("returns",), True)
 CRITIC = Task("critic_train", "critic", "critic", ("values", "returns"), ())
 TRAIN = Task("actor_train", "actor", "actor", ("responses", "returns"), ())
@@ -16,7 +16,7 @@ PPO = (ROLLOUT, SCORE, VALUES, RETURNS, CRITIC, TRAIN)
 
 def test_hosted_task_after_its_main_task_puts_its_outputs() -> None:
     (rollout,) = place_tasks((ROLLOUT, SCORE), ("rollout",))
-    assert rollout.inputs == ("prompts", "answers") and rollout.outputs == ("responses", "rewards")
+    assert rollout.inputs == ("prompts", "ground_truth") and rollout.outputs == ("responses", "rewards")
 
 
 def test_all_tasks_of_one_role_are_kept() -> None:

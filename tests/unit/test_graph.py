@@ -33,9 +33,9 @@ def test_task_runs_in_its_role_and_training_waits_for_its_column() -> None:
 
 
 def test_task_is_computed_in_the_actor_when_its_role_was_not_launched() -> None:
-    train = place([user(inputs=["answers", "advantages"])])["actor_train"]
+    train = place([user(inputs=["ground_truth", "advantages"])])["actor_train"]
     assert train.fused == ("compute_advantages_and_returns", "safety")
-    assert "answers" in train.inputs and not {"loss_masks", "advantages"} & set(train.inputs)
+    assert "ground_truth" in train.inputs and not {"loss_masks", "advantages"} & set(train.inputs)
 
 
 def test_producers_come_first_in_whichever_order_they_are_written() -> None:
@@ -69,7 +69,8 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
         ([user(role="actor")], "tasks.0.role: 'actor' is a role of AsyncFlow's own"),
         ([user("reference")], "tasks.0.role: 'reference' is a role of AsyncFlow's own"),
         ([user(inputs=["response"])], "tasks.0.inputs: nobody writes column 'response'; did you mean 'responses'"),
-        ([user(inputs=["zzz"])], "tasks.0.inputs: nobody writes column 'zzz'; known columns: prompts answers"),
+        ([user(inputs=["answers"])], "tasks.0.inputs: nobody writes column 'answers'; did you mean 'ground_truth'"),
+        ([user(inputs=["zzz"])], "tasks.0.inputs: nobody writes column 'zzz'; known columns: prompts ground_truth"),
         ([user(inputs=["versions"])], r"tasks.0.inputs: column 'versions' has a value per token; use texts \(prompts"),
         ([user(output="loss_mask")], "tasks.0.output: nobody reads column 'loss_mask'; did you mean 'loss_masks'"),
         ([user(inputs=["loss_masks"])], "tasks: safety wait for each other's outputs in a circle"),

@@ -7,7 +7,7 @@ import pytest
 from workers.config import RunConfig
 from workers.services import usable_columns
 
-PROMPT = {"prompts", "answers", "epochs"}
+PROMPT = {"prompts", "ground_truth", "epochs"}
 ANSWER = {"responses", "rollout_log_probs", "versions", "truncated"}
 REWARD = {"rewards", "correct"}
 REFERENCE = {"ref_log_probs"}

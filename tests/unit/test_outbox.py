@@ -94,7 +94,7 @@ def lease(client: Queue, *prompts: int) -> RolloutLease:
     granted = LeaseGrant("actor_rollout", 7, 1, rows, [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([token]) for token in prompts]),
-        "answers": Column.of_texts(["-"] * len(rows)),
+        "ground_truth": Column.of_texts(["-"] * len(rows)),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 
@@ -189,7 +189,7 @@ def leased_groups(client: Queue, *groups: int) -> RolloutLease:
     granted = LeaseGrant("actor_rollout", 7, 1, rows, list(groups), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([5])] * len(rows)),
-        "answers": Column.of_texts(["-"] * len(rows)),
+        "ground_truth": Column.of_texts(["-"] * len(rows)),
     }
     return RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, groups))
 

@@ -51,7 +51,7 @@ def test_groups_run_on_into_the_next_epoch() -> None:
 def test_without_shuffle_the_order_is_the_file_s() -> None:
     prompts = [dataset(shuffle=False).prompt(group) for group in range(7)]
     assert [prompt.position for prompt in prompts] == [0, 1, 2, 3, 4, 0, 1]
-    assert [prompt.answer for prompt in prompts] == ["0", "2", "4", "6", "8", "0", "2"]
+    assert [prompt.ground_truth for prompt in prompts] == ["0", "2", "4", "6", "8", "0", "2"]
 
 
 def test_prompt_is_tokenized_with_its_template() -> None:

@@ -105,7 +105,7 @@ def test_model_is_right_about_one_sum_in_three() -> None:
     )  # fmt: skip
     responses = tokenizer.batch_decode(output[:, prompts[0].tokens.numel() :], skip_special_tokens=True)
     score = load_reward(config.reward)
-    correct = [score(p.text, r, p.answer).correct for p, r in zip(prompts * 20, responses, strict=True)]
+    correct = [score(p.text, r, p.ground_truth).correct for p, r in zip(prompts * 20, responses, strict=True)]
     assert 0.2 < sum(correct) / len(correct) < 0.4
 
 

@@ -84,7 +84,7 @@ def lease(step: int, *rows: int) -> RolloutLease:
     granted = LeaseGrant("actor_rollout", step, step, list(rows), [0] * len(rows), ["storage-0"] * len(rows))
     columns = {
         "prompts": Column.of_rows([torch.tensor([1])] * len(rows)),
-        "answers": Column.of_texts(["-"] * len(rows)),
+        "ground_truth": Column.of_texts(["-"] * len(rows)),
     }
     return RolloutLease(Lease(NO_CALLS, granted), PackedBatch(tuple(rows), columns, (0,) * len(rows)))
 

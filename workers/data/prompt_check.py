@@ -36,12 +36,12 @@ class ShownPrompt:
 
     Attributes:
         text: templates included.
-        answer: the reference answer.
+        ground_truth: the reference answer.
         num_tokens: of the text; None: the tokenizer is no tokenizer.json.
     """
 
     text: str
-    answer: str
+    ground_truth: str
     num_tokens: int | None
 
 
@@ -71,14 +71,14 @@ def check_prompts(rows: list[PromptRow], config: DataConfig, *, model_dir: Path)
 def _check(rows: list[PromptRow], config: DataConfig, model_dir: Path, template: ChatTemplate | None) -> ShownPrompt:
     first, tokenizer = rows[0], load_raw_tokenizer(model_dir)
     if tokenizer is None:
-        return ShownPrompt(_render([first], config, template)[0], first.answer, None)
+        return ShownPrompt(_render([first], config, template)[0], first.ground_truth, None)
     shown, fits = None, False
     for chunk in _samples(rows, config, tokenizer, template):
         kept = [sample for sample in chunk if check_fit(sample.row, len(sample.tokens), config)]
         _check_tokens(kept, config, model_dir)
         if shown is None:
             _check_texts(kept, config, tokenizer, model_dir)
-            shown = ShownPrompt(chunk[0].text, first.answer, len(chunk[0].tokens))
+            shown = ShownPrompt(chunk[0].text, first.ground_truth, len(chunk[0].tokens))
         fits = fits or bool(kept)
         if fits and config.overlong == "skip":
             break

@@ -32,14 +32,14 @@ class Prompt:
 
     Attributes:
         tokens: int64 [P].
-        answer: the reference answer as it stands in the file.
+        ground_truth: the reference answer as it stands in the file.
         epoch: number of passes over the data before this one.
         position: index into the prompts that were kept.
         text: what was tokenized, templates included.
     """
 
     tokens: Tensor
-    answer: str
+    ground_truth: str
     epoch: int
     position: int
     text: str
@@ -81,7 +81,7 @@ class PromptDataset:
                 self.num_skipped, len(rows), config.max_prompt_tokens,
             )  # fmt: skip
         self._texts = [texts[i] for i in kept]
-        self._answers = [rows[i].answer for i in kept]
+        self._ground_truths = [rows[i].ground_truth for i in kept]
         self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PromptDataset:
         epoch, place = divmod(group, len(self))
         position = int(epoch_order(self._seed, epoch, len(self))[place]) if self._config.shuffle else place
         tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
-        return Prompt(tokens, self._answers[position], epoch, position, self._texts[position])
+        return Prompt(tokens, self._ground_truths[position], epoch, position, self._texts[position])
 
     def _render(self, prompt: str) -> str:
         if not self._config.chat_template:

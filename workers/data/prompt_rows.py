@@ -38,12 +38,12 @@ class PromptRow:
 
     Attributes:
         prompt: text of the prompt field, before any template.
-        answer: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it.
+        ground_truth: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it.
         line: line number in the file, from 1.
     """
 
     prompt: str
-    answer: str
+    ground_truth: str
     line: int
 
 

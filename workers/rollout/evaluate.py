@@ -192,7 +192,7 @@ class Evaluator:
                 self._engine.submit([waiting.popleft() for _ in range(number)])
             for answer in self._engine.step(stopping):
                 prompt = self._dataset.prompt(answer.index // self._size)
-                answers.append((answer, self._scorer.submit(prompt.tokens, answer.response_R, prompt.answer)))
+                answers.append((answer, self._scorer.submit(prompt.tokens, answer.response_R, prompt.ground_truth)))
             done = f"{len(answers)}/{len(self._requests)} answers"
             self._context.report("evaluating", done, step=version.step, version=version.step)
         self._engine.abort()

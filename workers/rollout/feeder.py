@@ -102,7 +102,7 @@ class Feeder:
             num_rows, version = self._num_rows, self._version
         answer = self._client.fetch(TASK, num_rows=num_rows, version=version.step, lineage=version.lineage)
         if isinstance(answer, Lease):
-            columns = ["prompts", "answers"]
+            columns = ["prompts", "ground_truth"]
             batch = read_or_release(answer, columns, monitor=self._monitor, closing=self._closing)
             if batch is None:
                 return

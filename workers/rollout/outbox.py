@@ -37,7 +37,7 @@ class RolloutLease:
 
     Attributes:
         lease: of the queue.
-        batch: columns `prompts` and `answers` of its rows.
+        batch: columns `prompts` and `ground_truth` of its rows.
     """
 
     lease: Lease
@@ -63,9 +63,9 @@ class RolloutLease:
         return list(self.batch["prompts"].rows())
 
     @cached_property
-    def answers(self) -> Sequence[str]:
-        """Reference answers."""
-        return self.batch["answers"].texts()
+    def ground_truths(self) -> Sequence[str]:
+        """The data's answers."""
+        return self.batch["ground_truth"].texts()
 
 
 class Outbox:
@@ -120,7 +120,7 @@ class Outbox:
             self._done.put(_Finished(lease, generation, None, epoch))
             return
         k = lease.position[generation.index]
-        future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.answers[k])
+        future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.ground_truths[k])
         future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score, epoch)))
 
     def abandon(self) -> None:

@@ -83,13 +83,13 @@ class Rewards(ColumnTask):
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `rewards` and `correct` from `prompts`, `responses`, `answers`.
+        """Return `rewards` and `correct` from `prompts`, `responses`, `ground_truth`.
 
         Raises:
             UserCodeFailed: the reward model gave a response no finite number.
         """
         prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
-        answers = batch["answers"].texts()
+        answers = batch["ground_truth"].texts()
         if self._config is None:
             return self._scorer.columns(self._scorer.score_all(prompts, responses, answers))
         futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]

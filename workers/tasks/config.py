@@ -20,8 +20,8 @@ class UserTaskConfig(Settings):
     function: str
     """`module:function`: takes a `workers.tasks.row.TaskRow`, returns a number."""
     inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
-    """Columns that it reads: `prompts`, `responses`, `answers`, or columns with one number per response (`rewards`,
-    other tasks' outputs ...)."""
+    """Columns that it reads: `prompts`, `responses`, `ground_truth`, or columns with one number per response
+    (`rewards`, other tasks' outputs ...)."""
     output: Name
     """Column that it writes: `loss_masks` (0 to 1: the weight of the response's loss), or one that another task
     reads."""

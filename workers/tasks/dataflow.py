@@ -26,9 +26,9 @@ CONTROLLER, STORAGE, WEIGHTS = "controller", "storage", "weights"
 """Processes that are no role: the queue's, and the node's weight agent."""
 SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 
-PROMPT_COLUMNS = ("prompts", "answers", "epochs")
+PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
-TEXT_COLUMNS = ("prompts", "responses", "answers")
+TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """Columns that are texts to a person."""
 LOSS_MASKS = "loss_masks"
 """Written by users' tasks: the weight of a response's loss, 0 to 1."""
@@ -40,7 +40,7 @@ TOKEN_COLUMNS = (
     "prompts", "responses", "rollout_log_probs", "log_probs", "ref_log_probs", "versions", "values", "returns",
 )  # fmt: skip
 """Columns of AsyncFlow's own tasks with a value per token."""
-ANSWER_COLUMNS = ("answers", "epochs", "truncated", "rewards", "correct", "advantages")
+ANSWER_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 """Those with one value per response."""
 
 

@@ -116,7 +116,7 @@ def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, 
         name="rewards",
         role="reward",
         host="rollout",
-        inputs=("prompts", "responses", "answers"),
+        inputs=("prompts", "responses", "ground_truth"),
         outputs=("rewards", "correct"),
         whole_groups=config.filters_groups,
     )
@@ -284,8 +284,12 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
             )
 
 
+_RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs"}
+"""Columns by their former names."""
+
+
 def _hint(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+    near = [_RENAMED[name]] if _RENAMED.get(name) in known else get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known columns: {' '.join(dict.fromkeys(known))}"
 
 

@@ -82,15 +82,15 @@ class UserTask(ColumnTask):
 
     def _rows(self, batch: PackedBatch) -> Iterator[TaskRow]:
         inputs, decoder, blank = self._config.inputs, self._decoder, [""] * len(batch)
-        prompts = responses = answers = blank
+        prompts = responses = ground_truths = blank
         if "prompts" in inputs:
             prompts = [decoder.prompt(tokens.tolist()) for tokens in batch["prompts"].rows()]
         if "responses" in inputs:
             responses = [decoder.response(tokens.tolist()) for tokens in batch["responses"].rows()]
-        if "answers" in inputs:
-            answers = batch["answers"].texts()
+        if "ground_truth" in inputs:
+            ground_truths = batch["ground_truth"].texts()
         numbers = {name: batch[name].values.double().tolist() for name in inputs if name not in TEXT_COLUMNS}
-        for k, texts in enumerate(zip(prompts, responses, answers, strict=True)):
+        for k, texts in enumerate(zip(prompts, responses, ground_truths, strict=True)):
             yield TaskRow(*texts, {name: values[k] for name, values in numbers.items()})
 
     def _checked(self, number: float, row: TaskRow) -> float:

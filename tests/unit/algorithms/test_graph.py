@@ -24,7 +24,7 @@ def test_default_placement() -> None:
     placed = place("rollout", "actor", "ref")
     assert set(placed) == {"actor_rollout", "ref_log_probs", "actor_train"}
     rollout, train = placed["actor_rollout"], placed["actor_train"]
-    assert rollout.inputs == ("prompts", "answers") and rollout.fused == ("rewards",)
+    assert rollout.inputs == ("prompts", "ground_truth") and rollout.fused == ("rewards",)
     assert set(rollout.outputs) == {*("responses", "rollout_log_probs", "versions", "truncated", "rewards", "correct")}
     assert train.fused == ("compute_advantages_and_returns",) and train.whole_groups and train.outputs == ()
     assert "ref_log_probs" in train.inputs and "advantages" not in train.inputs
@@ -39,7 +39,7 @@ def test_actor_hosts_the_reference() -> None:
 def test_every_role_on_its_own() -> None:
     placed = place("rollout", "actor", "ref", "reward", "advantages")
     assert len(placed) == 5 and not any(task.fused for task in placed.values())
-    assert placed["rewards"].inputs == ("prompts", "responses", "answers")
+    assert placed["rewards"].inputs == ("prompts", "responses", "ground_truth")
     assert placed["compute_advantages_and_returns"].whole_groups
     assert {"advantages", "ref_log_probs"} <= set(placed["actor_train"].inputs)
 

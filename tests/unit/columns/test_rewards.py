@@ -49,7 +49,7 @@ def batch_of(config: RunConfig) -> PackedBatch:
     columns = {
         "prompts": Column.of_rows(prompts),
         "responses": Column.of_rows(responses),
-        "answers": Column.of_texts([row[2] for row in ROWS]),
+        "ground_truth": Column.of_texts([row[2] for row in ROWS]),
     }
     return PackedBatch(tuple(range(len(ROWS))), columns)
 
@@ -99,7 +99,7 @@ def test_committed_model_prefers_right_sums_of_the_training_data() -> None:
         batch = PackedBatch(
             tuple(range(len(texts))),
             {name: Column.of_rows(rows) for name, rows in columns.items()}
-            | {"answers": Column.of_texts([row["answer"]] * len(texts))},
+            | {"ground_truth": Column.of_texts([row["answer"]] * len(texts))},
         )
         rewards = task.compute(batch, 1)["rewards"].values
         assert float(rewards[0]) > float(rewards[1:].max()) + 1, row["prompt"]

@@ -90,7 +90,7 @@ def make_batch() -> PackedBatch:
     columns = {
         "prompts": Column.of_rows([torch.tensor([0, 1]), torch.tensor([0, 1])]),
         "responses": Column.of_rows([torch.tensor([2]), torch.tensor([3, 4, 5])]),
-        "answers": Column.of_texts(["c", "d"]),
+        "ground_truth": Column.of_texts(["c", "d"]),
         "rewards": Column.of_scalars(torch.tensor([0.5, 1.0])),
         "correct": Column.of_scalars(torch.tensor([False, True])),
     }
@@ -98,7 +98,7 @@ def make_batch() -> PackedBatch:
 
 
 def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str, make: Make) -> None:
-    task = make(module, "remember", inputs=["prompts", "responses", "answers", "rewards", "correct"])
+    task = make(module, "remember", inputs=["prompts", "responses", "ground_truth", "rewards", "correct"])
     assert task.compute(make_batch(), 1)["loss_masks"].values.tolist() == [0.25, 0.75]
     rows = [
         TaskRow("ab", "c", "c", {"rewards": 0.5, "correct": 0.0}),
