@@ -64,7 +64,7 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
         ([user(), user(output="x")], "tasks.1.name: there is a task 'safety' already"),
         ([user("rewards")], "tasks.0.name: there is a task 'rewards' already"),
         ([user(output="rewards")], "tasks.0.output: column 'rewards' is written by another task"),
-        ([user(output="log_probs")], "tasks.0.output: column 'log_probs' is written by another task"),
+        ([user(output="old_log_probs")], "tasks.0.output: column 'old_log_probs' is written by another task"),
         ([user("controller")], "tasks.0.role: 'controller' is a service of AsyncFlow's own"),
         ([user(role="actor")], "tasks.0.role: 'actor' is a role of AsyncFlow's own"),
         ([user("reference")], "tasks.0.role: 'reference' is a role of AsyncFlow's own"),

@@ -65,7 +65,7 @@ def test_task_that_is_new_has_written_nothing() -> None:
 
 def test_log_probabilities_under_the_newest_weights_are_computed_again() -> None:
     updates = config(actor={"num_mini_batches": 2}, algorithm={"off_policy": {"method": "decoupled"}})
-    assert "log_probs" not in usable(updates, before=updates)
+    assert "old_log_probs" not in usable(updates, before=updates)
     charged = config(algorithm={"name": "rloo"})
     assert usable(charged, before=charged) == EVERYTHING - {"advantages"}, "they come from rewards charged for the KL"
 

@@ -48,18 +48,18 @@ def has_equal_rewards(reward_BG: Tensor) -> Tensor:
 
 
 def token_penalties(batch: PackedBatch) -> Tensor:
-    """Return float64 [A]: log (policy / reference) at each token (k1), from `log_probs`, `ref_log_probs`."""
-    return batch["log_probs"].values.double() - batch["ref_log_probs"].values.double()
+    """Return float64 [A]: log (policy / reference) at each token (k1), from `old_log_probs`, `ref_log_probs`."""
+    return batch["old_log_probs"].values.double() - batch["ref_log_probs"].values.double()
 
 
 def answer_penalties(batch: PackedBatch) -> Tensor:
     """Return float64 [N]: the sum over each response's tokens."""
-    return answer_sums(token_penalties(batch), batch["log_probs"].lengths.long())
+    return answer_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
 
 
 def penalties_to_come(batch: PackedBatch) -> Tensor:
     """Return float64 [A]: the sum from each token to the end of its response."""
-    length_N = batch["log_probs"].lengths.long()
+    length_N = batch["old_log_probs"].lengths.long()
     penalty_A = token_penalties(batch)
     before_A = penalty_A.cumsum(0) - penalty_A
     ends_N = length_N.cumsum(0)

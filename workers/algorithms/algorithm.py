@@ -90,7 +90,7 @@ class Algorithm(ABC, Generic[Config]):
 
         Args:
             batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`,
-                `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also `log_probs`, of the
+                `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also `old_log_probs`, of the
                 policy that the step found (without them: the one in training), and `loss_masks`, one weight per row.
             device: where the engine computes.
         """
@@ -103,7 +103,7 @@ class Algorithm(ABC, Generic[Config]):
             advantage_A=token_advantages(batch).to(device),
             rollout_log_probs_A=batch["rollout_log_probs"].values.to(device),
             ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
-            old_log_probs_A=batch["log_probs"].values.to(device) if "log_probs" in batch.columns else None,
+            old_log_probs_A=batch["old_log_probs"].values.to(device) if "old_log_probs" in batch.columns else None,
             sequence_ratio=self.sequence_ratio,
         )
 

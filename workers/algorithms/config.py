@@ -101,7 +101,7 @@ class PolicyConfig(Settings):
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
         """Columns that advantages are computed from."""
-        return ("rewards", "log_probs", "ref_log_probs") if self.has_reward_penalty else ("rewards",)
+        return ("rewards", "old_log_probs", "ref_log_probs") if self.has_reward_penalty else ("rewards",)
 
 
 class KlLossConfig(PolicyConfig):

@@ -26,7 +26,7 @@ class PPO(Algorithm[PPOConfig]):
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
         """Return `advantages`, not whitened yet, and `returns`, per token; reads `rewards`, `values` and, with the KL
-        penalty in the reward, `log_probs` and `ref_log_probs`."""
+        penalty in the reward, `old_log_probs` and `ref_log_probs`."""
         config, values = self._config, batch["values"]
         penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
         reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # of one without any nothing counts

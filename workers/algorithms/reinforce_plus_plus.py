@@ -28,7 +28,7 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
             }
         if not config.kl_coef:
             return {"advantages": Column.of_scalars(reward_N.nan_to_num(nan=0.0).float())}
-        length_N = batch["log_probs"].lengths
+        length_N = batch["old_log_probs"].lengths
         advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(
             length_N.long()
         ) - config.kl_coef * penalties_to_come(batch)

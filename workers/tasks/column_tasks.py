@@ -139,11 +139,11 @@ class TrainerLogProbs(ColumnTask):
         self._engine = engine
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
+        """Return `old_log_probs`, float32 per response token, from `prompts` and `responses`."""
         if not len(batch):
             self._engine.log_probs(None)
             return {}
-        return {"log_probs": _column(self._engine.log_probs(sequences_of(batch)), batch)}
+        return {"old_log_probs": _column(self._engine.log_probs(sequences_of(batch)), batch)}
 
     def close(self) -> None:
         """The engine is the actor's."""
@@ -167,9 +167,9 @@ class FollowerLogProbs(ColumnTask):
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `log_probs`, float32 per response token, from `prompts` and `responses`."""
+        """Return `old_log_probs`, float32 per response token, from `prompts` and `responses`."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
-        return {"log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
+        return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
     def take_weights(self, step: int) -> None:
         """Wait for weights of `step` or later and compute with them from now on."""

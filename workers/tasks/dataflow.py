@@ -37,7 +37,7 @@ REWARD_PARTS = "reward_parts"
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 """Tasks that train; the second is folded into the first where there is no role `critic`."""
 TOKEN_COLUMNS = (
-    "prompts", "responses", "rollout_log_probs", "log_probs", "ref_log_probs", "versions", "values", "returns",
+    "prompts", "responses", "rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns",
 )  # fmt: skip
 """Columns of AsyncFlow's own tasks with a value per token."""
 ANSWER_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")

@@ -132,7 +132,7 @@ def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, 
         role="actor_fwd",
         host="actor",
         inputs=("prompts", "responses"),
-        outputs=("log_probs",),
+        outputs=("old_log_probs",),
         weights=NeededWeights.NEWEST,
     )
     advantages = Task(

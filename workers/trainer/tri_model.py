@@ -82,7 +82,7 @@ class TriModel:
             return None
         columns = {} if reference_A is None else {"ref_log_probs": _column(reference_A, batch)}
         if self._weighs:
-            columns |= {"log_probs": _column(scored[step - 1], batch)} if updated else {}
+            columns |= {"old_log_probs": _column(scored[step - 1], batch)} if updated else {}
             return MicroStep(batch.with_columns(columns), sequences)
         version_A = batch["versions"].values
         old_A = batch["rollout_log_probs"].values.clone()

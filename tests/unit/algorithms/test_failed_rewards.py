@@ -48,7 +48,7 @@ def batch_of(rows: list[int]) -> PackedBatch:
         "rollout_log_probs": tokens(1),
         "ref_log_probs": tokens(2),
         "values": tokens(3),
-        "log_probs": tokens(4),
+        "old_log_probs": tokens(4),
         "new_values": tokens(5),
         "new_log_probs": tokens(6),
         "truncated": Column.of_scalars(torch.tensor([False] * 4)),

@@ -105,7 +105,7 @@ def make_batch() -> PackedBatch:
             "rewards": Column.of_scalars(torch.tensor([1.0, 0.0, 0.5])),
             "truncated": Column.of_scalars(torch.tensor([False, True, False])),
             "values": column(),
-            "log_probs": column(),
+            "old_log_probs": column(),
             "ref_log_probs": column(),
         },
     )
@@ -120,7 +120,7 @@ def test_kl_penalty_in_the_reward_is_charged_at_each_token() -> None:
     batch, settings = make_batch(), {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "kl_placement": "reward"}
     found = make_ppo(**settings).advantages(batch, group_size=1)
     expected, start = [], 0
-    penalty = 0.1 * (batch["log_probs"].values.double() - batch["ref_log_probs"].values.double())
+    penalty = 0.1 * (batch["old_log_probs"].values.double() - batch["ref_log_probs"].values.double())
     for reward, length in zip([1.0, 0.0, 0.5], [3, 2, 4], strict=True):
         rewards = [-float(p) for p in penalty[start : start + length]]
         rewards[-1] += reward
@@ -146,12 +146,12 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens_that_count()
 
 def test_policy_loss_is_equation_7_with_an_advantage_per_token() -> None:
     ppo, batch = make_ppo(eps_clip=0.2), make_batch()
-    batch = batch.with_columns({**ppo.advantages(batch, group_size=1), "rollout_log_probs": batch["log_probs"]})
-    new = batch["log_probs"].values.double() + torch.linspace(-0.5, 0.5, 9).double()
+    batch = batch.with_columns({**ppo.advantages(batch, group_size=1), "rollout_log_probs": batch["old_log_probs"]})
+    new = batch["old_log_probs"].values.double() + torch.linspace(-0.5, 0.5, 9).double()
     loss = ppo.loss(batch, device=CPU)(new, torch.zeros(9))
     expected = 0.0
     for t in (0, 1, 2, 5, 6, 7, 8):  # the second answer was cut, and cut ones are masked
-        ratio = math.exp(float(new[t]) - float(batch["log_probs"].values[t]))
+        ratio = math.exp(float(new[t]) - float(batch["old_log_probs"].values[t]))
         advantage = float(batch["advantages"].values[t])
         expected -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
     assert float(loss) == pytest.approx(expected, rel=1e-6)

@@ -56,14 +56,14 @@ SEVERAL = algorithm_tasks(GRPOConfig(), old_log_probs=True)
 def test_actor_computes_the_old_policys_log_probs_where_nobody_else_does() -> None:
     train = {task.name: task for task in place_tasks(SEVERAL, ("rollout", "actor"))}["actor_train"]
     assert train.fused == ("actor_log_probs", "compute_advantages_and_returns")
-    assert "log_probs" not in train.inputs and train.weights is NeededWeights.ANY
+    assert "old_log_probs" not in train.inputs and train.weights is NeededWeights.ANY
 
 
 def test_a_role_for_the_old_policys_log_probs_holds_the_newest_weights() -> None:
     placed = {task.name: task for task in place_tasks(SEVERAL, ("rollout", "actor", "actor_fwd"))}
     assert placed["actor_log_probs"].weights is NeededWeights.NEWEST
     assert placed["actor_rollout"].weights is NeededWeights.BOUNDED
-    assert "log_probs" in placed["actor_train"].inputs
+    assert "old_log_probs" in placed["actor_train"].inputs
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_critic_passes_advantages_on_and_keeps_values_and_returns() -> None:
     critic, train = placed["critic_train"], placed["actor_train"]
     assert critic.fused == ("values", "compute_advantages_and_returns") and critic.outputs == ("advantages",)
     assert set(critic.inputs) == {
-        *("prompts", "responses", "rewards", "log_probs", "ref_log_probs", "truncated"),
+        *("prompts", "responses", "rewards", "old_log_probs", "ref_log_probs", "truncated"),
     }
     assert critic.whole_groups and train.fused == () and "advantages" in train.inputs
 
@@ -117,7 +117,7 @@ def test_actor_trains_the_critic_that_has_no_role() -> None:
     assert train.outputs == () and not {"values", "advantages", "returns"} & set(train.inputs)
 
 
-@pytest.mark.parametrize(("roles", "column"), [(("ref",), "log_probs"), (("actor_fwd",), "ref_log_probs")])
+@pytest.mark.parametrize(("roles", "column"), [(("ref",), "old_log_probs"), (("actor_fwd",), "ref_log_probs")])
 def test_critic_in_a_role_of_its_own_needs_the_penaltys_two_models_in_theirs(roles: tuple[str], column: str) -> None:
     with pytest.raises(ConfigError, match=rf"'critic' reads column {column}, which no other launched role writes"):
         place_tasks(PPO, ("rollout", "actor", "critic", *roles))

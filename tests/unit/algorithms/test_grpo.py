@@ -28,7 +28,7 @@ def make_batch(grpo: GRPO) -> PackedBatch:
     columns = {
         "responses": Column.of_rows([torch.full((length,), 7) for length in LENGTHS]),
         "rollout_log_probs": Column.of_rows(OLD),
-        "log_probs": Column.of_rows(OLD),
+        "old_log_probs": Column.of_rows(OLD),
         "ref_log_probs": Column.of_rows(REF),
         "truncated": Column.of_scalars(torch.tensor(TRUNCATED)),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),

@@ -159,7 +159,7 @@ def streamed_loss(
     columns = {
         "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
         "rollout_log_probs": column([[value - gap for value in answer] for answer in old]),
-        "log_probs": column(old),
+        "old_log_probs": column(old),
         "ref_log_probs": column(ref),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
         "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),

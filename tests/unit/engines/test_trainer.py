@@ -113,7 +113,7 @@ def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int
     for batch in make_rounds():
         old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
         advantages = algorithm.advantages(batch, group_size=SIZE)
-        prepared.append(batch.with_columns({"log_probs": old, **advantages}))
+        prepared.append(batch.with_columns({"old_log_probs": old, **advantages}))
     for rounds in updates:
         counts, total = LossCounts(0, 0, 0), 0.0
         for number in rounds:
