@@ -277,7 +277,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
         if ahead is None:
             return
         ahead.close()
-        if replica is not None and replica.rank_slices and ahead.alive:
+        if replica is not None and replica.shares and ahead.alive:
             replica.abort()  # ranks of the replica that still read get an error
         if not self._asking:
             ahead.join(_JOIN_S)
@@ -341,7 +341,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
 
     def _source(self, first: int) -> Iterator[Round | NoRows]:
         items: Iterable[Round | NoRows]
-        if self._replica is not None and self._replica.rank_slices:
+        if self._replica is not None and self._replica.shares:
             items = self._replica.relay(self._answers(first) if self._client is not None else None)
         else:
             items = self._answers(first)

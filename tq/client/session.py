@@ -308,7 +308,7 @@ class HeldLeases:
         if isinstance(fetch, FetchRound):
             held.round_index, held.rank, held.num_ranks = fetch.round_index, fetch.rank, fetch.num_ranks
             held.round_rows, held.last, held.total_rows = answer.round_rows, answer.last, answer.total_rows
-            held.step, held.share_rows = fetch.partition, len(answer.rows)
+            held.step, held.slice_rows = fetch.partition, len(answer.rows)
         elif not answer.rows:
             return
         with self._lock:
