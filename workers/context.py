@@ -27,7 +27,7 @@ from asyncflow.store_server import connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
-from workers.calls.module_search import search_beside
+from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
 from workers.data.prompt_rows import data_hash

@@ -20,8 +20,7 @@ from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
 from workers.algorithms.config import DAPOConfig, GSPOConfig
-from workers.calls.module_search import search_beside
-from workers.calls.user_function import check_function
+from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, read_prompt_rows

@@ -20,7 +20,7 @@ from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
-from workers.rewards.exact import exact_reward
+from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 

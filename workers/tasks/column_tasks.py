@@ -23,12 +23,11 @@ from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Sequences, TrainEngine, ValueEngine
 from workers.engines.load import load_forward_model, load_reward_model
-from workers.held_weights import HeldWeights
 from workers.rewards.base import LARGEST_REWARD
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.tasks.reference import Reference
-from workers.weight_path import open_receiver
+from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
 """Whole groups whose advantages are computed at a time."""

@@ -16,7 +16,7 @@ DEADLINE_S = 15
 SOURCE = """
 import multiprocessing, os, signal, subprocess, sys, threading
 from pathlib import Path
-from workers.calls.callee import Callee
+from workers.calls.user_function import Callee
 
 def entry(name):
     return Callee(globals()[name])
