@@ -1,4 +1,4 @@
-"""Connects a run's trainer ranks, and the roles that hold the policy, to the configured weight path; `HeldWeights` takes newer
+"""Connects trainer ranks, and the roles that hold the policy, to the configured weight path; `HeldWeights` takes newer
 weights from it."""
 
 import time
