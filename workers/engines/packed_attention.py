@@ -121,18 +121,25 @@ def sdpa_attention(
                 torch.cat([t[:, first : first + size].expand(len(starts), -1, -1, -1), own], dim=2)
                 for t, own in ((key, k_NHMD), (value, v_NHMD))
             )
-        mask = _mask(length, k_NHMD.shape[2], sliding_window, query.device)
-        out_NHLD = scaled_dot_product_attention(
-            q_NHLD,
-            k_NHMD,
-            v_NHMD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[0] != key.shape[0],
-        )
-        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+        outputs.append(alike_attention(q_NHLD, k_NHMD, v_NHMD, scale, sliding_window))
     return torch.cat(outputs)
+
+
+def alike_attention(
+    q_NHLD: Tensor, k_NHMD: Tensor, v_NHMD: Tensor, scale: float | None, sliding_window: int | None
+) -> Tensor:
+    """Return [N * L, H, D]: SDPA of documents of one shape, each causal from its last query and key backwards."""
+    mask = _mask(q_NHLD.shape[2], k_NHMD.shape[2], sliding_window, q_NHLD.device)
+    out_NHLD = scaled_dot_product_attention(
+        q_NHLD,
+        k_NHMD,
+        v_NHMD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_NHLD.shape[1] != k_NHMD.shape[1],
+    )
+    return out_NHLD.transpose(1, 2).flatten(0, 1)
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
