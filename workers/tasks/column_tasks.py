@@ -148,8 +148,8 @@ class HostedColumn(ColumnTask):
 
 
 class FollowerLogProbs(ColumnTask):
-    """`old_log_probs` in a role of its own: a copy of the policy, which is given rows of step s when it holds weights of
-    step s - 1.
+    """`old_log_probs` in a role of its own: a copy of the policy, which is given rows of step s when it holds weights
+    of step s - 1.
 
     Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
     what is then computed is not read.)
