@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from asyncflow.environment import variables_set
 from asyncflow.errors import ConfigError
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from asyncflow.process import variables_set
 from asyncflow.size_text import size_text
 from launcher.checks.devices import Kind, find_devices
 from launcher.doctor.messages import Finding, Needs, reason
