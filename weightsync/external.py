@@ -26,7 +26,7 @@ import torch.distributed as dist
 from asyncflow.errors import ConfigError, TransportError, WeightSyncError
 from asyncflow.job import Job
 from asyncflow.network import GLOO_INTERFACE, interface_towards, is_loopback
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.messages import Reply

@@ -8,13 +8,14 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.devices import Devices, find_devices
-from launcher.checks.generating import (
+from launcher.checks.models import (
     check_generating,
     check_positions,
+    check_reward_model,
+    check_reward_role,
     check_tensor_parallel,
     ranks_per_instance,
 )
-from launcher.checks.reward_checks import check_reward_model, check_reward_role
 from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES

@@ -16,8 +16,7 @@ from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.checks.trial_call import try_functions, try_reward
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
-from launcher.config.paths import user_path
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe, user_path
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start

@@ -215,7 +215,7 @@ def _gloo_error(interface: str) -> str:
 def _error_of(devices: "list[torch.device]") -> str:
     """Have one thread per device meet the others and add; returns what went wrong first, or nothing."""
     from asyncflow.network import LOOPBACK
-    from asyncflow.store_server import connect_store, serve_store
+    from asyncflow.sealed_store import connect_store, serve_store
 
     try:
         store, port = serve_store(LOOPBACK, _TIMEOUT)

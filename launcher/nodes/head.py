@@ -1,6 +1,6 @@
 """Node 0's side of a run on several nodes: takes the other launchers in, gives orders, hears what happens there.
 
-Everything goes through the job store. `launcher.nodes.messages` has the messages, `launcher.nodes.wire` their proofs.
+Everything goes through the job store. `launcher.nodes.messages` has the messages and their proofs.
 Keys, where TOKEN names one launcher's try to join:
 
     launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
@@ -28,21 +28,25 @@ from asyncflow.service_threads import ServiceThreads
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
 from launcher.nodes.messages import (
     DumpStacks,
+    Envelope,
     FinishRun,
     FromNode,
     Hello,
     KillPart,
     Left,
+    Opener,
     Order,
     PartExited,
     Ping,
     Pong,
     Ready,
     Refuse,
+    Sealer,
     StartPart,
     StopAsked,
+    read_body,
+    read_envelope,
 )
-from launcher.nodes.wire import Envelope, Opener, Sealer, read_body, read_envelope
 from launcher.process.gang_hosts import GangHost
 from launcher.process.job_store import JobStoreClient
 from launcher.run.events import FAILED, USAGE, GangExited, NodeLost, StopRequested

@@ -20,7 +20,7 @@ from torch.distributed import DistError
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
 from asyncflow.run_files import STATUS_FILE
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from launcher.run.progress import Statuses

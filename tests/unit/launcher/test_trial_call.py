@@ -8,7 +8,7 @@ from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
 from launcher.checks.trial_call import try_functions, try_reward
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 SOURCE = """
 import time, pathlib
