@@ -291,9 +291,7 @@ class WeightReceiver:
     def _take_part(self, member: BroadcastMember) -> None:
         """Join every broadcast, over channels to the lead agent."""
         try:
-            for connection in connections(
-                self._credentials, self._lead, self._name, stop=self._closing, failed=self._note
-            ):
+            for connection in connections(self._credentials, self._lead, self._name, stop=self._closing):
                 try:
                     self._join_all(connection, member)
                 except TransportError as error:

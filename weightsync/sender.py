@@ -232,9 +232,7 @@ class WeightSender:
         return self._state.take_own_memory() or self._writer.target(private_memory(self._plan.region_bytes))
 
     def _run(self) -> None:
-        for connection in connections(
-            self._credentials, self._agent, self._name, stop=self._closing, failed=self._note
-        ):
+        for connection in connections(self._credentials, self._agent, self._name, stop=self._closing):
             self._connection = connection
             try:
                 self._work(connection)
@@ -244,9 +242,6 @@ class WeightSender:
             finally:
                 self._connection = None
                 self._unlink()
-
-    def _note(self, error: TransportError) -> None:
-        logger.debug("%s: %s", self._name, error)
 
     def _unlink(self) -> None:
         with self._changing() as state:

@@ -33,6 +33,7 @@ from workers.engines.model_files import (
     check_other_model_dir,
     check_trainable,
     read_model_config,
+    tensor_shapes,
 )
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
@@ -108,8 +109,6 @@ def count_parameters(model_dir: Path) -> int:
     Raises:
         ConfigError: a header cannot be read.
     """
-    from workers.engines.model_files import tensor_shapes
-
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
         shapes.update(tensor_shapes(file))

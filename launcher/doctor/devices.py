@@ -146,9 +146,8 @@ def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
             remedy = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
         elif group.backend != "gloo":
             remedy = f"{group.backend.upper()}_DEBUG=INFO asyncflow doctor; is the driver as new as {group.backend}?"
-        findings.append(
-            Finding.error(GROUPS, f"no group over {group.backend} on {group.where} ({group.error})", remedy)
-        )
+        text = f"no group over {group.backend} on {group.where} ({group.error})"
+        findings.append(Finding.error(GROUPS, text, remedy))
     if not findings:
         tried = ", ".join(f"{group.backend} on {group.where}" for group in facts)
         findings.append(Finding.ok(GROUPS, f"two ranks met and added up: {tried}"))

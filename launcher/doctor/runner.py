@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import click
 
@@ -157,9 +156,7 @@ class _Child:
     def __enter__(self) -> "_Child":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it and all that it started: gently, so that it may clean up, then at once.
 
         It is reaped last, so that its number stays its own. One that the kernel does not let go (a network file system
