@@ -169,16 +169,16 @@ class WeightSender:
         self._copies.wait()
         return time.monotonic() - began
 
-    def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until the agent has this rank's part of the last version.
 
         Raises:
-            WeightsLate: it did not take it in time, or had not when `stop` was set.
+            WeightsLate: it did not take it in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while (version := self._state.undelivered) is not None:
-                if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
+                if time.monotonic() >= deadline:
                     why = self._state.refused or f"{self._agent} did not take them"
                     raise WeightsLate(f"weights of {version}: not delivered within {timeout_s:g} s: {why}")
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))

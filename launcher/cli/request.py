@@ -212,22 +212,19 @@ class Request:
         return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
-        unsaved = unsaved_run(target, self._given_run_dir())
-        if unsaved is not None:
-            return self._accept_started_over(unsaved)
-        checkpoint = find_checkpoint(target, self._given_run_dir())
-        source, config = self._load(checkpoint.run_dir)
-        checked = check_run(config, num_nodes=self.place.count)
-        check_resume(checkpoint, config)
-        check_writable(checkpoint.run_dir)
-        return self._accepted(source, checkpoint.run_dir, checked, checkpoint)
-
-    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        given = self._given_run_dir()
+        unsaved = unsaved_run(target, given)
+        checkpoint = find_checkpoint(target, given) if unsaved is None else None
+        run_dir = unsaved if checkpoint is None else checkpoint.run_dir
+        assert run_dir is not None
         source, config = self._load(run_dir)
         checked = check_run(config, num_nodes=self.place.count)
-        check_not_running(run_dir)
+        if checkpoint is None:
+            check_not_running(run_dir)
+        else:
+            check_resume(checkpoint, config)
         check_writable(run_dir)
-        return replace(self._accepted(source, run_dir, checked), started_over=True)
+        return replace(self._accepted(source, run_dir, checked, checkpoint), started_over=checkpoint is None)
 
     def _accepted(
         self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None

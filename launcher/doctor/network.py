@@ -185,12 +185,12 @@ def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
     return [Finding.ok(BACKEND, f"{needs.backend} at {facts.server} answers")]
 
 
-def between_nodes(interfaces: Sequence[Interface], env: Mapping[str, str] = os.environ) -> str:
+def between_nodes(interfaces: Sequence[Interface]) -> str:
     """Return the interface that Gloo would take between nodes; empty: there is none.
 
     What GLOO_SOCKET_IFNAME names first, else the one that has the address of the host's name, else the first one up.
     """
-    named = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return _between(interfaces, named, _addresses_of(socket.gethostname())[0])
 
 

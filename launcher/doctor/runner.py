@@ -69,13 +69,12 @@ def print_report(order: Order, *, json: bool) -> bool:
     return failed(findings)
 
 
-def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = START_S) -> Iterator[Finding]:
+def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """Run checks; yields findings as they come.
 
     Args:
         order: what the user gave; its `checks` and `needs` are filled in here.
         checks: those of `order.registry`, in order.
-        start_s: deadline of the start (s).
 
     Raises:
         ConfigError: CONFIG or an option cannot be used.
@@ -85,7 +84,7 @@ def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = 
         with _Child(replace(order, checks=tuple(check.name for check in todo))) as child:
             known = order.needs is not None
             try:
-                first = child.answer(start_s)
+                first = child.answer(START_S)
             except _NoAnswer as what:
                 yield Finding.error(RESOLVE, str(what), _start_remedy(what))
                 if known:

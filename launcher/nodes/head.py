@@ -186,7 +186,7 @@ class NodeHead:
             with self._ordering:
                 self._orders.queue_push(orders_key(token), data)
 
-    def finish(self, code: int, line: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+    def finish(self, code: int, line: str) -> None:
         """End the run on all nodes: they kill what is left there, say `line` and exit with `code`; idempotent."""
         with self._changed:
             if self._finished:
@@ -197,7 +197,7 @@ class NodeHead:
             self.order(token, FinishRun(code, line))
         with self._changed:
             joined = [link for link in waiting.values() if link.heartbeat is not None]
-            self._changed.wait_for(lambda: all(link.is_gone for link in joined), timeout_s)
+            self._changed.wait_for(lambda: all(link.is_gone for link in joined), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the threads; idempotent."""
