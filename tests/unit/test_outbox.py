@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncflow.errors import LeaseFenced, UserCodeFailed
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.messages import LeaseGrant

@@ -21,7 +21,7 @@ import traceback
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
+from asyncflow.process import STOP_SIGNALS, die_with_parent
 from workers.calls.frames import (
     LENGTH_BYTES,
     Ask,

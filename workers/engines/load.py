@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncflow.host_memory import keep_freed_memory
+from asyncflow.process import keep_freed_memory
 from workers.config import RunConfig, SamplingConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
 from workers.rewards.config import RewardModelConfig

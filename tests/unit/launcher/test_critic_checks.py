@@ -7,7 +7,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import Preflight, check_run
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 
 def check(*settings: str, roles: str = "rollout:1,actor:1,critic:1,ref:1") -> Preflight:
