@@ -238,7 +238,7 @@ class RowTable:
     # Loss, removal
 
     def remove(self, number: int, *, may_return: bool = False) -> None:
-        """A row leaves before all tasks are done with it; `may_return`: if it is put anew, its leases are void there."""
+        """A row leaves before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
         row = self.rows.rows[number]
         for task in self.tasks.values():
             task.removed(number, row, may_return=may_return)
