@@ -40,7 +40,7 @@ def choose(spec: StepSpec, step: int, num_assigned: int, offers: Sequence[Offer]
     Args:
         spec: of the steps.
         step: number.
-        num_dealt: rows that it has already.
+        num_assigned: rows that it has already.
         offers: partitions of which rows are left, oldest first.
         full: rows of a full round.
 
