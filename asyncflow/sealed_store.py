@@ -112,7 +112,7 @@ class SealedStore:
         while True:
             old = self._store.get(self._prefix + key) if self.check([key]) else b""
             sum_ = number + (int(self._open(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
-            # The nonce tells our sum from the same one of somebody else's.
+            # The nonce tells our sum from an equal one of another process.
             new = self._seal(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
             if self._swap(key, old, new) == new:
                 return sum_

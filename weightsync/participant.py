@@ -110,7 +110,7 @@ class Participant:
                 region = self._cache.memory(layout)
                 with self._timeline.span("receive weights", version=transfer.version.step):
                     self._member.receive(transfer, region, timeout_s=self._timeout_s)
-            except WeightSyncError as error:  # bytes may still be under way to the region: it is not given back
+            except WeightSyncError as error:  # bytes may still be under way to the region: it is not released
                 logger.warning("%s: %s; taking it from its agent", self._name, error)
                 self._missed()
                 return False

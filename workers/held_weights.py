@@ -29,7 +29,7 @@ class HeldWeights:
         loaded: Callable[[Version], None] = lambda _: None,
     ) -> None:
         """Args:
-        receiver: has newer versions at hand; closed here.
+        receiver: has newer versions ready; closed here.
         load: has the engine take weights.
         loaded: is called after each swap.
         """
@@ -57,7 +57,7 @@ class HeldWeights:
         return newest is not None and self.version is not None and newest.lineage > self.version.lineage
 
     def load_newest(self, *, patience_s: float = 0.0) -> bool:
-        """Load what is at hand, if it is this engine's turn; returns whether it was."""
+        """Load the ready version, if it is this engine's turn; returns whether it was."""
 
         def load(weights: Mapping[str, Tensor]) -> None:
             with self._context.timeline.span("load weights"):

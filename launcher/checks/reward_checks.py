@@ -19,7 +19,7 @@ HEAD_WEIGHT = f"{SCORE_HEAD}.weight"
 
 
 def check_reward_role(config: RunConfig) -> None:
-    """Refuse a reward model that nobody computes with, and what cannot be with one.
+    """Refuse a reward model without a role that computes it, and settings that cannot be combined with one.
 
     Raises:
         ConfigError: the first thing that does not hold.

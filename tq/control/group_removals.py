@@ -54,7 +54,7 @@ class GroupRemovals:
         return (row.partition, row.group) in self._groups
 
     def begin(self, row: Row, cause: RemovalCause) -> None:
-        """Nobody gets anything of this row's group any more, and the units take it out."""
+        """No consumer gets rows of this row's group any more, and the units take it out."""
         if self.has(row):
             return
         table = self._book.rows
@@ -77,7 +77,7 @@ class GroupRemovals:
             self._book.out.append(RemoveGroup(table.by_unit(withheld), cause))
 
     def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
-        """Rows of dead-letter groups left the queue; `cause`: as whoever began it says."""
+        """Rows of dead-letter groups left the queue; `cause`: as the removal's originator named it."""
         table = self._book.rows
         removed: dict[int, list[int]] = {}
         for number in numbers:

@@ -76,11 +76,11 @@ class Losses:
 
     @property
     def undecided(self) -> bool:
-        """Whether somebody must decide on rows."""
+        """Whether rows wait for a decision."""
         return bool(self._undecided)
 
     def take_undecided(self) -> dict[int, bool]:
-        """Return lost row -> whether a reader waits for it, of those that nobody has decided on."""
+        """Return lost row -> whether a reader waits for it, of those that are not decided on."""
         undecided, self._undecided = self._undecided, {}
         return undecided
 

@@ -87,7 +87,7 @@ class Arrivals:
         self._book = book
         self._announced: dict[int, Row] = {}
         self._let_go: dict[int, Row] = {}
-        """Announced rows that another unit had, and let go of for them: lost if the announcement comes to nothing."""
+        """Announced rows that another unit had, and dropped for them: lost if the announcement comes to nothing."""
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -174,7 +174,7 @@ class Arrivals:
         return row is not None and row.unit.online
 
     def let_go(self, number: int, row: Row) -> None:
-        """Another unit returned with this row, which is announced by one that is up, and was told to let go of it."""
+        """Another unit returned with this row, which is announced by one that is up, and was told to drop it."""
         if number not in self._book.rows.rows:
             self._let_go[number] = row
 
@@ -316,7 +316,7 @@ class PutQueue:
             event = waiting.pop(first)
             try:
                 self._arrivals.check(event)
-            except PeerRefused as error:  # somebody else put these rows meanwhile
+            except PeerRefused as error:  # another producer put these rows meanwhile
                 self._book.out.append(Answer(first, error))
             else:
                 self._take(event, first)

@@ -37,7 +37,7 @@ News = list[tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared]
 class StateShell:
     """The state, its lock, the calls that wait, and those who are told: units, durable facts, admission.
 
-    Nobody calls another process while holding the lock.
+    No thread calls another process while holding the lock.
     """
 
     def __init__(

@@ -275,7 +275,7 @@ class ControlState:
         event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
         request: int,
     ) -> None:
-        """Somebody came or went."""
+        """A client or unit came or went."""
         match event:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
@@ -412,7 +412,7 @@ class ControlState:
             return
         self._recovery.rebuild()
         for event in self._recovery.deferred():
-            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as whoever told it finds out by itself
+            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as its sender finds out by itself
                 self._mark_done(event, promised=True)
 
     def _recover(self) -> None:

@@ -50,7 +50,7 @@ class GetColumns(Message):
 
 
 class ListRows(Message):
-    """Tell what is here: of `rows`, of `partition`, or of both; None: of all. -> `RowList`."""
+    """List the rows that are here: of `rows`, of `partition`, or of both; None: all. -> `RowList`."""
 
     rows: list[int] | None
     partition: int | None

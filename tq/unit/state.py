@@ -32,7 +32,7 @@ _PARTITIONS_REMEMBERED = 64
 
 
 class UnitState:
-    """What a unit holds."""
+    """The rows, columns and fences of one storage unit."""
 
     def __init__(self, *, retain: bool = False, lineage: int = 0) -> None:
         """Args:
@@ -352,7 +352,7 @@ class UnitState:
         self.books.add(block)
 
     def _sweep(self, rows: Iterable[int]) -> None:
-        """Let go of rows that every task is done with."""
+        """Free rows that every task is done with."""
         if not self._tasks:
             return
         for number in rows:

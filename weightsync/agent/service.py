@@ -119,7 +119,7 @@ class WeightAgent:
             )
 
     def close(self) -> None:
-        """Leave everybody; idempotent. What receivers have mapped stays readable."""
+        """Close all channels; idempotent. What receivers have mapped stays readable."""
         self.threads.close()
         self._closing.set()
         for peer in self._peers.values():
