@@ -61,7 +61,7 @@ class SealedStore:
         self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
     def put(self, key: str, value: bytes | str) -> None:
-        """Write, and return when the server has it: a reader that hears of it afterwards finds it.
+        """Write, and return when the server has it, so that a reader that is told of the key finds it.
 
         PyTorch's client sends a `set` and waits for no answer, so a call on another connection may overtake it.
         """

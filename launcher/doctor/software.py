@@ -97,7 +97,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """What is there.
+    """The packages that are installed.
 
     Attributes:
         job: its number; empty: this is no job.

@@ -1,4 +1,4 @@
-"""Who is connected to a controller: units and consumers, by channel, and when each consumer was last heard of. Pure."""
+"""Units and consumers that are connected to a controller, by channel, with the last sign of life of each. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

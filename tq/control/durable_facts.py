@@ -266,7 +266,7 @@ class Memory:
         return self._saving_losses.locked()
 
     def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
-        """Rows were lost, or tasks are done with some of them: before anybody hears of it.
+        """Write that rows were lost, or that tasks are done with some of them, before any process is told.
 
         Args:
             state: takes what was finished lately, and the parts of the losses that changed, of one moment (a lost row

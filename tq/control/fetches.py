@@ -189,7 +189,7 @@ class Fetches:
                 self.add(request, fetch)
 
     def publish(self, version: int) -> None:
-        """Newer weights exist: consumers that are held back by their old ones hear of it."""
+        """Newer weights exist: reply to consumers that are held back by their old ones."""
         self.newest_version = max(self.newest_version, version)
         self._published = True
         self._tell_steps()

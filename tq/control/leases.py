@@ -1,4 +1,4 @@
-"""Who has which rows of one task in hand: leases, void ones that wait for their fence, and spent ones. Pure.
+"""Leases of one task: live ones, void ones that wait for their fence, and spent ones. Pure.
 
 given --done--> spent (remembered, so that a repeated ack is recognized)
   '--void--> fencing --Fenced--> free to be given again

@@ -50,7 +50,7 @@ class Backpressure:
         return rows_fit and (not self.byte_limit or num_bytes + put.num_bytes <= self.byte_limit)
 
     def refusal(self, put: RowsCreated, *, num_rows: int, num_bytes: int, because: str) -> QueueFull:
-        """Return what a put is told that waited too long."""
+        """Return the reply to a put that waited too long."""
         full = []
         if self.row_limit and num_rows + len(put.rows) > self.row_limit:
             full.append(f"live rows {num_rows} of {self.row_limit}")
@@ -129,7 +129,7 @@ class Arrivals:
         return num_new
 
     def left_by(self, event: RowsCreated) -> list[UnitLife]:
-        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
+        """Return units that are away and whose rows are put elsewhere: their producer knows that the unit died.
 
         The put may have reached this controller and not another one, which then could never report the rows as lost.
         """
@@ -179,7 +179,7 @@ class Arrivals:
             self._let_go[number] = row
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
-        """Every controller has agreed to these rows. What was learnt since is told."""
+        """Every controller has agreed to these rows. The reply has what was learnt since."""
         accepted: Marks = {}
         done = self._done(event.commits)
         partitions = set()
@@ -198,7 +198,7 @@ class Arrivals:
         return RowsAccepted(accepted)
 
     def write(self, event: OutputsWritten) -> None:
-        """Who had a lost row in hand put its outputs where it is put again, before that is confirmed."""
+        """A holder of a lost row put its outputs where the row is put again, before that is confirmed."""
         mask, bit = self._book.rows.mask(event.columns), self._book.rows.bit(event.task)
         grown = event.num_bytes // max(1, len(event.rows))
         for k, number in enumerate(event.rows):

@@ -19,7 +19,7 @@ _GROUP_UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Recovering:
-    """Who was there when the earlier incarnation ended.
+    """Units and consumers that were there when the earlier incarnation ended.
 
     Attributes:
         units: storage units.
@@ -44,7 +44,7 @@ class Recovery:
         self._owners = set(expected.owners)
         self._holds: dict[str, list[Held]] = {}
         self._fences: dict[int, str] = {}
-        """Token -> unit that has not confirmed it; one that is away hears of it when it registers."""
+        """Token -> unit that has not confirmed it; one that is away is told when it registers."""
         self._collecting = True
         self._later: list[AckLost | Release] = []
 

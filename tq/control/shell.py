@@ -1,4 +1,4 @@
-"""Applies events to a controller's state, one after another. What follows is durable before anybody hears of it."""
+"""Applies events to a controller's state, one after another. Results are durable before any process is told."""
 
 import contextlib
 import threading
@@ -31,7 +31,7 @@ from tq.messages import RowRecords, UnitLoss
 from tq.timers import Timers
 
 News = list[tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared]
-"""What is told when the lock is released."""
+"""Messages that are sent when the lock is released."""
 
 
 class StateShell:
@@ -103,7 +103,7 @@ class StateShell:
     def send(self, news: News) -> None:
         """Tell clients, units and admission; the lock is not held."""
         with self.failing("durable facts"):
-            self._make_durable(news)  # before anybody hears of them
+            self._make_durable(news)  # before any process is told
         for one in news:
             match one:
                 case Lost() | GroupRemoved() if self.admission is not None:

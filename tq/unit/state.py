@@ -230,7 +230,7 @@ class UnitState:
         return dropped
 
     def remove_groups(self, rows: Iterable[int], cause: RemovalCause) -> dict[int, list[int]]:
-        """Forget rows as `remove` does, but remember why, for controllers that hear of it later."""
+        """Forget rows as `remove` does, but remember why, for controllers that ask later."""
         where = {number: self._rows[number].partition for number in rows if number in self._rows}
         for number, partition in where.items():
             self._partitions[partition].removed[number] = cause

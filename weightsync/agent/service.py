@@ -107,7 +107,7 @@ class WeightAgent:
         self._timer = self.threads.start(self._tick, name="weights-timer")
 
     def status(self) -> AgentStatus:
-        """Return what is there and who reads it."""
+        """Return the versions that are there and their readers."""
         with self._lock:
             return AgentStatus(
                 newest=self._state.newest,
