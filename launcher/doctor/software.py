@@ -97,7 +97,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """The packages that are installed.
+    """What this host knows of Slurm.
 
     Attributes:
         job: its number; empty: this is no job.
