@@ -1,7 +1,7 @@
 """The error tree. Every message says what is wrong, which value, what to do; the command prints it as one line.
 
 `ConfigError` and its children end the command with exit code 2 before anything is written; the others mean that a
-running job failed (exit code 1) unless somebody handles them.
+running job failed (exit code 1) unless they are handled.
 """
 
 from typing import ClassVar
@@ -14,7 +14,7 @@ class AsyncFlowError(Exception):
 
     Attributes:
         final: a process that starts again would raise it again, so a run ends with it.
-        deadline: a deadline passed while somebody was waited for, whose stacks are worth seeing.
+        deadline: a deadline passed while a process was waited for, whose stacks are worth seeing.
     """
 
     final: ClassVar[bool] = False
@@ -38,13 +38,13 @@ class SealBroken(TransportError):
 
 
 class DeadlineExceeded(TransportError):
-    """Somebody waited for somebody else for too long. Names both, what for, and how long (s)."""
+    """A process waited for another one for too long. Names both, what for, and how long (s)."""
 
     deadline = True
 
 
 class LeaseFenced(TransportError):
-    """A put or ack came from a former owner of the lease; the rows belong to somebody else now. Drop the work."""
+    """A put or ack came from a former owner of the lease; the rows have another owner now. Drop the work."""
 
 
 class PeerRefused(TransportError):
@@ -133,7 +133,7 @@ class LastSaveFailed(CheckpointError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message of somebody else's error on one line, as much of it as a message bears."""
+    """Return type and message of a foreign error on one line, cut to what a message bears."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001  `__str__` may be a user's code, too

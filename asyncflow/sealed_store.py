@@ -65,7 +65,7 @@ class SealedStore:
         self._store.set(self._prefix + key, self._seal(_VALUE, key, _bytes(value)))  # type: ignore[arg-type]  # the stub lacks bytes
 
     def put(self, key: str, value: bytes | str) -> None:
-        """Write, and return when the server has it: a reader that hears of it afterwards finds it.
+        """Write, and return when the server has it, so that a reader that is told of the key finds it.
 
         PyTorch's client sends a `set` and waits for no answer, so a call on another connection may overtake it.
         """
@@ -116,7 +116,7 @@ class SealedStore:
         while True:
             old = self._store.get(self._prefix + key) if self.check([key]) else b""
             sum_ = number + (int(self._open(_VALUE, key, old)[_NONCE_BYTES:]) if old else 0)
-            # The nonce tells our sum from the same one of somebody else's.
+            # The nonce tells our sum from an equal one of another process.
             new = self._seal(_VALUE, key, secrets.token_bytes(_NONCE_BYTES) + b"%d" % sum_)
             if self._swap(key, old, new) == new:
                 return sum_

@@ -71,7 +71,7 @@ class Timeline:
         return _OpenSpan(self, name, attributes)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered spans to the file."""
         with self._lock:
             self._write()
 

@@ -2,7 +2,7 @@
 
     cd examples && asyncflow-launch --set reward.function=custom_reward:score
 
-Called for every answer as it finishes, in a child process. Return a number (1 or more counts as correct in the
+Called for every response as it finishes, in a child process. Return a number (1 or more counts as correct in the
 metrics), a `workers.rewards.base.Score(reward, correct)`, or a dict with `score` and the reward's parts. An answer for
 which it raises or exceeds `reward.timeout_s` is left out of training.
 """

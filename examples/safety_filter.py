@@ -1,9 +1,9 @@
-"""A task of your own: reads every answer, writes how much it counts in the loss.
+"""A task of your own: reads every response, writes how much it counts in the loss.
 
     cd examples && asyncflow-launch safety_filter.yaml                                      # inside the actor
     cd examples && asyncflow-launch safety_filter.yaml --roles rollout:1,actor:1,safety:2   # two processes of its own
 
-Called for every answer with a `workers.tasks.row.TaskRow`: `prompt`, `response`, `answer` as text, `columns` with the
+Called for every response with a `workers.tasks.row.TaskRow`: `prompt`, `response`, `answer` as text, `columns` with the
 numbers among the task's inputs. What it returns is the answer's value in the task's output column; what it raises ends
 the run. Here a real one would ask a classifier.
 """

@@ -44,7 +44,7 @@ class ScheduleConfig(Settings):
     fill: Fill = Fill.IN_ORDER
     """`in_order`: a step trains the groups that were admitted for it. `first_ready`: those that are finished first: of
     later steps, too, and what is unfinished one step late; `max_staleness` still holds. Needs a `max_staleness` of 2 or
-    more to have later groups at hand."""
+    more to have later groups ready."""
 
     @property
     def staleness_bound(self) -> int:

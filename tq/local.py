@@ -274,7 +274,7 @@ class _Service:
         return process.pid if process is not None and process.poll() is None else 0
 
     def end(self) -> None:
-        """Ask it to leave."""
+        """Ask the process to end."""
         self._ending.set()
         process = self._process
         if process is not None:

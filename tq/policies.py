@@ -1,6 +1,6 @@
-"""Which ready rows make a lease, and how a round is shared. Small pure objects; a task names its policy.
+"""Which ready rows make a lease, and how a round is split among ranks. Small pure objects; a task names its policy.
 
-A *item* is the smallest thing handed out: one row, or, in a task with `whole_groups`, all rows of one group (so whole
+An *item* is the smallest thing handed out: one row, or, in a task with `whole_groups`, all rows of one group (so whole
 groups work with every policy and need none of their own). A policy sees the ready items in queue order, lazily: what
 it looks at is what it costs. Every pick takes the front item, so no item waits for ever.
 
@@ -59,7 +59,7 @@ class Policy(Protocol):
         """Choose items from the front of the queue; at least one when there is any. What is not returned stays."""
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Share what `pick` chose among ranks; one list per rank, possibly empty, every item once.
+        """Split what `pick` chose among ranks; one list per rank, possibly empty, every item once.
 
         Args:
             items: in queue order.
@@ -169,7 +169,7 @@ class TokenBalanced:
         return sorted(_fitting(seen[:1] + nearest, want))
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Share by the largest differencing method; see `balance.split_evenly`."""
+        """Split by the largest differencing method; see `balance.split_evenly`."""
         rank_slices = split_evenly([item.tokens for item in items], len(assigned), equal_counts=self.equal_counts)
         return _evened_out([[items[i] for i in rank_slice] for rank_slice in rank_slices], assigned)
 
@@ -198,7 +198,7 @@ class GroupAffinity:
         return Fifo().pick(ready, want)
 
     def assign(self, items: Sequence[Item], assigned: Sequence[int]) -> list[list[Item]]:
-        """Share whole groups; the ranks' tokens differ by the largest group at most, unless `sticky`."""
+        """Assign whole groups; the ranks' tokens differ by the largest group at most, unless `sticky`."""
         groups: dict[int, list[Item]] = {}
         for item in items:
             groups.setdefault(item.rows[0] // self.group_size, []).append(item)

@@ -30,7 +30,7 @@ class Timer:
     def cancel(self) -> None:
         """Do nothing at that time, unless it is being done just now. Idempotent.
 
-        What the callback refers to is let go of at once.
+        References to the callback are dropped at once.
         """
         self.callback = None
 

@@ -176,7 +176,7 @@ class Broadcaster:
                 raise WeightSyncError("trainer rank 0 did not say who takes part")
             return msgpack_decoder(Transfer).decode(self._keys.get(key))
         self._keys.set(key, msgspec.msgpack.encode(transfer))
-        self._keys.delete_key(self._key(self._number - 2))  # everybody has read that one: steps are collective
+        self._keys.delete_key(self._key(self._number - 2))  # all ranks have read that one: steps are collective
         return transfer
 
     def _key(self, number: int) -> str:
@@ -217,7 +217,7 @@ class Broadcaster:
 
 
 class BroadcastMember:
-    """One receiver's side."""
+    """One receiver in a broadcast."""
 
     def __init__(self, store: Store, name: str, device: torch.device) -> None:
         """Args:

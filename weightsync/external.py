@@ -66,7 +66,7 @@ class WeightFeed(WeightReceiver):
         self.close()
 
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:
-        """Wait until a version newer than `version` is at hand for `load`; False: the run is over, or `stop` is set.
+        """Wait until a version newer than `version` is ready for `load`; False: the run is over, or `stop` is set.
 
         Raises:
             WeightSyncError: there was none within `timeout_s`; says why.
@@ -123,7 +123,7 @@ def _is_over(run_dir: Path, job: Job) -> bool:
 
 
 def _store_answers(job: Job, timeout_s: float) -> bool:
-    """Whether somebody listens at the store's address. A client of the store would try for long, and print traces."""
+    """Whether a server listens at the store's address. A client of the store would try for long, and print traces."""
     try:
         socket.create_connection((job.store_host, job.store_port), timeout_s).close()
     except OSError:

@@ -260,7 +260,7 @@ class PeerHas(msgspec.Struct, tag=True):
 
 
 class PlanFetched(msgspec.Struct, tag=True):
-    """A plan (`TransferPlan.encode`)."""
+    """Reply to `FetchPlan`: the plan, as `TransferPlan.encode` makes it."""
 
     plan: bytes
 

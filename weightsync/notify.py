@@ -119,7 +119,7 @@ class Notifier:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until everybody was told, or did not answer in time; idempotent."""
+        """Wait until every engine was told, or did not answer in time; idempotent."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()

@@ -56,7 +56,7 @@ _TURN_TIMEOUT_S = 2.0
 
 
 class WeightReceiver:
-    """Keeps the newest version of the node's weight agent at hand, checked. One thread of the caller loads."""
+    """Keeps the newest version of the node's weight agent ready, checked. One thread of the caller loads."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class WeightReceiver:
             whole: the engine takes the whole model; False: its ranks share it.
             adopts: the engine computes with what `load` gives it, in place, until it has loaded the next version. That
                 is memory of this process then, of up to three versions; else the node's shared memory.
-            arrived: called, by a thread of the receiver, when a newer version is at hand.
+            arrived: called, by a thread of the receiver, when a newer version is ready.
             best_effort: the trainer does not wait for the memory that it reads: for a process outside of the run.
             takes_turns: it asks the agent before it swaps, since only so many may at the same time.
             wanted: passes other versions over; None: takes the newest.
@@ -129,7 +129,7 @@ class WeightReceiver:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that is checked and at hand, or was."""
+        """The newest version that is or was ready."""
         return self._cache.newest
 
     def load(
@@ -166,7 +166,7 @@ class WeightReceiver:
         self._cache.drop()
 
     def wait_for(self, step: int, *, timeout_s: float, lineage: int = 0, stop: threading.Event | None = None) -> bool:
-        """Wait until a version of `step` or later is at hand, or of a later lineage; False when `stop` was set first.
+        """Wait until a version of `step` or later is ready, or of a later lineage; False when `stop` was set first.
 
         Raises:
             WeightSyncError: not within `timeout_s`; says why.

@@ -50,7 +50,7 @@ class Staged:
 
 
 class SenderState:
-    """One rank's."""
+    """The state of one rank's sender."""
 
     def __init__(self) -> None:
         self.staged: Staged | None = None

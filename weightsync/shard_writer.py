@@ -41,7 +41,7 @@ def describe(shards: Iterable[Shard]) -> list[ShardSpec]:
 
 @dataclass(frozen=True)
 class Target:
-    """A region that one rank writes its share into.
+    """A region that one rank writes its part into.
 
     Attributes:
         region: of a whole version.
@@ -53,7 +53,7 @@ class Target:
 
 
 class ShardWriter:
-    """One rank's share of a plan."""
+    """One rank's part of a plan."""
 
     def __init__(self, plan: TransferPlan, rank: int) -> None:
         """Args:

@@ -49,7 +49,7 @@ class SlotOffer(msgspec.Struct, frozen=True):
 
 
 class SlotMemory:
-    """The agent's end."""
+    """Slots of shared memory, as their agent holds them."""
 
     def __init__(self, num_bytes: int) -> None:
         """Reserve `num_bytes`; pages come with their first use.

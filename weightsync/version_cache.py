@@ -49,7 +49,7 @@ class VersionCache:
         """Args:
         source: the agent's name, for errors.
         adopts: what was loaded stays in use until the next version was.
-        arrived: called when a newer version is at hand.
+        arrived: called when a newer version is ready.
         """
         self._arrived = arrived
         self._source = source
@@ -65,7 +65,7 @@ class VersionCache:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that ever was at hand."""
+        """The newest version that ever was ready."""
         return self._newest
 
     @property
@@ -90,7 +90,7 @@ class VersionCache:
         return taken
 
     def has_newer(self, version: Version | None) -> bool:
-        """Return whether a version newer than this one is at hand."""
+        """Return whether a version newer than this one is ready."""
         ready = self._ready
         return ready is not None and (version is None or ready.version > version)
 
@@ -111,7 +111,7 @@ class VersionCache:
         return ready.version
 
     def drop(self) -> None:
-        """Forget the version at hand if it was loaded, so that its memory can be used again."""
+        """Forget the ready version if it was loaded, so that its memory can be used again."""
         with self._changed:
             unused = self._forget_loaded()
         _release(unused)

@@ -146,7 +146,7 @@ class WorkerContext:
 
         Args:
             state: a few words, e.g. `generating`, `waiting for weights`.
-            detail: more, e.g. `64 answers`.
+            detail: more, e.g. `64 responses`.
             step, version: as before when None.
         """
         self.progress()

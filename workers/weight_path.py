@@ -66,7 +66,7 @@ def open_receiver(
     Args:
         needs: what the engine wants.
         adopts: the engine can compute with what it is given, in place; it does where the element types are the same.
-        arrived: called, by another thread, when a newer version is at hand.
+        arrived: called, by another thread, when a newer version is ready.
         purpose: of a receiver beside the one of this rank's main engine.
         wanted: passes other versions over; None: everything is wanted. Such a receiver takes part in no broadcast.
         guest: the trainer does not wait for the memory that it reads.

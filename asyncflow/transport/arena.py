@@ -52,7 +52,7 @@ class ArenaOffer(msgspec.Struct):
 
 
 class Arena:
-    """The sender's end. Thread-safe."""
+    """Shared memory that the sender writes payloads into. Thread-safe."""
 
     def __init__(self, num_bytes: int) -> None:
         """Reserve `num_bytes` of addresses; pages come with their first use.

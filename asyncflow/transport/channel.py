@@ -297,7 +297,7 @@ class GlooChannel(Channel):
         """Gloo has no end of one direction."""
 
     def _forget_shared(self) -> None:
-        """Nothing is shared."""
+        """Forget memory shared with the peer: this channel has none."""
 
     def _next_frame(self) -> Frame:
         try:

@@ -133,7 +133,7 @@ def ask_for_channel(
     Raises:
         DeadlineExceeded: no answer in time.
         PeerRefused: the server takes no further client.
-        TransportError: a stop, or somebody else answered.
+        TransportError: a stop, or another process answered.
     """
     ask = Ask(secrets.token_hex(8), client, secrets.token_bytes(_NONCE_BYTES))
     base = f"channel/{service}/{ask.channel_id}"

@@ -89,7 +89,7 @@ class Introductions:
         )
 
     def seal(self, message: Hello | Capability) -> bytes:
-        """Return what to send."""
+        """Return the sealed message to send."""
         body = msgspec.msgpack.encode(message)
         return self._own.of(type(message).__name__.encode(), body) + body
 

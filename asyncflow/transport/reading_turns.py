@@ -73,7 +73,7 @@ class ReadingTurns:
         self._ring()
 
     def unwatch(self) -> None:
-        """Such a reply came."""
+        """Stop waiting for a reply that came."""
         with self.lock:
             self._watched -= 1
 

@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass
 class _Server:
-    """One service: whoever arrives waits for those before."""
+    """One service with one queue: first come, first served."""
 
     free_at: float = 0.0
     busy_s: float = 0.0

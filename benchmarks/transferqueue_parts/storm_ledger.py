@@ -3,7 +3,7 @@
     producer    put     rows     before rows are put         put_done     it was confirmed, or they were there already
                 reput   rows     before lost rows are put again
     consumer    intent  rows     before an ack               confirmed    the queue confirmed it: this is THE ack
-                                                             fenced   the queue refused it: somebody else's now
+                                                             fenced   the queue refused it: another consumer has the row
                 seen    rows     with which token their score was written
                 corrupt rows     what came is not what was put
 
@@ -44,7 +44,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     task: str = ""
     token: int = 0
     at: float = 0.0
-    """Seconds on the host's monotonic clock; for whoever looks for the cause of a fault."""
+    """Seconds on the host's monotonic clock; to look for the cause of a fault."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ def read_ledger(path: Path) -> Iterator[Record]:
 
 
 def history(directory: Path, row: int) -> list[str]:
-    """Return what happened to a row, in order of time, for whoever looks for the cause of a fault."""
+    """Return what happened to a row, in order of time, to look for the cause of a fault."""
     found = [
         (record.at, f"{record.at:.3f} {path.stem}: {record.deed} {record.task} {record.token:x}")
         for path in directory.glob("*.ledger")

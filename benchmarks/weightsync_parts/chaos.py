@@ -1,8 +1,8 @@
 """kill -9 in the middle of a transfer: `chaos(...)` says after how many of them everybody went on.
 
 In turn a receiver, a trainer rank and the agent, each by the staged path and by broadcast, at a random moment after
-`publish` was ordered. What a supervisor does is done here: whoever died is started again, and the rest of its gang with
-it; a trainer's gang comes back as the next lineage and publishes the step that it restored.
+`publish` was ordered. What a supervisor does is done here: the dead process starts again, with the rest of its gang;
+a trainer's gang comes back as the next lineage and publishes the step that it restored.
 
 A kill is survived when, within the deadline after the restart,
     receiver    all receivers, the new one too, compute with the version that was being transferred

@@ -35,7 +35,7 @@ class Spans:
             self._spans.append(Span(name, start, time.monotonic(), threading.current_thread().name))
 
     def record_checksums(self, name: str) -> None:
-        """Record every bucket that this process takes a checksum of, whoever asks: sealing here, checking there."""
+        """Record every bucket that this process takes a checksum of, for sealing and for checking."""
         checksum = Region.checksum
 
         def recorded(region: Region, bucket: Bucket) -> int:

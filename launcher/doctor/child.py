@@ -80,7 +80,7 @@ CHECKS = (
 
 
 def main() -> None:
-    """Carry out the order."""
+    """Run the checks that the order on stdin names."""
     descriptor, parent = (int(argument) for argument in sys.argv[1:3])
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)

@@ -98,7 +98,7 @@ def try_devices(needs: Needs) -> AcceleratorFacts:
 
 
 def judge_devices(facts: AcceleratorFacts, needs: Needs) -> list[Finding]:
-    """Compare."""
+    """Compare the devices found with those that the run needs."""
     if facts.import_error:
         remedy = "python -c 'import torch' shows all of it; the README says which build fits which device"
         return [Finding.error(DEVICES, f"torch cannot be imported ({facts.import_error})", remedy)]

@@ -142,7 +142,7 @@ def judge_processes(facts: LimitFacts, needs: Needs) -> list[Finding]:
 
 
 def read_memory(needs: Needs) -> MemoryFacts:
-    """Read what there is."""
+    """Read total and free memory, and the limits on it."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -203,7 +203,7 @@ def judge_clock(facts: ClockFacts, needs: Needs) -> list[Finding]:
 def memory_allowance(
     *, cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Allowance | None:
-    """Return the tightest limit of memory, less what the page cache holds and would give back; None: there is none."""
+    """Return the tightest limit of memory, less what the page cache holds and would free; None: there is none."""
     found = []
     for group in _groups("memory", cgroup, root):
         limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")

@@ -51,7 +51,7 @@ class Finding:
 
     @staticmethod
     def ok(check: str, text: str) -> "Finding":
-        """All is well."""
+        """Return a finding without fault."""
         return Finding(check, Level.OK, text)
 
     @staticmethod

@@ -135,7 +135,7 @@ def read_ports(needs: Needs) -> PortFacts:
 
 
 def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
-    """Compare."""
+    """Compare the free ports with those that the run needs."""
     reserved = sum(max(0, min(last, facts.high) - max(first, facts.low) + 1) for first, last in facts.reserved)
     left = facts.high - facts.low + 1 - reserved - facts.used
     remedy = f"sysctl -w {_PORT_RANGE}='32768 60999'"
@@ -331,7 +331,7 @@ def _loopback_error() -> str:
 
 
 def _fixed_ports(needs: Needs) -> dict[int, str]:
-    """Return ports that somebody wants to have, not any free one."""
+    """Return the fixed ports of the run (not those where any free one will do)."""
     fixed = {_TORCHRUN_PORT: "torchrun between nodes"} if needs.num_nodes > 1 else {}
     address = needs.backend_address
     if address:

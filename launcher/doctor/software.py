@@ -97,7 +97,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """What is there.
+    """What this host knows of Slurm.
 
     Attributes:
         job: its number; empty: this is no job.
@@ -113,7 +113,7 @@ class SlurmFacts:
 
 
 def check_packages(needs: Needs) -> list[Finding]:
-    """Look and judge."""
+    """Read the installed packages and compare them with the requirements."""
     if importlib.util.find_spec("packaging") is None:
         text = "packaging is not installed, so versions cannot be compared"
         return [Finding.error(PACKAGES, text, "pip install -e . in AsyncFlow's clone, which brings all that it needs")]

@@ -18,7 +18,7 @@ from workers.tasks.dataflow import CONTROLLER, OBSERVERS, STORAGE, TRAINERS
 
 FOLLOWERS = TRAINERS | OBSERVERS | {CONTROLLER, STORAGE, "actor_fwd"}
 """What starts again with the trainer: it holds samples, columns or figures of steps that are no more. Rollouts are not
-among them: they let go of what they run, and take the new lineage's weights."""
+among them: they drop what they run, and take the new lineage's weights."""
 _QUEUE = frozenset({CONTROLLER, STORAGE})
 """With a critic in a role of its own, what the queue lost cannot be put again by itself: an answer that the critic has
 seen, and the actor has not, would come to the actor as another one."""
@@ -52,7 +52,7 @@ class Restart:
 
 
 class RestartBook:
-    """Counts failures."""
+    """Counts failures per gang and decides how much starts again."""
 
     def __init__(
         self,

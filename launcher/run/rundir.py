@@ -132,7 +132,7 @@ def create_run_dir(path: Path, config: "RunConfig", *, or_beside: bool = False) 
     same free directory the second is refused or, with `or_beside`, takes the next free number.
 
     Raises:
-        ConfigError: somebody else took it, or the file system refuses.
+        ConfigError: another launcher took it, or the file system refuses.
     """
     for candidate in _numbered(path):
         try:
@@ -177,7 +177,7 @@ def discard_run_dir(path: Path) -> None:
 
 @contextmanager
 def held_run_dir(path: Path) -> Iterator[None]:
-    """Keep other launchers out of a run's directory; the system lets go of it when this process ends, however it does.
+    """Keep other launchers out of a run's directory; the system releases it when this process ends, however it does.
 
     Raises:
         ConfigError: another launcher holds it.

@@ -90,7 +90,7 @@ class Prompts:
 
     Attributes:
         expected: group -> (epoch, prompt hash).
-        unknown: why nobody can say; "": `expected` has all groups of the ledger.
+        unknown: why it cannot be told; "": `expected` has all groups of the ledger.
     """
 
     expected: Mapping[int, tuple[int, str]]

@@ -49,7 +49,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Delete what this backend still keeps, as far as it answers, and let go of it. Idempotent."""
+        """Delete what this backend still keeps, as far as it answers, and disconnect. Idempotent."""
 
 
 class MemoryBackend:

@@ -9,7 +9,7 @@ from asyncflow.settings import Settings
 
 
 class BackendKind(StrEnum):
-    """Where values are."""
+    """Where storage units keep values."""
 
     MEMORY = "memory"
     REDIS = "redis"

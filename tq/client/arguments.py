@@ -1,4 +1,4 @@
-"""Checks what callers pass to a client: a wrong argument is a `ConfigError` before a service hears of it. Pure."""
+"""Checks what callers pass to a client: a wrong argument is a `ConfigError` before anything is sent. Pure."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence

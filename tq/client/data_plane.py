@@ -131,7 +131,7 @@ class DataPlane:
         self._session.held.done(grant, rows)
 
     def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
-        """Return rows of a lease to the queue, even if the controller only hears of it when it is back.
+        """Return rows of a lease to the queue; a controller that is away learns of it when it is back.
 
         Raises:
             TransportError: the controller did not answer within `request_timeout_s`. A trainer's lease (`keeps_leases`)

@@ -349,7 +349,7 @@ class QueueClient:
         self._session.tell_controllers(message)
 
     def release_checkpointed(self, step: int) -> None:
-        """A durable checkpoint covers partitions up to and including `step`: units let go of their retained rows.
+        """A durable checkpoint covers partitions up to and including `step`: units free their retained rows.
 
         The call does not wait for a unit that is away: the next one covers the same partitions, and more. It waits for
         controllers: they write down which rows are finished before units forget that.

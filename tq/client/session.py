@@ -243,7 +243,7 @@ class QueueSession:
                     self._reserved = max(last + 1, reserve_rows(store, last + _ROW_BLOCK))
 
     def close(self) -> None:
-        """Say goodbye everywhere. Idempotent."""
+        """Close all channels; idempotent."""
         self._links.close()
         self.beats.close()
 

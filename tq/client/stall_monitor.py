@@ -1,6 +1,6 @@
 """Watches how long a consumer waits for rows: logs it, and gives up when no producer of them is left.
 
-Pure but for the log: it is told every answer, and its clock is passed in.
+Pure but for the log: it gets every reply, and its clock is passed in.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""The control plane: who gets which row next. Pure state (`state`) in one shell (`controller`)."""
+"""The control plane: which consumer gets which rows. Pure state (`state`) in one shell (`controller`)."""

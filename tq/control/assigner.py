@@ -63,7 +63,7 @@ class RoundAssigner:
 
     A step is a partition, unless the task's steps take rows of several ones (`TaskSpec.steps`). A round has rows of one
     partition. It is chosen once; all ranks get the same, however often they ask. After a restart of the controller the
-    ranks say what they hold: with which step and round it came, and how large that round was. Shares that nobody holds
+    ranks say what they hold: with which step and round it came, and how large that round was. Slices that no rank holds
     are assigned again before anything new is.
     """
 

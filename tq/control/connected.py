@@ -1,4 +1,4 @@
-"""Who is connected to a controller: units and consumers, by channel, and when each consumer was last heard of. Pure."""
+"""Units and consumers that are connected to a controller, by channel, with the last sign of life of each. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Sessions:
                 unit.last_heard = now
 
     def silent_units(self, now: float, timeout_s: float) -> list[tuple[str, int]]:
-        """Return (unit, session) of those that were not heard of for `timeout_s`, while somebody looked."""
+        """Return (unit, session) of those that were silent for `timeout_s`, while this process ran."""
         _excuse(self._units.values(), self._units_looked_at, now, timeout_s)
         self._units_looked_at = now
         return [(name, unit.session) for name, unit in self._units.items() if now - unit.last_heard > timeout_s]
@@ -83,7 +83,7 @@ class Sessions:
         return owners, units
 
     def silent(self, now: float, timeout_s: float) -> list[str]:
-        """Return, and forget, the owners that were not heard of for `timeout_s`, while somebody looked."""
+        """Return, and forget, the owners that were silent for `timeout_s`, while this process ran."""
         _excuse(self._owners.values(), self._owners_looked_at, now, timeout_s)
         self._owners_looked_at = now
         owners = [name for name, owner in self._owners.items() if now - owner.last_heard > timeout_s]
@@ -102,7 +102,7 @@ class Sessions:
 
 
 def _excuse(those: Iterable[_Owner | _Unit], looked_at: float, now: float, timeout_s: float) -> None:
-    """Take the time for which this process stood still off everybody's silence."""
+    """Subtract the time for which this process stood still from every peer's silence."""
     for one in those:
         one.last_heard = excused(one.last_heard, looked_at=looked_at, now=now, longest_s=timeout_s / _LOOKS_PER_TIMEOUT)
 
@@ -126,7 +126,7 @@ class UnitGraces:
         self._breaks = 0
 
     def begin(self, unit: str) -> None:
-        """A unit's channel ended."""
+        """A unit's channel ended: its grace begins."""
         self.end(unit)
         self._breaks += 1
         self._running[unit] = (
@@ -135,7 +135,7 @@ class UnitGraces:
         )
 
     def end(self, unit: str) -> None:
-        """The unit is back."""
+        """The unit is back: its grace is over."""
         _, timer = self._running.pop(unit, (0, None))
         if timer is not None:
             timer.cancel()

@@ -176,7 +176,7 @@ class ControllerService:
         self._shell.start_admission()
 
     def stop(self) -> None:
-        """Answer everybody's fetches with `NoRows(stop)` from now on.
+        """Reply to every fetch with `NoRows(stop)` from now on.
 
         Who left because of the stop while this controller was away never joins; a trainer saves after its answer only.
         """

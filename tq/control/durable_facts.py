@@ -262,11 +262,11 @@ class Memory:
 
     @property
     def remembering_losses(self) -> bool:
-        """Whether somebody is just writing them: what is in there is not durable yet."""
+        """Whether a thread is writing them: what is in there is not durable yet."""
         return self._saving_losses.locked()
 
     def remember_losses(self, state: Callable[[], tuple[Finished, dict[int, list[RowRecords]]] | None]) -> None:
-        """Rows were lost, or tasks are done with some of them: before anybody hears of it.
+        """Write that rows were lost, or that tasks are done with some of them, before any process is told.
 
         Args:
             state: takes what was finished lately, and the parts of the losses that changed, of one moment (a lost row
@@ -284,7 +284,7 @@ class Memory:
 
         Args:
             partition: which one.
-            state: returns the rows that it lacks now; somebody else may have saved later ones than caused this call.
+            state: returns the rows that it lacks now; another thread may have saved later ones than caused this call.
         """
         with self._saving_removed:
             self._save_removed(partition, state(partition).parts())

@@ -32,7 +32,7 @@ class ParkedFetches:
         self._counts: dict[str, int] = {}
 
     def add(self, request: int, fetch: Fetch) -> None:
-        """A fetch waits."""
+        """Park a fetch."""
         self._all[request] = fetch
         if isinstance(fetch, FetchRound):
             self._rounds.setdefault((fetch.task, fetch.partition), {})[request] = fetch
@@ -116,7 +116,7 @@ class Fetches:
         self._lineage = lineage
         self._published = published or lineage == 0
         self.closed = False
-        """Everybody is parked: the controller is recovering."""
+        """All fetches are parked: the controller is recovering."""
         self.stopped = False
         self.drained = False
         """The queue was closed for writing, and all rows that will ever be are known."""
@@ -158,7 +158,7 @@ class Fetches:
             self._try(request, fetch)
 
     def open(self) -> None:
-        """The controller has recovered: everybody is served."""
+        """The controller has recovered: parked fetches are served."""
         self.closed = False
         for request in self.parked.all():
             fetch = self.parked.pop(request)
@@ -189,7 +189,7 @@ class Fetches:
                 self.add(request, fetch)
 
     def publish(self, version: int) -> None:
-        """Newer weights exist: consumers that are held back by their old ones hear of it."""
+        """Newer weights exist: reply to consumers that are held back by their old ones."""
         self.newest_version = max(self.newest_version, version)
         self._published = True
         self._tell_steps()
@@ -249,7 +249,7 @@ class Fetches:
             return False
         try:
             reply = self._round(fetch) if isinstance(fetch, FetchRound) else self._rows(fetch)
-        except PeerRefused as error:  # the task's policy is broken; whoever caused this event is not to blame
+        except PeerRefused as error:  # the task's policy is broken; the sender of this event is not to blame
             self.parked.pop(request)
             self._book.out.append(Answer(request, error))
             return True

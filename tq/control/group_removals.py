@@ -55,7 +55,7 @@ class GroupRemovals:
         return (row.partition, row.group) in self._groups
 
     def begin(self, row: Row, cause: RemovalCause) -> None:
-        """Nobody gets anything of this row's group any more, and the units take it out."""
+        """No consumer gets rows of this row's group any more, and the units take it out."""
         if self.has(row):
             return
         table = self._book.rows
@@ -78,7 +78,7 @@ class GroupRemovals:
             self._book.out.append(RemoveGroup(table.by_unit(withheld), cause))
 
     def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
-        """Rows of dead-letter groups left the queue; `cause`: as whoever began it says.
+        """Rows of dead-letter groups left the queue; `cause`: as the removal's originator named it.
 
         If that was another controller, lost rows of these groups leave here now: no unit will report them.
         """

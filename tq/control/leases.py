@@ -1,4 +1,4 @@
-"""Who has which rows of one task in hand: leases, void ones that wait for their fence, and spent ones. Pure.
+"""Leases of one task: live ones, void ones that wait for their fence, and spent ones. Pure.
 
 given --done--> spent (remembered, so that a repeated ack is recognized)
   '--void--> fencing --Fenced--> free to be given again
@@ -14,14 +14,14 @@ _SPENT_REMEMBERED = 16384
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """Rows in somebody's hands.
+    """Rows in a consumer's hands.
 
     Attributes:
         token: names it.
         partition: of its rows.
         granted: all its rows but those that were released.
         rows: of those, the ones that are not done.
-        readers: consumers that hold it; none yet: a round's slice that nobody came for.
+        readers: consumers that hold it; none yet: a round's slice that no rank asked for.
     """
 
     token: int
@@ -45,7 +45,7 @@ class Fencing:
 
 
 class Leases:
-    """Of one task."""
+    """The leases of one task."""
 
     def __init__(self) -> None:
         self.by_token: dict[int, LeaseRecord] = {}
@@ -60,7 +60,7 @@ class Leases:
         self._spent: dict[int, frozenset[int]] = {}
 
     def give(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
-        """Rows are in a lease from now on; "" : nobody came for it yet."""
+        """Rows are in a lease from now on; "": no consumer asked for it yet."""
         lease = self.by_token[token] = LeaseRecord(token, partition, set(rows), set(rows))
         for row in lease.rows:
             assert row not in self.holders, "a row is in one lease at a time"
@@ -107,7 +107,7 @@ class Leases:
             yield from self.by_token[token].rows
 
     def leave(self, owner: str) -> list[LeaseRecord]:
-        """A consumer is gone; returns the leases that nobody holds any more."""
+        """A consumer is gone; returns the leases without a holder."""
         ended = []
         for token in sorted(self._owned.pop(owner, ())):
             lease = self.by_token[token]
@@ -128,7 +128,7 @@ class Leases:
         return token in self.by_token or token in self._spent
 
     def owe_fence(self, rows: Iterable[int]) -> None:
-        """Rows of void leases are lost: nobody gets them before a fence holds where they are put again."""
+        """Rows of void leases are lost: they are not leased before a fence holds where they are put again."""
         self.fencing.update(dict.fromkeys(rows, 0))
 
     def fence(self, token: int, fencing: Fencing) -> None:

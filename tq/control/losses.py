@@ -1,4 +1,4 @@
-"""Rows whose unit is gone: which must be put again, who is told, and what of it must be made durable. Pure.
+"""Rows whose unit is gone: which must be put again, which clients are told, what must be made durable. Pure.
 
 lose 5, 9000      undecided: 5, 9000     changed: parts 0, 2
 report 5          watchers are told of 5, under a sequence number
@@ -72,15 +72,15 @@ class Losses:
         if number in self._noted.get(_part(number), ()):
             self._changed.add(_part(number))
 
-    # Who is told
+    # Clients that are told
 
     @property
     def undecided(self) -> bool:
-        """Whether somebody must decide on rows."""
+        """Whether rows wait for a decision."""
         return bool(self._undecided)
 
     def take_undecided(self) -> dict[int, bool]:
-        """Return lost row -> whether a reader waits for it, of those that nobody has decided on."""
+        """Return lost row -> whether a reader waits for it, of those that are not decided on."""
         undecided, self._undecided = self._undecided, {}
         return undecided
 

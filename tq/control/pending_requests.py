@@ -62,7 +62,7 @@ class PendingRequests:
         return None if kept is None else kept.let_go()
 
     def drop(self, session: int) -> list[int]:
-        """A channel ended: nobody waits for its answers, and kept calls would keep it alive. Returns the requests."""
+        """A channel ended: its calls need no reply, and would keep it alive. Returns the requests."""
         requests = [number for number, kept in self._kept.items() if kept.call.session.number == session]
         for number in requests:
             self.take(number)

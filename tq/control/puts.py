@@ -50,7 +50,7 @@ class Backpressure:
         return rows_fit and (not self.byte_limit or num_bytes + put.num_bytes <= self.byte_limit)
 
     def refusal(self, put: RowsCreated, *, num_rows: int, num_bytes: int, because: str) -> QueueFull:
-        """Return what a put is told that waited too long."""
+        """Return the reply to a put that waited too long."""
         full = []
         if self.row_limit and num_rows + len(put.rows) > self.row_limit:
             full.append(f"live rows {num_rows} of {self.row_limit}")
@@ -87,7 +87,7 @@ class Arrivals:
         self._book = book
         self._announced: dict[int, Row] = {}
         self._let_go: dict[int, Row] = {}
-        """Announced rows that another unit had, and let go of for them: lost if the announcement comes to nothing."""
+        """Announced rows that another unit had, and dropped for them: lost if the announcement comes to nothing."""
 
     def __len__(self) -> int:
         return len(self._announced)
@@ -129,7 +129,7 @@ class Arrivals:
         return num_new
 
     def left_by(self, event: RowsCreated) -> list[UnitLife]:
-        """Return units that are away and whose rows somebody puts elsewhere: who put them there knows that it died.
+        """Return units that are away and whose rows are put elsewhere: their producer knows that the unit died.
 
         The put may have reached this controller and not another one, which then could never report the rows as lost.
         """
@@ -174,12 +174,12 @@ class Arrivals:
         return row is not None and row.unit.online
 
     def let_go(self, number: int, row: Row) -> None:
-        """Another unit returned with this row, which is announced by one that is up, and was told to let go of it."""
+        """Another unit returned with this row, which is announced by one that is up, and was told to drop it."""
         if number not in self._book.rows.rows:
             self._let_go[number] = row
 
     def confirm(self, event: RowsConfirmed) -> RowsAccepted:
-        """Every controller has agreed to these rows. What was learnt since is told."""
+        """Every controller has agreed to these rows. The reply has what was learnt since."""
         accepted: Marks = {}
         done = self._done(event.commits)
         partitions = set()
@@ -198,7 +198,7 @@ class Arrivals:
         return RowsAccepted(accepted)
 
     def write(self, event: OutputsWritten) -> None:
-        """Who had a lost row in hand put its outputs where it is put again, before that is confirmed."""
+        """A holder of a lost row put its outputs where the row is put again, before that is confirmed."""
         mask, bit = self._book.rows.mask(event.columns), self._book.rows.bit(event.task)
         grown = event.num_bytes // max(1, len(event.rows))
         for k, number in enumerate(event.rows):
@@ -316,7 +316,7 @@ class PutQueue:
             event = waiting.pop(first)
             try:
                 self._arrivals.check(event)
-            except PeerRefused as error:  # somebody else put these rows meanwhile
+            except PeerRefused as error:  # another producer put these rows meanwhile
                 self._book.out.append(Answer(first, error))
             else:
                 self._take(event, first)

@@ -19,7 +19,7 @@ _GROUP_UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Recovering:
-    """Who was there when the earlier incarnation ended.
+    """Units and consumers that were there when the earlier incarnation ended.
 
     Attributes:
         units: storage units.
@@ -44,13 +44,13 @@ class Recovery:
         self._owners = set(expected.owners)
         self._holds: dict[str, list[Held]] = {}
         self._fences: dict[int, str] = {}
-        """Token -> unit that has not confirmed it; one that is away hears of it when it registers."""
+        """Token -> unit that has not confirmed it; one that is away is told when it registers."""
         self._collecting = True
         self._later: list[AckLost | Release] = []
 
     @property
     def collected(self) -> bool:
-        """Whether everybody is back."""
+        """Whether all known peers are back."""
         return not self._units and not self._owners
 
     @property
@@ -70,7 +70,7 @@ class Recovery:
 
     @property
     def waiting_for(self) -> str:
-        """For a person."""
+        """Return, for a message, the peers that are waited for."""
         if self._collecting:
             return " ".join(sorted(self._units | self._owners))
         return f"fences at {' '.join(sorted(self._fencing))}"
@@ -119,12 +119,12 @@ class Recovery:
         return bool(self._holds.get(owner))
 
     def cleared(self, partition: int) -> None:
-        """Nobody holds rows of a partition any more."""
+        """A partition is cleared: no consumer holds its rows any more."""
         for owner, holds in self._holds.items():
             self._holds[owner] = [one for one in holds if one.partition != partition]
 
     def rebuild(self) -> None:
-        """Nobody else is waited for: restore leases and rounds, and fence all other ones."""
+        """No further peer is waited for: restore leases and rounds, and fence all other leases."""
         self._collecting = False
         for name, task in self._book.tasks.items():
             held = [(owner, one) for owner, holds in self._holds.items() for one in holds if one.task == name]
@@ -146,7 +146,7 @@ class Recovery:
         return {unit for unit in self._fences.values() if unit in units and units[unit].online}
 
     def _restore(self, task: TaskState, held: list[tuple[str, Held]]) -> None:
-        """Give rows to whoever has the newest token for them."""
+        """Give rows to the consumer with the newest token for them."""
         newest: dict[int, int] = {}
         for _, one in held:
             if task.spec.keeps_leases:

@@ -60,7 +60,7 @@ class Rounds:
     """Of one step.
 
     Attributes:
-        num_ranks: who share them; 0: nobody asked yet.
+        num_ranks: among how many they are split; 0: no rank asked yet.
         assigned: per rank, the tokens of its slices of the rounds that were formed here.
         formed: in order.
     """

@@ -50,7 +50,7 @@ class RowSet:
         self._chunks[chunk] = self._chunks.get(chunk, 0) | 1 << row % _BITS
 
     def discard(self, row: int) -> None:
-        """Let go of one row, if it is in here."""
+        """Remove one row, if it is in here."""
         bits = self._chunks.get(row // _BITS, 0) & ~(1 << row % _BITS)
         if bits:
             self._chunks[row // _BITS] = bits

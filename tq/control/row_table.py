@@ -185,7 +185,7 @@ class RowTable:
             promised: the consumer was told that it counts, so it does, also when the rows turn out to be at a unit.
 
         Raises:
-            LeaseFenced: somebody else has the rows; nothing changed.
+            LeaseFenced: another consumer has the rows; nothing changed.
             PeerRefused: the rows are not lost; nothing changed.
         """
         open_rows = self._under_lease(event)
@@ -259,7 +259,7 @@ class RowTable:
         self.out.append(Cleared(partition))
 
     def lose(self, unit: UnitLife) -> None:
-        """A unit is gone with its rows; whoever waits for a slice with some of them is looked at again."""
+        """A unit is gone with its rows; ranks that wait for a slice with some of them are looked at again."""
         unit.online, unit.lost = False, True
         self.rows.dead_units.append(unit)
         if self.rows.units.get(unit.name) is unit:
@@ -274,7 +274,7 @@ class RowTable:
             self._moved(number)
 
     def misplace(self, numbers: Sequence[int]) -> None:
-        """A unit let go of rows that are elsewhere, as another controller says: where that is will be told, or not."""
+        """A unit dropped rows that another controller says are elsewhere; a notice of where may follow."""
         for number in numbers:
             row = self.rows.rows[number]
             self.rows.move(row, self._lost_unit(), row.num_bytes)
@@ -296,7 +296,7 @@ class RowTable:
             self._moved(number)
 
     def needed(self) -> Iterator[int]:
-        """Take the rows that were lost lately and that somebody must put again.
+        """Take the rows that were lost lately and must be put again.
 
         A row is not needed when the only tasks left are trainers that have it in hand.
         """
@@ -369,7 +369,7 @@ class RowTable:
         return task is None or lease is None or not task.spec.keeps_leases or not lease.readers
 
     def _moved(self, number: int) -> None:
-        """Where a row is changed: tasks may be given it, or not, and somebody may wait for a slice with it."""
+        """Where a row is changed: tasks may be given it, or not, and a rank may wait for a slice with it."""
         self.refresh(number)
         for task in self.tasks.values():
             if number in task.leases.holders:

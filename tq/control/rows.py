@@ -19,7 +19,7 @@ class RowState(enum.IntEnum):
     """Where a row is in its life, as this controller knows it."""
 
     UNKNOWN = 0
-    """Not in the table: nobody told of it yet, or it left."""
+    """Not in the table: not announced yet, or removed."""
     ANNOUNCED = 1
     """At a unit, but not every controller has agreed to it."""
     STORED = 2
@@ -29,7 +29,7 @@ class RowState(enum.IntEnum):
     LOST = 4
     """It went with its unit. Which tasks are done with it is still known."""
     WITHHELD = 5
-    """Its group leaves: nobody is given it, and its unit is told to take it out."""
+    """Its group leaves: no task is given it, and its unit is told to take it out."""
     REMOVED = 6
     """It left with its group (dead letter, filtered), or its partition was cleared, or its put was taken back."""
     FINISHED = 7
@@ -170,7 +170,7 @@ class PartitionRows:
         removed: rows that it will never have (dead letter without a replacement), unless they are put again.
         num_live: rows in the table.
         num_finished: rows that all tasks are done with.
-        finished: those rows; whoever put them may never have heard so, and put them again.
+        finished: those rows; a producer that never learnt so may put them again.
         nameless: of those, rows whose group is not known (from before this controller's start).
         numbers: its rows, in order of arrival, among them some that are gone.
     """
@@ -213,7 +213,7 @@ class Rows:
         self.dead_units: list[UnitLife] = []
         self.partitions: dict[int, PartitionRows] = {}
         self.newly_finished: dict[int, RowSet] = {}
-        """Partition -> rows that were finished since somebody took them from here."""
+        """Partition -> rows that were finished since they were last taken from here."""
         self.num_bytes = 0
         self._columns: dict[str, int] = {}
 
@@ -324,7 +324,7 @@ class Rows:
         return row
 
     def grow(self, row: Row, num_bytes: int) -> None:
-        """A row got larger."""
+        """Count the bytes of a row that got larger."""
         row.num_bytes += num_bytes
         row.unit.num_bytes += num_bytes
         self.num_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""Applies events to a controller's state, one after another. What follows is durable before anybody hears of it."""
+"""Applies events to a controller's state, one after another. Results are durable before any process is told."""
 
 import contextlib
 import threading
@@ -32,13 +32,13 @@ from tq.timers import Timers
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
 News = list[NewsItem]
-"""What is told when the lock is released."""
+"""Messages that are sent when the lock is released."""
 
 
 class StateShell:
     """The state, its lock, the calls that wait, and those who are told: units, durable facts, admission.
 
-    Nobody calls another process while holding the lock.
+    No thread calls another process while holding the lock.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StateShell:
     def send(self, news: News) -> None:
         """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers."""
         with self.failing("durable facts"):
-            self._make_durable(news)  # before anybody hears of them
+            self._make_durable(news)  # before any process is told
         for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
             match one:
                 case Lost() | GroupRemoved() if self.admission is not None:

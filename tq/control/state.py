@@ -199,11 +199,11 @@ class ControlState:
         return {part: self._registry.lost_records(rows) for part, rows in self._book.losses.take().items()}
 
     def losses(self) -> list[UnitLoss]:
-        """Return what went with units, by their lives: what the lead is told (`TellLost`)."""
+        """Return the rows that went with units, by life of the unit: the contents of `TellLost`."""
         return self._registry.losses()
 
     def stats(self, admitted_groups: int = 0) -> QueueStats:
-        """Count rows per task; who is connected, and times, are the caller's to add."""
+        """Count rows per task; the caller adds connections and times."""
         return count_rows(self._book, self._fetches, self._backpressure, admitted_groups, self.units())
 
     def _apply(self, event: Event, request: int) -> None:
@@ -275,7 +275,7 @@ class ControlState:
         event: RegisterUnit | Join | OwnerGone | OwnerWrites | UnitGone | UnitLost | RecoveryDeadline,
         request: int,
     ) -> None:
-        """Somebody came or went."""
+        """A client or unit came or went."""
         match event:
             case RegisterUnit():
                 self._puts.cancel(event.unit)
@@ -412,7 +412,7 @@ class ControlState:
             return
         self._recovery.rebuild()
         for event in self._recovery.deferred():
-            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as whoever told it finds out by itself
+            with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as its sender finds out by itself
                 self._mark_done(event, promised=True)
 
     def _recover(self) -> None:

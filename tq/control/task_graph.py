@@ -1,4 +1,4 @@
-"""Who reads and writes which columns: as declared, and as tasks were seen to write. Pure."""
+"""Which tasks read and write which columns: as declared, and as they were seen to write. Pure."""
 
 from collections.abc import Iterable, Sequence
 

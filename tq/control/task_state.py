@@ -4,7 +4,7 @@ waiting --inputs written, row stored--> ready --granted--> leased --outputs writ
    ^                                                          |
    '--------fence confirmed---------- fencing <--owner died or released'
 
-`refresh` is the only judge of whether a row is ready; everything that could change its verdict ends by calling it.
+`refresh` is the only judge of whether a row is ready; everything that could change that ends by calling it.
 `TASK_TRANSITIONS` has all of it.
 """
 
@@ -151,7 +151,7 @@ class TaskState:
         self.changed.add(partition)
 
     def done(self, number: int, row: Row) -> None:
-        """The task is done with a row, whoever had it; its bit in `left` was just cleared."""
+        """The task is done with a row, in whichever hands it was; its bit in `left` was just cleared."""
         part = self.partition(row.partition)
         if row.queued & self.bit:
             part.queue.withdraw(number, row)
@@ -229,7 +229,7 @@ class TaskState:
             self.changed.add(number)
 
     def clear(self, number: int) -> None:
-        """Forget a partition that has no rows any more; whoever asks for its rounds hears that it is over."""
+        """Forget a partition that has no rows any more; a rank that asks for its rounds is told that it is over."""
         self.partitions.pop(number, None)
         self._finished.discard(number)
         self._cleared.add(number)
@@ -247,7 +247,7 @@ class TaskState:
         return part is not None and size is not None and part.num_done + part.num_held >= size
 
     def num_unassigned(self, number: int) -> int:
-        """Return how many rows of a partition nobody has or had in hand."""
+        """Return how many rows of a partition were never leased."""
         part, size = self.partitions.get(number), self._size(number) or 0
         if part is None:
             return 0
@@ -285,7 +285,7 @@ class TaskState:
         return None
 
     def lease(self, token: int, partition: int, rows: Iterable[int], reader: str = "") -> None:
-        """Rows that were taken are in a consumer's hands; "": nobody came for them yet."""
+        """Rows that were taken are in a consumer's hands; "": no consumer asked for them yet."""
         rows = tuple(rows)
         self.leases.give(token, partition, rows, reader)
         self.partition(partition).num_held += len(rows)

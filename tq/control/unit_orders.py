@@ -132,7 +132,7 @@ class UnitBacklog:
             try:
                 if reachable:
                     self._tell_once(entry)
-            except (PeerRefused, LeaseFenced) as error:  # it is up, but cannot confirm yet: nobody may rely on it
+            except (PeerRefused, LeaseFenced) as error:  # it is up, but cannot confirm yet, so it does not count
                 logger.warning("%s is told %s again: %s", self._unit, type(entry.message).__name__, error)
                 self._again = True
                 continue
@@ -182,7 +182,7 @@ class UnitOrders:
         fenced: Callable[[Fenced], None],
         threads: ServiceThreads,
     ) -> None:
-        """Tell nobody anything yet.
+        """Send nothing to any unit yet.
 
         Args:
             credentials: store and secret.

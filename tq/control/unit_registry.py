@@ -114,7 +114,7 @@ class UnitRegistry:
             task.finished_before(partition, len(new))
 
     def _finish(self, number: int, *, here: bool) -> None:
-        """All tasks were done with a row; if another unit has it again since, that one is told (`here` False)."""
+        """All tasks were done with a row; a unit that has the row again since is told (`here` False)."""
         book = self._book
         for name in book.rows.tasks(book.rows.rows[number].left):
             if not here and name in book.tasks:

@@ -12,7 +12,7 @@ _LOOKED_AT = 4096
 
 @dataclass(frozen=True)
 class Reason:
-    """Why nothing came."""
+    """Why a fetch returned no rows."""
 
     text: str
     producers_alive: bool = True
@@ -79,7 +79,7 @@ class WaitReasons:
         return None
 
     def _outstanding(self, task: TaskState, number: int) -> tuple[int, int]:
-        """Return (rows that the partition has or will have, those of them that nobody has in hand)."""
+        """Return (rows that the partition has or will have, those of them that are in no lease)."""
         info = self._book.rows.partitions[number]
         part = task.partition(number)
         size = info.num_rows if info.num_rows is not None else info.num_live + info.num_finished

@@ -1,4 +1,4 @@
-"""What a controller answers units, clients and other controllers."""
+"""Replies of a controller to units, clients and other controllers."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from tq.refill import Refill
 
 
 class UnitAccepted(Message):
-    """The inventory is in. `tasks` are all tasks of the queue; `drop` lives elsewhere now, forget it.
+    """The inventory is in. `tasks` are all tasks of the queue; rows of `drop` are elsewhere now: forget them.
 
     `commits` says which of the inventory's rows some task is known to be done with (task -> rows).
     """

@@ -50,7 +50,7 @@ class GetColumns(Message):
 
 
 class ListRows(Message):
-    """Tell what is here: of `rows`, of `partition`, or of both; None: of all. -> `RowList`."""
+    """List the rows that are here: of `rows`, of `partition`, or of both; None: all. -> `RowList`."""
 
     rows: list[int] | None
     partition: int | None
@@ -91,7 +91,7 @@ class RemoveRows(Message):
 class ClearPartition(Message):
     """Remove all rows of a partition; leases on them are void.
 
-    Controllers hear of it last: its rows may come anew, and one that was away may take finished ones for repeated.
+    Controllers are told last: its rows may come anew, and one that was away may take finished ones for repeated.
     """
 
     partition: int
@@ -100,7 +100,7 @@ class ClearPartition(Message):
 class CommitPartitions(Message):
     """A durable checkpoint covers partitions up to and including `newest`: their trained rows may go.
 
-    Controllers hear of it first, and remember which rows are finished: units forget that, too.
+    Controllers are told first, and remember which rows are finished: units forget that, too.
     """
 
     newest: int
@@ -114,7 +114,7 @@ class HoldPuts(Message):
 
 
 class CutSnapshot(Message):
-    """Under a hold: note what is here now; the hold ends.
+    """Under a hold: note the rows that are here now; the hold ends.
 
     Attributes:
         hold: of `HoldPuts`.

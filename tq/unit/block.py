@@ -199,7 +199,7 @@ class BlockStore:
                 logger.warning("%d blocks stay behind: %s", len(keys), error)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Free everything. Idempotent."""
         self.backend.close()
         if self.spill_home is not None:
             self.spill_home.close()
@@ -266,7 +266,7 @@ class BlockAccounting:
             block.pins += 1
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """They have been read."""
+        """The rows have been read and may be freed again."""
         for block in blocks:
             block.pins -= 1
             self._classify(block)

@@ -1,4 +1,4 @@
-"""All links of one unit: a change is told to every controller that counts.
+"""All links of one unit: every controller that counts is told of a change.
 
 The lead counts always: it knows what was lost. Another one that was never up does not, unless none is registered at
 all: then a change waits for the first.

@@ -217,7 +217,7 @@ class UnitPuts:
             _refuse(call, outcome)
 
     def _check_same(self, repeated: Repeated, block: Block | None) -> None:
-        """Compare a put with the earlier one and let go of the new block.
+        """Compare a put with the earlier one and free the new block.
 
         Raises:
             PeerRefused: they differ.

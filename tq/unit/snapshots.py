@@ -72,7 +72,7 @@ class UnitSnapshots:
         call.reply(Done())
 
     def cut(self, message: CutSnapshot, call: Call) -> None:
-        """Note what is here, and let puts go on.
+        """Note the rows that are here, and let puts go on.
 
         Raises:
             PeerRefused: the hold has ended.

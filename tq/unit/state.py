@@ -32,7 +32,7 @@ _PARTITIONS_REMEMBERED = 64
 
 
 class UnitState:
-    """What a unit holds."""
+    """The rows, columns and fences of one storage unit."""
 
     def __init__(self, *, retain: bool = False, lineage: int = 0) -> None:
         """Args:
@@ -230,7 +230,7 @@ class UnitState:
         return dropped
 
     def remove_groups(self, rows: Iterable[int], cause: RemovalCause) -> dict[int, list[int]]:
-        """Forget rows as `remove` does, but remember why, for controllers that hear of it later."""
+        """Forget rows as `remove` does, but remember why, for controllers that ask later."""
         where = {number: self._rows[number].partition for number in rows if number in self._rows}
         for number, partition in where.items():
             self._partitions[partition].removed[number] = cause
@@ -352,7 +352,7 @@ class UnitState:
         self.books.add(block)
 
     def _sweep(self, rows: Iterable[int]) -> None:
-        """Let go of rows that every task is done with."""
+        """Free rows that every task is done with."""
         if not self._tasks:
             return
         for number in rows:

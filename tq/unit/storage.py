@@ -166,7 +166,7 @@ class StorageUnit:
         self._snapshots.abandon(session.number)
 
     def inventory(self, *, held: bool) -> RegisterUnit:
-        """Return what is here; called by the links with the lock held."""
+        """Return the inventory; called by the links with the lock held."""
         return take_inventory(self.name, self._incarnation, self._state, held=held)
 
     def accepted(self, reply: UnitAccepted) -> None:

@@ -25,7 +25,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Renew:
-    """Give a slot new memory: somebody may still touch the old one."""
+    """Give a slot new memory: a process may still touch the old one."""
 
     slot: int
 

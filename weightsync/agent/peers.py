@@ -68,7 +68,7 @@ _Event = PeerHas | Fetch | _PlanWanted | _Lost
 
 
 class PeerLink:
-    """One other agent."""
+    """The link to one other agent."""
 
     def __init__(
         self,

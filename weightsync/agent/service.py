@@ -108,7 +108,7 @@ class WeightAgent:
         self._timer = self.threads.start(self._tick, name="weights-timer")
 
     def status(self) -> AgentStatus:
-        """Return what is there and who reads it."""
+        """Return the versions that are there and their readers."""
         with self._lock:
             return AgentStatus(
                 newest=self._state.newest,
@@ -120,7 +120,7 @@ class WeightAgent:
             )
 
     def close(self) -> None:
-        """Leave everybody; idempotent. What receivers have mapped stays readable."""
+        """Close all channels; idempotent. What receivers have mapped stays readable."""
         self.threads.close()
         self._closing.set()
         for peer in self._peers.values():

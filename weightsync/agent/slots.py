@@ -2,7 +2,7 @@
 
     empty -> being filled (writers, pulls) -> complete (readers) -> replaced, the oldest first
 
-One rule keeps everybody's bytes whole: *memory is written again only when every session that got it said that it is
+One rule keeps every reader's bytes whole: *memory is written again only when every session that got it said that it is
 done*. Else the slot gets new memory (`stained`), and the old one goes with the last mapping of it: when a session that
 may still touch it vanished, when a version that was given up is still read, when a reader is too slow.
 """
@@ -97,7 +97,7 @@ class Slots:
 
     @property
     def newest(self) -> Slot | None:
-        """The newest complete version's."""
+        """The slot of the newest complete version."""
         complete = [slot for slot in self._slots if slot.complete]
         return max(complete, key=lambda slot: slot.version or (), default=None)
 

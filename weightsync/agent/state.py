@@ -280,7 +280,7 @@ class AgentState:
         return True
 
     def _grown(self, slot: Slot) -> list[Instruction]:
-        """Buckets were added: tell other agents, and everybody if that was the last."""
+        """Buckets were added: tell other agents, and all receivers if that was the last."""
         instructions = self._announce()
         if slot.complete and slot.version is not None and slot.version == self.newest:
             self._slots.drop_older_parts(slot.version)

@@ -78,7 +78,7 @@ class PromptAdmitter:
 
     @property
     def admitted_groups(self) -> int:
-        """High-water mark."""
+        """How many groups were admitted: the high-water mark of ids."""
         return self._state.admitted_groups
 
     @property

@@ -105,7 +105,7 @@ class AdmissionState:
         return frozenset(self._replaced)
 
     def mark(self) -> AdmissionMark:
-        """Return where admission stands."""
+        """Return what a restarted admission needs to go on."""
         return AdmissionMark(self._version, self._next_step, list(self._refills))
 
     def admissible(self) -> list[int]:

@@ -245,7 +245,7 @@ class PPOConfig(KlLossConfig):
 
     @property
     def kl_in_reward(self) -> bool:
-        """As `kl_placement` says."""
+        """Whether the KL penalty is in the reward, as `kl_placement` says."""
         return self.kl_placement == "reward"
 
     @property
@@ -255,7 +255,7 @@ class PPOConfig(KlLossConfig):
 
     @property
     def has_critic(self) -> bool:
-        """Always."""
+        """Whether there is a critic: always."""
         return True
 
     @property

@@ -171,7 +171,7 @@ class Checkpointer:
         return meta
 
     def close(self) -> None:
-        """Let go of the copy's thread; idempotent."""
+        """End the copy's thread; idempotent."""
         self._copy.close()
 
     def _join(self, thread: threading.Thread) -> None:

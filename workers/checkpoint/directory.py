@@ -58,7 +58,7 @@ def prunable(steps: Collection[int], *, keep_last: int, keep_every: int, in_use:
 
 
 class CheckpointDirectory:
-    """Where checkpoints are made."""
+    """The directory that checkpoints are written to and renamed in."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, *, restored_from: Path | None) -> None:
         """Args:

@@ -120,7 +120,7 @@ class GenerateEngine(Protocol):
         """Go on until responses finish, a token was drawn, or `wake` is set; return those that finished."""
 
     def abort(self) -> None:
-        """Forget what runs."""
+        """Drop all running requests."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names) and drop cached keys and values, but for those of running responses.

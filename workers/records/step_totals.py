@@ -42,7 +42,7 @@ class UpdateTotals:
 
     @property
     def counts(self) -> LossCounts:
-        """The divisor's parts."""
+        """Return the parts of the loss's divisor."""
         return LossCounts(self.tokens, self.sequences, self.answers)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a reward is: a function of one finished answer. Torch-free."""
+"""What a reward is: a function of one finished response. Torch-free."""
 
 import math
 import reprlib
@@ -15,7 +15,7 @@ LARGEST_REWARD = 3.4028234e38
 
 @dataclass(frozen=True)
 class Score:
-    """How good one answer is.
+    """How good one response is.
 
     Attributes:
         reward: what training maximises; finite.
@@ -61,7 +61,7 @@ def as_score(value: object, *, what: str, response: str) -> Score:
 
 
 def _given(value: object) -> tuple[float, bool, Mapping[str, float]]:
-    """Return the reward, whether the answer is right, and the reward's parts.
+    """Return the reward, whether the response is right, and the reward's parts.
 
     Raises:
         Exception: the value holds no number; whatever its class raises.

@@ -8,7 +8,7 @@ from asyncflow.settings import Settings
 
 
 class RewardModelConfig(Settings):
-    """A model that scores answers, in the role `reward`.
+    """A model that scores responses, in the role `reward`.
 
     The reward is weight x the model's score + function_weight x the reward of `reward.function`.
     """
@@ -19,12 +19,12 @@ class RewardModelConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of its weights."""
     micro_batch_size: int = Field(32, ge=1)
-    """Answers per forward."""
+    """Responses per forward."""
     weight: float = 1.0
     """Factor on the model's score."""
     function_weight: float = 0.0
-    """Factor on the reward of the function, which says in any case which answers are right; 0: the model's score alone
-    is the reward."""
+    """Factor on the reward of the function, which says in any case which responses are right; 0: the reward is the
+    model's score alone."""
 
     @field_validator("weight")
     @classmethod
@@ -35,7 +35,7 @@ class RewardModelConfig(Settings):
 
 
 class RewardConfig(Settings):
-    """How an answer is scored."""
+    """How a response is scored."""
 
     function: str = "exact"
     """`exact`; `digits`; `math`: final numbers; `math_verify`: final formulas, by the library of that name; `regex`:
@@ -44,19 +44,19 @@ class RewardConfig(Settings):
     timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call of a user's function, one comparison, or one request to a remote scorer (s)."""
     pattern: str | None = None
-    """Regular expression of `regex`: the first group of its last match is compared with the answer."""
+    """Regular expression of `regex`: the first group of its last match is compared with the ground truth."""
     concurrency: int | None = Field(None, ge=1, le=1024)
-    """Answers that one process scores at the same time; null: 4, and 64 with a remote scorer. Of a function of yours:
+    """Responses that one process scores at the same time; null: 4, and 64 with a remote scorer. Of a function of yours:
     so many child processes, or, of an `async def`, so many calls in one."""
     batch_size: int = Field(16, ge=1)
-    """Most answers in a request to a remote scorer."""
+    """Most responses in a request to a remote scorer."""
     retries: int = Field(5, ge=0)
     """How often such a request that failed is sent again."""
     max_failures_in_a_row: int = Field(1000, ge=0)
-    """The run ends with an error when so many answers in a row have no score in one process: answers without one
+    """The run ends with an error when so many responses in a row have no score in one process: those without one
     have no weight, so there would be little or nothing to learn from. 0: never."""
     model: RewardModelConfig | None = None
-    """A model that scores answers, too; needs the role `reward`."""
+    """A model that scores responses, too; needs the role `reward`."""
 
     @property
     def is_users(self) -> bool:

@@ -42,7 +42,7 @@ ISOLATED = ("math_verify", "regex")
 
 
 def load_reward(config: RewardConfig) -> ScoreFunction:
-    """Return the function that scores an answer: (prompt, response, answer) -> Score.
+    """Return the function that scores a response: (prompt, response, answer) -> Score.
 
     Raises:
         ConfigError: unknown name, or a user's module or function that cannot be imported.

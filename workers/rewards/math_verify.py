@@ -13,14 +13,14 @@ from asyncflow.extras import pip_line
 
 
 class VerifiedMath:
-    """Parses both and compares."""
+    """Parses response and ground truth, and compares them."""
 
     def __init__(self) -> None:
         """Import the library, which takes some seconds."""
         import math_verify
 
         self._library = math_verify
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it writes whole answers into the log
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it writes whole responses into the log
 
     def __call__(self, response: str, answer: str) -> bool:
         r"""Return whether the response's final answer is the reference's.

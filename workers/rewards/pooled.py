@@ -12,7 +12,7 @@ CONCURRENCY = 4
 """Calls at a time where the configuration says nothing."""
 _ENTRIES = "workers.rewards.in_child"
 _MEMORY_BYTES = 4 * 2**30
-"""A power tower in an answer would otherwise take what the machine has."""
+"""A power tower in a response would otherwise take what the machine has."""
 
 
 class PooledReward:
@@ -46,7 +46,7 @@ class PooledReward:
             raise
 
     def submit(self, prompt: str, response: str, answer: str) -> "Future[Score]":
-        """Score one answer; the future raises `UserCodeFailed` if there is no score."""
+        """Score one response; the future raises `UserCodeFailed` if there is no score."""
         score: Future[Score] = Future()
         score.set_running_or_notify_cancel()
         pending = self._pool.submit(prompt, response, answer, on=f"response {excerpt(response)}")
@@ -54,7 +54,7 @@ class PooledReward:
         return score
 
     def __call__(self, prompt: str, response: str, answer: str, /) -> Score:
-        """Score one answer and wait.
+        """Score one response and wait.
 
         Raises:
             UserCodeFailed: it raised, hung, or returned neither a number that float32 holds nor a Score of one.

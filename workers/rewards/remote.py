@@ -1,11 +1,11 @@
-"""A scorer behind HTTP: answers are posted in batches as they finish, `reward.function: http://host:port/score`.
+"""A scorer behind HTTP: responses are posted in batches as they finish, `reward.function: http://host:port/score`.
 
     -> {"answers": [{"prompt": "...", "response": "...", "answer": "..."}, ...]}
     <- {"scores": [1.0, {"reward": 0.5, "correct": false}, {"error": "no idea"}, ...]}         in the same order
 
 A request takes what waits, up to `reward.batch_size`, so batches grow by themselves when the scorer is busy. One that
 fails (no connection, a deadline, status 408, 429 or 5xx) is sent again, `reward.retries` times, after 0.5, 1, 2 ... s.
-If a batch is answered by an error, or by nonsense, its answers are sent one by one, so that one that the scorer cannot
+If the reply to a batch is an error, or nonsense, its responses are sent one by one, so that one that the scorer cannot
 bear costs only itself. What is still without a score then has no reward, so no weight, and is warned of. Torch-free.
 """
 
@@ -46,11 +46,11 @@ class _BatchRefused(UserCodeFailed):
 
 
 class RemoteReward:
-    """Posts answers to a scorer. Thread-safe: callers wait for their own."""
+    """Posts responses to a scorer. Thread-safe: callers wait for their own."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Args:
-        config: names the URL, the deadline of a request, how many answers it takes, and how often it is sent again.
+        config: names the URL, the deadline of a request, how many responses it takes, and how often it is sent again.
         """
         check_url(config.function)
         self._config = config
@@ -61,7 +61,7 @@ class RemoteReward:
             threading.Thread(target=self._send_for_ever, name=f"remote-reward-{number}", daemon=True).start()
 
     def __call__(self, prompt: str, response: str, answer: str, /) -> Score:
-        """Score one answer.
+        """Score one response.
 
         Raises:
             UserCodeFailed: the scorer gave no score for it.
@@ -112,10 +112,10 @@ class RemoteReward:
         return as_score(value, what=self._what, response=response)
 
     def _scores(self, answers: list[dict[str, str]]) -> list[Any]:
-        """Return a value per answer, after as many attempts as it takes and is allowed.
+        """Return a value per response, after as many attempts as it takes and is allowed.
 
         Raises:
-            _BatchRefused: the scorer's answer is an error, or none of the protocol.
+            _BatchRefused: the scorer's reply is an error, or none of the protocol.
             UserCodeFailed: it cannot be reached.
         """
         pause_s = _FIRST_PAUSE_S

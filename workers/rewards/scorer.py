@@ -1,4 +1,4 @@
-"""Decodes and scores answers beside generation, so that neither a slow reward nor a slow tokenizer holds it up.
+"""Decodes and scores responses beside generation, so that neither a slow reward nor a slow tokenizer holds it up.
 
 submit -> score thread: decode -> built-in or remote: score -----------------.
                                -> child processes: submit -> the pool's ------+-> future
@@ -37,11 +37,11 @@ _MANY = 64
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """One answer with its texts.
+    """One response with its texts.
 
     Attributes:
         prompt, response, answer: what was asked, what came, what is right.
-        reward: of the response; NaN: scoring failed, and the answer has no weight.
+        reward: of the response; NaN: scoring failed, and the response has no weight.
         correct: whether it is exactly right.
         parts: of the reward, by name.
         failure: why there is no reward; "" if there is one.
@@ -78,7 +78,7 @@ class Scorer:
         failed: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Args:
-        failed: is told of every answer that could not be scored, in one line, by any thread.
+        failed: is told of every response that could not be scored, in one line, by any thread.
         """
         self._function = load_reward(config)
         self._has_parts = config.is_users
@@ -95,7 +95,7 @@ class Scorer:
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
     def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
-        """Score one answer.
+        """Score one response.
 
         Args:
             prompt_P, response_R: int64 tokens.
@@ -106,7 +106,7 @@ class Scorer:
         return work.scored
 
     def score_all(self, prompts: list[Tensor], responses: list[Tensor], answers: list[str]) -> list[ScoredAnswer]:
-        """Score several answers and wait for all."""
+        """Score several responses and wait for all."""
         rows = zip(prompts, responses, answers, strict=True)
         return [future.result() for future in [self.submit(*row) for row in rows]]
 
@@ -186,7 +186,7 @@ class Scorer:
 
 
 def no_rewards(where: str, why: str) -> UserCodeFailed:
-    """Return the error for answers of which none could be scored.
+    """Return the error for responses of which none could be scored.
 
     Args:
         where: what they are of.

@@ -3,8 +3,8 @@
     wait for a due version -> load it -> generate -> score -> a line in evaluation.jsonl -> wait ...
 
 Called by `workers.main`. It reads no queue, and nothing waits for it: its receiver keeps only versions that are due, as
-a guest of the weight agent. Weights are never swapped inside an evaluation; a version that came and went meanwhile is
-left out, and the newest due one is next. Which versions are due, and whose, follows from the configuration alone:
+a best-effort reader of the weight agent. Weights are never swapped inside an evaluation; a version that came and went
+meanwhile is left out, and the newest due one is next. The configuration alone says which versions are due, and whose:
 
     interval = 4, last step 10, two instances      due             0   4   8   10
                                                    instance        0   1   0   0
@@ -163,7 +163,7 @@ class Evaluator:
         return False
 
     def _wait_newer(self) -> bool:
-        """Wait until a version is at hand; False: the run stops, or all that are left were missed."""
+        """Wait until a version is ready; False: the run stops, or all that are left were missed."""
         self._context.report("waiting for weights")
         with self._context.timeline.span("wait for weights"):
             while not self._context.stopping.is_set():

@@ -1,6 +1,6 @@
 """The rollout loop: fill free places, generate, score and put each response as it ends, take newer weights.
 
-    fill -> step -> fill -> step, a response ended -> outbox ... newer weights at hand -> swap, if the schedule says so
+    fill -> step -> fill -> step, a response ended -> outbox ... newer weights ready -> swap, if the schedule says so
 
 Prompts are leased by the `Feeder`'s thread and responses put by the `Outbox`'s, so neither holds up generation. Called
 by `workers.main`. Never decides which groups may start: admission does.

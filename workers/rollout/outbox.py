@@ -64,7 +64,7 @@ class RolloutLease:
 
     @cached_property
     def ground_truths(self) -> Sequence[str]:
-        """The data's answers."""
+        """The data's ground truths."""
         return self.batch["ground_truth"].texts()
 
 

@@ -62,7 +62,7 @@ class ColumnTask(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the resources of the task."""
 
 
 class Rewards(ColumnTask):

@@ -30,7 +30,7 @@ does not come is found by the launcher."""
 
 
 class Kind(StrEnum):
-    """What the actor says."""
+    """Kinds of messages from actor to critic."""
 
     COMMIT = "commit"
     SAVE = "save"

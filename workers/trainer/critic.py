@@ -221,7 +221,7 @@ class CriticSaver:
         self._thread = None
 
     def close(self) -> None:
-        """Let go of the copy's thread; idempotent."""
+        """End the copy's thread; idempotent."""
         self._copy.close()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class Bucket:
 
     @property
     def num_tokens(self) -> int:
-        """Of all its documents."""
+        """Number of tokens of all documents."""
         return self.length * len(self.entries)
 
 

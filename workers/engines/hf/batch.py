@@ -39,7 +39,7 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """Without the prompt's."""
+        """Number of tokens generated, without the prompt's."""
         return len(self.tokens) - self.request.prompt_P.numel()
 
 

@@ -60,7 +60,7 @@ class Lane:
 
     @property
     def num_rows(self) -> int:
-        """Responses in it."""
+        """Number of responses in the lane."""
         return len(self.slots)
 
     def fits(self, length: int) -> bool:

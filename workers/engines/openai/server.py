@@ -108,7 +108,7 @@ class OpenAIServer:
 
     @property
     def url(self) -> str:
-        """Without `/v1`."""
+        """Address, without `/v1`."""
         return self._url
 
     async def first_model(self) -> str:

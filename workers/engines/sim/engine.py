@@ -169,7 +169,7 @@ class SimGenerateEngine:
         return _needs(self._config)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to release."""
 
     def _generation(self, one: _Running) -> Generation:
         size = one.num_tokens

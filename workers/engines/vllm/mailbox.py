@@ -108,7 +108,7 @@ class MailboxReader:
             yield name, _view(memory, offset, tuple(shape), getattr(torch, dtype))
 
     def close(self) -> None:
-        """Let go of the memory; idempotent."""
+        """Free the memory; idempotent."""
         self._mapped = None
 
     def _memory(self, offer: SlotOffer) -> Tensor:

@@ -124,7 +124,7 @@ class MailboxTransfer(WeightTransferEngine):  # type: ignore[misc]
         _pack_tied_weights(self._module)
 
     def shutdown(self) -> None:
-        """Let go of the shared memory."""
+        """Unmap the shared memory."""
         self._reader.close()
 
 

@@ -1,0 +1,55 @@
+"""The pages: their links lead somewhere, the files that they name exist, and their lines fit a screen."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs", "examples", "benchmarks", "tests")
+NAMES = [page.name for page in PAGES]
+ELSEWHERE = {"my_rewards.py", "tq.py", "set_env.sh", "config.yaml"}
+"""Files of users, vendors and runs that the pages speak of."""
+COLUMNS = 120
+_CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _CODE.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_and_anchors_of_a_page_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", page.read_text()))
+    broken = []
+    for link in links:
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A name may begin anywhere below the root."""
+    named = re.findall(r"`([\w./-]+\.(?:py|sh|yaml))`", page.read_text())
+    own = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    assert [
+        name for name in named if name not in ELSEWHERE and not any(path.endswith(f"/{name}") for path in own)
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_of_prose_fit_a_screen(page: Path) -> None:
+    """Tables, programs and what commands print are as long as they are."""
+    if page.name == "configuration.md":  # is generated
+        return
+    lines = _CODE.sub("", page.read_text()).splitlines()
+    assert [line for line in lines if len(line) > COLUMNS and not line.startswith(("|", "    "))] == []
