@@ -1,14 +1,20 @@
-"""One clock for all processes of a host: its monotonic clock, aligned to unix time once, by the launcher.
+"""Time: one clock for all processes of a host, and waits that do not count while this process stood still.
 
-The wall clock may be set between the starts of two processes; the monotonic clock, which all of them share, is not. On
-several hosts the unix time is that of node 0: each other launcher measures its own monotonic clock against it.
+The wall clock may be set between the starts of two processes; the monotonic clock, which all of them share, is not. So
+the launcher aligns it to unix time once. On several hosts the unix time is that of node 0: each other launcher measures
+its own monotonic clock against it.
+
+A process stands still on a host that is overloaded or suspended. What it waits for stood still as well, or spoke and
+was not heard yet, and would be blamed for it.
 """
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -76,3 +82,51 @@ def _this_host() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return platform.node()
+
+
+R = TypeVar("R")
+
+_LONGEST_S = 1.0
+_FEWEST = 4
+
+
+def awake_slices(timeout_s: float) -> Iterator[float]:
+    """Yield how long to wait next (s), until `timeout_s` is over: `any(event.wait(s) for s in awake_slices(10.0))`.
+
+    A slice has at most a second and a quarter of the whole, and counts no more, whenever the caller comes back.
+    """
+    longest_s = min(_LONGEST_S, timeout_s / _FEWEST)
+    left_s = timeout_s
+    while left_s > 0:
+        slice_s = min(longest_s, left_s)
+        began = time.monotonic()
+        yield slice_s
+        left_s -= min(time.monotonic() - began, slice_s)
+
+
+def awake_result(future: "Future[R]", timeout_s: float) -> R:
+    """Return a future's result.
+
+    Raises:
+        TimeoutError: there is none within `timeout_s`.
+        BaseException: the future's own.
+    """
+    for slice_s in awake_slices(timeout_s):
+        try:
+            return future.result(slice_s)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+    return future.result(0.0)
+
+
+def excused(heard_at: float, *, looked_at: float, now: float, longest_s: float) -> float:
+    """Return the time from which a peer's silence counts, for a caller that looks again and again. Pure.
+
+    Args:
+        heard_at: from when on it counted at the last look.
+        looked_at: of that look.
+        now: of this one; all of one clock (monotonic s).
+        longest_s: time between two looks that counts; the rest of a longer one does not.
+    """
+    return min(now, heard_at + max(0.0, now - looked_at - longest_s))

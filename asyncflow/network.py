@@ -5,7 +5,6 @@ store, unless the user named another one.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import struct
@@ -20,7 +19,6 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, "HCCL_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net/route")
 _ROUTE_UP, _ROUTE_REJECT = 0x1, 0x200
-_SIOCGIFADDR = 0x8915
 _ANYWHERE = "203.0.113.1"
 """An address for documentation (RFC 5737): nothing is sent there, only the route is looked up."""
 
@@ -124,14 +122,10 @@ def _candidates(hints: Iterable[str]) -> Iterable[str]:
 
 
 def _interface_addresses() -> Iterable[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            yield socket.inet_ntoa(answer[20:24])
+    import psutil  # a node that is named, or leads outside, does without
+
+    for addresses in psutil.net_if_addrs().values():
+        yield from (each.address for each in addresses if each.family is socket.AF_INET)
 
 
 def _is_own(address: str) -> bool:

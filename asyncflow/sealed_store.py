@@ -1,19 +1,23 @@
-"""The job store as processes of the job use it: what they read was written by one of them, under that very key.
+"""The job store: its server, and how processes of the job use it. What they read was written by one of them, under that
+very key.
 
-Anybody who reaches the store's port can list, read, write and delete keys. So every value begins with an HMAC, by a key
-derived from the job's secret, over the whole key (with all prefixes) and the value: nothing can be made up, changed, or
-moved to another key or another job. Names of keys are not secret.
+PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, whoever reaches the port
+can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's secret, over
+the whole key (with all prefixes) and the value: nothing can be made up, changed, or moved to another key or another
+job. Names of keys are not secret.
 
 What a seal cannot tell is whether a genuine value is the newest of its key, or that a key was deleted. Keys that are
-written once (most are: they carry a lineage, an attempt or a number) have no older value.
+written once (most are: they carry a lineage, an attempt or a number) have no older value. Imports torch.
 """
 
 import logging
 import secrets
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.errors import SealBroken
 from asyncflow.mac import MAC_BYTES, Mac
@@ -200,3 +204,28 @@ class GlooStore(dist.Store):
 
 def _bytes(value: bytes | str) -> bytes:
     return value.encode() if isinstance(value, str) else value
+
+
+def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, int]:
+    """Start a store on `host`.
+
+    Args:
+        host: one of this host's addresses.
+        timeout: of the server's own calls.
+        port: 0: any free one.
+    Returns:
+        The server, which is a client too, and its port. It lives as long as the object.
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.create_server((host, port), backlog=1024)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """Connect to a store; a thread that may block in it needs a client of its own."""
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -127,9 +126,7 @@ class _OpenSpan:
     def __enter__(self) -> None:
         self._start = self._timeline._begin(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timeline._end(self._name, self._start, self._attributes)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from asyncflow.errors import ConfigError, TransportError
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
 from tq.config import QueueConfig, TaskConfig
 from tq.task_spec import TaskSpec

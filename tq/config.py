@@ -107,7 +107,7 @@ class QueueConfig(Settings):
     """How rounds of a training gang are made and shared among its ranks: a name of `tq.policies.POLICIES` or
     `module:Class`. In a run `token-budget` fills `actor.max_tokens_per_micro_batch` (in role critic: the critic's)."""
     replica_fetch: ReplicaFetch = ReplicaFetch.BROADCAST
-    """Ranks that slice rows. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per micro-batch. `each`:
+    """Ranks that share rows. `broadcast`: rank 0 fetches, and broadcasts one packed buffer per micro-batch. `each`:
     every rank fetches for itself, columns of its own if it likes."""
     max_message_bytes: int = Field(2**31, ge=2**20)
     """Largest message that a process accepts (bytes); a larger one is refused and its channel dropped."""

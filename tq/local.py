@@ -26,9 +26,8 @@ from types import TracebackType
 
 from asyncflow.errors import ConfigError, TransportError
 from asyncflow.network import LOOPBACK
-from asyncflow.sealed_store import SealedStore
+from asyncflow.sealed_store import SealedStore, serve_store
 from asyncflow.service_threads import ServiceThreads
-from asyncflow.store_server import serve_store
 from tq.address import QueueAddress
 from tq.client.queue_client import QueueClient
 from tq.config import QueueConfig, TaskConfig

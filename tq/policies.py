@@ -44,7 +44,7 @@ class Want:
     Attributes:
         num_rows: at most so many rows, but at least one item.
         token_budget: at most so many tokens, but at least one item; 0: no budget.
-        num_ranks: data-parallel ranks that slice it (1: a lease of one consumer). The limits are for all of them.
+        num_ranks: data-parallel ranks that share it (1: a lease of one consumer). The limits are for all of them.
     """
 
     num_rows: int

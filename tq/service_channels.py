@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from asyncflow.awake import awake_result
+from asyncflow.clock import awake_result
 from asyncflow.errors import DeadlineExceeded, TransportError
 from asyncflow.transport.connection import Connection, Reply
 from asyncflow.transport.frame import Limits

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.lifeline import die_with_parent
+from asyncflow.process import die_with_parent
 from tq.address import QueueAddress
 from tq.control.controller import ControllerService
 from tq.unit.storage import StorageUnit

@@ -1,5 +1,6 @@
 """Channels to a service that may die and come back: one after the other, until its user closes."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from asyncflow.transport.handshake import Credentials
 from weightsync.messages import FetchPlan, PlanFetched, Reply
 from weightsync.plan import TransferPlan
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_TIMEOUT_S = 5.0
 _PLAN_TIMEOUT_S = 60.0
 _PAUSE_S = 0.2
@@ -28,7 +31,7 @@ def connections(
     name: str,
     *,
     stop: threading.Event,
-    failed: Callable[[TransportError], None],
+    failed: Callable[[TransportError], None] | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Connection]:
     """Yield a channel to `target`, and another whenever the body of the loop is done with it, until `stop` is set.
@@ -40,7 +43,7 @@ def connections(
         target: the service.
         name: of this end.
         stop: ends the waiting, too.
-        failed: is told when there was no connecting.
+        failed: is told when there was no connecting; None: that is only logged.
         limits: of the channel; None: the usual ones.
     """
     while not stop.is_set():
@@ -49,7 +52,9 @@ def connections(
                 credentials, target, name, Reply, limits=limits, timeout_s=_CONNECT_TIMEOUT_S, stop=stop
             )
         except TransportError as error:
-            failed(error)
+            logger.debug("%s: %s", name, error)
+            if failed is not None:
+                failed(error)
         else:
             try:
                 yield connection

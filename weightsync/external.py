@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from asyncflow.errors import ConfigError, TransportError, WeightSyncError
 from asyncflow.job import Job
 from asyncflow.network import GLOO_INTERFACE, interface_towards, is_loopback
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.messages import Reply
@@ -63,9 +62,7 @@ class WeightFeed(WeightReceiver):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait_newer(self, version: Version | None, *, timeout_s: float, stop: threading.Event | None = None) -> bool:

@@ -6,6 +6,12 @@
 Only a version whose buckets all match their checksums is ever offered to the engine; the newest one wins. What is
 mapped stays whole and readable whatever becomes of the agent or the trainer. For an engine that adopts, the thread also
 copies each version to memory of this process, and what is checked is the copy: then loading is an exchange of pointers.
+
+Where versions are also broadcast, a second thread takes part and fills the same cache:
+
+    JoinBroadcast parks at the lead agent ... Transfer -> receive into memory of this process, check -> cache
+
+A version that does not come whole that way is taken from the agent, and the next broadcast has new groups.
 """
 
 import logging
@@ -22,8 +28,18 @@ from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from weightsync.broadcast import BroadcastMember
 from weightsync.connections import connections, parked_reply
-from weightsync.messages import AskSwap, EndSwap, Offered, Release, ReportCorrupt, Serving, SwapTurn, Watch
-from weightsync.participant import Participant
+from weightsync.messages import (
+    AskSwap,
+    EndSwap,
+    JoinBroadcast,
+    Offered,
+    Release,
+    ReportCorrupt,
+    Serving,
+    SwapTurn,
+    Transfer,
+    Watch,
+)
 from weightsync.plan import Bucket, Need
 from weightsync.region import Region, version_checksum
 from weightsync.slot_memory import SlotMappings
@@ -94,14 +110,17 @@ class WeightReceiver:
         self._cache = VersionCache(agent, adopts=adopts, arrived=arrived)
         self._connection: Connection | None = None
         self._closing = threading.Event()
-        self._participant: Participant | None = None
+        self._member = member
+        self._lead = lead
+        self._timeout_s = timeout_s
+        self._broken = ""
+        self._threads = [threading.Thread(target=self._run, name="weight-receiver", daemon=True)]
         if member is not None:
-            self._participant = Participant(
-                credentials, lead, name, member, self._cache, self._views,
-                missed=self._watch_again, timeout_s=timeout_s, timeline=self._timeline,
-            )  # fmt: skip
-        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
-        self._thread.start()
+            self._threads.append(
+                threading.Thread(target=self._take_part, args=(member,), name="weight-member", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
 
     @property
     def adopts(self) -> bool:
@@ -164,10 +183,11 @@ class WeightReceiver:
         """Leave the agent; idempotent."""
         self._closing.set()
         self._cache.wake()
-        if self._participant is not None:
-            self._participant.close(timeout_s)
+        if self._member is not None:
+            self._member.abort()  # also in the middle of a broadcast
         self._watch_again()
-        self._thread.join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _wait(self, wanted: Callable[[], bool], what: str, *, timeout_s: float, stop: threading.Event | None) -> bool:
         return self._cache.wait(wanted, what, timeout_s=timeout_s, over=lambda: stop is not None and stop.is_set())
@@ -268,6 +288,50 @@ class WeightReceiver:
                 return False
         return True
 
+    def _take_part(self, member: BroadcastMember) -> None:
+        """Join every broadcast, over channels to the lead agent."""
+        try:
+            for connection in connections(self._credentials, self._lead, self._name, stop=self._closing):
+                try:
+                    self._join_all(connection, member)
+                except TransportError as error:
+                    self._note(error)
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: versions come from the agent from now on
+            self._cache.fail(error)
+            logger.warning("%s takes part in no more broadcasts: %s", self._name, error)
+        member.abort()
+
+    def _note(self, error: TransportError) -> None:
+        logger.debug("%s: %s", self._name, error)
+
+    def _join_all(self, connection: Connection, member: BroadcastMember) -> None:
+        while True:
+            join = connection.submit(JoinBroadcast(self._broken), timeout_s=_CALL_TIMEOUT_S)
+            transfer = parked_reply(join, stop=self._closing)
+            if not isinstance(transfer, Transfer):
+                return
+            self._broken = "" if self._receive(connection, member, transfer) else transfer.epoch
+
+    def _receive(self, connection: Connection, member: BroadcastMember, transfer: Transfer) -> bool:
+        """Take a broadcast version in; returns whether it came whole. If not, the agent will have it.
+
+        Raises:
+            PlanError: the engine does not fit the trainer.
+        """
+        layout = self._views.layout(transfer.plan, connection)
+        with self._cache.coming(transfer.version):
+            try:
+                region = self._cache.memory(layout)
+                with self._timeline.span("receive weights", version=transfer.version.step):
+                    member.receive(transfer, region, timeout_s=self._timeout_s)
+            except WeightSyncError as error:  # bytes may still be under way to the region: it is not given back
+                logger.warning("%s: %s; taking it from its agent", self._name, error)
+                self._watch_again()
+                return False
+            release = partial(self._cache.recycle, region)
+            self._cache.put(ReadyVersion(transfer.version, self._views.of(region), own=True, release=release))
+        return True
+
     def _watch_again(self) -> None:
         """End the channel: its successor is offered the newest version, also if that was passed over before."""
         connection = self._connection
@@ -292,4 +356,7 @@ class WeightReceiver:
             try:
                 connection.submit(message, timeout_s=_CALL_TIMEOUT_S)
             except TransportError as error:
-                logger.debug("%s: %s", self._name, error)
+                self._note(error)
+
+
+_CALL_TIMEOUT_S = 60.0

@@ -169,16 +169,16 @@ class WeightSender:
         self._copies.wait()
         return time.monotonic() - began
 
-    def wait(self, timeout_s: float, *, stop: threading.Event | None = None) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until the agent has this rank's part of the last version.
 
         Raises:
-            WeightsLate: it did not take it in time, or had not when `stop` was set.
+            WeightsLate: it did not take it in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while (version := self._state.undelivered) is not None:
-                if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
+                if time.monotonic() >= deadline:
                     why = self._state.refused or f"{self._agent} did not take them"
                     raise WeightsLate(f"weights of {version}: not delivered within {timeout_s:g} s: {why}")
                 self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -232,9 +232,7 @@ class WeightSender:
         return self._state.take_own_memory() or self._writer.target(private_memory(self._plan.region_bytes))
 
     def _run(self) -> None:
-        for connection in connections(
-            self._credentials, self._agent, self._name, stop=self._closing, failed=self._note
-        ):
+        for connection in connections(self._credentials, self._agent, self._name, stop=self._closing):
             self._connection = connection
             try:
                 self._work(connection)
@@ -244,9 +242,6 @@ class WeightSender:
             finally:
                 self._connection = None
                 self._unlink()
-
-    def _note(self, error: TransportError) -> None:
-        logger.debug("%s: %s", self._name, error)
 
     def _unlink(self) -> None:
         with self._changing() as state:

@@ -22,12 +22,11 @@ from asyncflow.device import make_deterministic, open_device
 from asyncflow.job import GangSpec, Job, last_words
 from asyncflow.network import choose_interfaces
 from asyncflow.run_files import META_FILE, TIMELINE
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.timeline import Timeline
 from asyncflow.transport.handshake import Credentials
 from tq.client.queue_client import QueueClient
-from workers.calls.module_search import search_beside
+from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
 from workers.data.prompt_rows import data_hash

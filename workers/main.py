@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
-from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
+from asyncflow.process import STOP_SIGNALS, die_with_parent
 from workers.context import WorkerContext
 
 ROLE_LOOPS = {

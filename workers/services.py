@@ -18,7 +18,7 @@ from weightsync.export import WeightExporter
 from weightsync.external import WeightFeed
 from workers.admission.admitter import prompt_admission
 from workers.admission.saved_rows import KeepRule, SavedRows
-from workers.admission.state import AdmittedGroup
+from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
@@ -101,13 +101,8 @@ def run_controller(context: WorkerContext) -> None:
             context.credentials(),
             context.gang.name,
             DatasetPrompts(dataset),
+            _first_state(context),
             config=config.tq,
-            schedule=config.schedule,
-            version=context.start_step,
-            last_step=context.job.last_step,
-            trained=_trained(context),
-            filtered=_filtered(context),
-            max_filtered=config.algorithm.max_filtered(config.schedule.rollout_batch_size),
             saved=_saved_rows(context),
         )
     service = ControllerService(
@@ -139,16 +134,17 @@ def check_data(context: WorkerContext) -> None:
         raise ConfigError(f"data.path: the content of {path} is not what the run began with; restore the file")
 
 
-def _trained(context: WorkerContext) -> frozenset[int]:
-    """Return the groups that are in the weights that this run starts from."""
-    if not context.start_step:
-        return frozenset()
-    return trained_groups(context.run_dir, context.config.schedule, completed=context.start_step)
-
-
-def _filtered(context: WorkerContext) -> frozenset[int]:
-    """Return the groups that were filtered out before this run goes on."""
-    return filtered_groups(context.run_dir, completed=context.start_step) if context.start_step else frozenset()
+def _first_state(context: WorkerContext) -> AdmissionState:
+    """Return where admission stands when this run begins, or goes on from a checkpoint."""
+    schedule, start = context.config.schedule, context.start_step
+    return AdmissionState(
+        schedule,
+        version=start,
+        last_step=context.job.last_step,
+        trained=trained_groups(context.run_dir, schedule, completed=start) if start else (),
+        filtered=filtered_groups(context.run_dir, completed=start) if start else (),
+        max_filtered=context.config.algorithm.max_filtered(schedule.rollout_batch_size),
+    )
 
 
 def _saved_rows(context: WorkerContext) -> SavedRows | None:

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from asyncflow.awake import awake_result
-from asyncflow.decoding import msgpack_decoder
+from asyncflow.clock import awake_result
+from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import DeadlineExceeded, TransportError, one_line
-from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
+from asyncflow.transport.frame import FrameKind, Limits
 from asyncflow.transport.handshake import Credentials, ask_for_channel, pair_store
 from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload

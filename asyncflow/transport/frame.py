@@ -29,8 +29,6 @@ _LEAST_SEGMENT_BYTES = 2**16  # senders make larger ones, whatever their version
 HEADER_BYTES = _HEADER.size
 ROOM_BYTES = FRAME_BYTES - HEADER_BYTES - 8 * MOST_RELEASES - ALIGN
 """Body and payload up to this always fit."""
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: also for text that is not UTF-8, and for endless nesting."""
 
 
 class FrameKind(IntEnum):

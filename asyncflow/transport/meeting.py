@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from asyncflow.decoding import msgpack_decoder
+from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import SealBroken, TransportError
 from asyncflow.mac import MAC_BYTES, Mac
 from asyncflow.sealed_store import GlooStore, SealedStore
@@ -27,7 +27,6 @@ from asyncflow.transport.arena import Arena, ArenaOffer, PeerArena
 from asyncflow.transport.channel import Channel, GlooChannel
 from asyncflow.transport.frame import (
     FRAME_BYTES,
-    UNREADABLE,
     Frame,
     FrameKind,
     Limits,

@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.decoding import msgpack_decoder
+from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import (
     AsyncFlowError,
     LeaseFenced,
@@ -32,7 +32,7 @@ from asyncflow.errors import (
 from asyncflow.sealed_store import SealedStore
 from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.channel import Channel
-from asyncflow.transport.frame import UNREADABLE, FrameKind, Limits
+from asyncflow.transport.frame import FrameKind, Limits
 from asyncflow.transport.handshake import Ask, Credentials, accept_channel, ask_key, pair_store, refuse_channel
 from asyncflow.transport.meeting import open_channel
 from asyncflow.transport.payload import Payload

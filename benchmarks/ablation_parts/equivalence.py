@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.config import RunConfig

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ablation_parts.workloads import MICRO_BATCH, SCHEDULES, Workload
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from launcher.timeline.run_timeline import RunTimeline
 from workers.records.ledger_file import read_ledger
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import SealedStore, connect_store
 from tests.support.run_files import lines
 
 _COMMAND = "from launcher.cli.launch import launch; launch()"

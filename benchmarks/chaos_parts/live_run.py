@@ -6,8 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncflow.job import Job
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import SealedStore, connect_store
 from asyncflow.transport.handshake import Credentials
 from launcher.run.progress import Status
 from tq.client.queue_client import QueueClient

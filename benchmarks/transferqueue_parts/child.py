@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from asyncflow.lifeline import die_with_parent
+from asyncflow.process import die_with_parent
 
 PRELOAD = ["torch", "torch.distributed", "tq.client.queue_client", "tq.client.dataloader", "tq.local", "xxhash"]
 _END_TIMEOUT_S = 10.0

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from asyncflow.device import connect_group
 from asyncflow.network import LOOPBACK
-from asyncflow.store_server import connect_store, serve_store
+from asyncflow.sealed_store import connect_store, serve_store
 from transferqueue_parts.child import Child
 
 _TIMEOUT = timedelta(seconds=60)

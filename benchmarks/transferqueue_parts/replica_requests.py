@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 import tq
 from asyncflow.device import connect_group
 from asyncflow.network import LOOPBACK
-from asyncflow.store_server import connect_store, serve_store
+from asyncflow.sealed_store import connect_store, serve_store
 from tq.batch import Column
 from tq.client.replica import Replica
 from tq.config import ReplicaFetch

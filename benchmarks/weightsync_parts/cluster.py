@@ -14,8 +14,7 @@ from transferqueue_parts.child import Child
 
 from asyncflow.errors import TransportError
 from asyncflow.network import LOOPBACK
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import serve_store
+from asyncflow.sealed_store import SealedStore, serve_store
 from tq.service_process import serve_only
 from weightsync.agent.service import WeightAgent
 from weightsync.config import WeightSyncConfig

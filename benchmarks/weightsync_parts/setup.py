@@ -11,7 +11,7 @@ import torch
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.network import LOOPBACK
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.config import WeightSyncConfig
 from weightsync.version import Version

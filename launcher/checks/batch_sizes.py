@@ -25,8 +25,13 @@ def check_batch_sizes(config: RunConfig) -> None:
             f"schedule.rollout_batch_size: {groups} groups do not divide over {_trainers(config)}; use {fits} "
             f"groups, or {_either(*_nearest(ranks, _divisors(groups)))} {_kind(config)}"
         )
-    _check_updates(config, groups // ranks)
-    samples = groups // ranks // config.actor.num_mini_batches * group_size
+    updates, own = config.actor.num_mini_batches, groups // ranks
+    if own % updates:
+        raise ConfigError(
+            f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {own} groups per step "
+            f"({groups} groups over {_trainers(config)}); use {_either(*_nearest(updates, _divisors(own)))}"
+        )
+    samples = own // updates * group_size
     _check_micro_batches(config, samples, "actor", config.actor.micro_batch_size)
     if "critic" in config.roles:
         _check_critic(config)
@@ -43,17 +48,6 @@ def _check_critic(config: RunConfig) -> None:
             f"updates a step; use {_either(*_nearest(ranks, fitting))} critic ranks"
         )
     _check_micro_batches(config, groups // ranks // updates * group_size, "critic", config.critic.micro_batch_size)
-
-
-def _check_updates(config: RunConfig, groups: int) -> None:
-    """Check that a rank's groups of a step divide over mini-batches."""
-    updates = config.actor.num_mini_batches
-    if groups % updates:
-        raise ConfigError(
-            f"actor.num_mini_batches: {updates} mini-batches do not divide a rank's {groups} groups per step "
-            f"({config.schedule.rollout_batch_size} groups over {_trainers(config)}); "
-            f"use {_either(*_nearest(updates, _divisors(groups)))}"
-        )
 
 
 def _check_micro_batches(config: RunConfig, samples: int, role: str, micro: int) -> None:

@@ -8,20 +8,20 @@ from asyncflow.errors import ConfigError
 from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.devices import Devices, find_devices
-from launcher.checks.generating import (
+from launcher.checks.models import (
     check_generating,
     check_positions,
+    check_reward_model,
+    check_reward_role,
     check_tensor_parallel,
     ranks_per_instance,
 )
-from launcher.checks.reward_checks import check_reward_model, check_reward_role
 from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
 from workers.algorithms.config import DAPOConfig, GSPOConfig
-from workers.calls.module_search import search_beside
-from workers.calls.user_function import check_function
+from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
@@ -32,6 +32,7 @@ from workers.engines.model_files import (
     check_other_model_dir,
     check_trainable,
     read_model_config,
+    tensor_shapes,
 )
 from workers.rewards.load import check_reward
 from workers.tasks.dataflow import PlacedTask, place_tasks
@@ -107,8 +108,6 @@ def count_parameters(model_dir: Path) -> int:
     Raises:
         ConfigError: a header cannot be read.
     """
-    from workers.engines.model_files import tensor_shapes
-
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
         shapes.update(tensor_shapes(file))

@@ -3,21 +3,23 @@
 Request --accept()--> Accepted --describe()--> text of --dry-run
         |                      '-start()-----> run directory, processes, exit code
         '-follow()--> NodeRun, on any node but node 0
+
+Users' functions are tried before a start: each is imported as in the run, in a child process, and the reward is called
+once, with the first prompt and its own answer as the response. A reward that cannot score that would fail on every
+answer of the run. It has the configured deadline; a scorer behind a URL is not called.
 """
 
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from asyncflow.errors import AsyncFlowError, ConfigError
+from asyncflow.errors import AsyncFlowError, ConfigError, UserCodeFailed
 from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE
 from launcher.checks.engine_libraries import check_libraries
 from launcher.checks.preflight import Preflight, check_node, check_run
-from launcher.checks.trial_call import try_functions, try_reward
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
-from launcher.config.paths import user_path
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe, user_path
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
@@ -33,7 +35,14 @@ from launcher.run.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
+from workers.calls.pool import CallPool, Entry
 from workers.config import RunConfig
+from workers.data.prompt_check import ShownPrompt
+from workers.data.prompt_rows import PromptRow
+from workers.engines.openai.config import UPDATE_ARGUMENTS
+from workers.rewards.pooled import PooledReward
+from workers.rewards.remote import is_url
+from workers.tasks.row import ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -203,22 +212,19 @@ class Request:
         return replace(self._accepted(source, run_dir, checked), default_run_dir=given is None)
 
     def _accept_resumed(self, target: str) -> Accepted:
-        unsaved = unsaved_run(target, self._given_run_dir())
-        if unsaved is not None:
-            return self._accept_started_over(unsaved)
-        checkpoint = find_checkpoint(target, self._given_run_dir())
-        source, config = self._load(checkpoint.run_dir)
-        checked = check_run(config, num_nodes=self.place.count)
-        check_resume(checkpoint, config)
-        check_writable(checkpoint.run_dir)
-        return self._accepted(source, checkpoint.run_dir, checked, checkpoint)
-
-    def _accept_started_over(self, run_dir: Path) -> Accepted:
+        given = self._given_run_dir()
+        unsaved = unsaved_run(target, given)
+        checkpoint = find_checkpoint(target, given) if unsaved is None else None
+        run_dir = unsaved if checkpoint is None else checkpoint.run_dir
+        assert run_dir is not None
         source, config = self._load(run_dir)
         checked = check_run(config, num_nodes=self.place.count)
-        check_not_running(run_dir)
+        if checkpoint is None:
+            check_not_running(run_dir)
+        else:
+            check_resume(checkpoint, config)
         check_writable(run_dir)
-        return replace(self._accepted(source, run_dir, checked), started_over=True)
+        return replace(self._accepted(source, run_dir, checked, checkpoint), started_over=checkpoint is None)
 
     def _accepted(
         self, source: Path, run_dir: Path, checked: Preflight, checkpoint: Checkpoint | None = None
@@ -234,3 +240,54 @@ class Request:
             if not source.is_file():
                 raise ConfigError(f"--resume: {run_dir} has no {CONFIG_FILE}; give CONFIG")
         return source, load_config(source, overrides=self.overrides, roles=self.roles, steps=self.steps)
+
+
+def try_functions(config: RunConfig) -> None:
+    """Import the functions of users' tasks, and the one that has servers take new weights.
+
+    Raises:
+        ConfigError: one cannot be imported, or does not take its arguments.
+    """
+    named = [(f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)]
+    if config.rollout.engine == "openai" and config.openai.update != "vllm":
+        named.append(("openai.update", config.openai.update, UPDATE_ARGUMENTS))
+    pools = [_importing(*each) for each in named]  # side by side
+    try:
+        for pool in pools:
+            pool.until_ready()
+    except UserCodeFailed as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
+    """Call the reward function once, if it is the user's.
+
+    Args:
+        config: of the run.
+        row, shown: the first prompt, as the data has it and as the model gets it.
+
+    Raises:
+        ConfigError: it cannot be imported, or raised, hung, or returned what is no reward.
+    """
+    if not config.reward.is_users or is_url(config.reward.function):
+        return
+    reward = PooledReward(config.reward)
+    try:
+        reward.until_ready()
+        reward(shown.text, row.ground_truth, row.ground_truth)
+    except UserCodeFailed as error:
+        raise ConfigError(
+            f"{error} (a trial call with {config.data.path}:{row.line}: its prompt, and its answer as the response); "
+            f"correct the function: it must score any response"
+        ) from error
+    finally:
+        reward.close()
+
+
+def _importing(field: str, name: str, arguments: tuple[str, ...]) -> CallPool:
+    settings = {"name": name, "field": field, "arguments": arguments}
+    entry = Entry("workers.calls.user_function:importable", settings)
+    return CallPool(entry, what=f"{field}: {name}", limit="the deadline", timeout_s=1.0, concurrency=1)

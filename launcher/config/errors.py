@@ -42,7 +42,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "actor.max_tokens_per_micro_batch": ("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
         "actor.ppo_epochs": ("num_ppo_epochs", "update_epochs", "num_iterations"),
-        "actor.num_mini_batches": ("num_mini_batches", "num_minibatches"),
+        "actor.num_mini_batches": ("num_updates_per_step", "num_minibatches"),
         "algorithm.kl_coef": ("beta", "kl_beta", "kl_loss_coef", "init_kl_coef"),
         "algorithm.eps_clip": ("epsilon", "cliprange", "clip_range", "clip_ratio", "clip_ratio_low", "clip_eps"),
         "algorithm.eps_clip_high": ("epsilon_high", "clip_ratio_high", "clip_eps_high"),

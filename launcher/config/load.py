@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError
 from launcher.config.errors import Origins, explain
-from launcher.config.paths import user_path
-from launcher.config.recipes import packaged_recipes
+from launcher.config.paths import packaged_recipes, user_path
 from launcher.config.yaml_file import parse_value, read_yaml
 from tq.config import ScheduleMode
 from workers.config import RunConfig

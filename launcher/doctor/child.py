@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TypeVar
 
 from asyncflow.errors import ConfigError
-from asyncflow.lifeline import die_with_parent
+from asyncflow.process import die_with_parent
 from asyncflow.size_text import size_text
 from launcher.doctor import devices, disk, host, network, software
 from launcher.doctor.messages import RESOLVE, Answer, Finding, Needs, Order, decode_order, encode, reason

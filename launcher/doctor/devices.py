@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from asyncflow.environment import variables_set
 from asyncflow.errors import ConfigError
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from asyncflow.process import variables_set
 from asyncflow.size_text import size_text
 from launcher.checks.devices import Kind, find_devices
 from launcher.doctor.messages import Finding, Needs, reason
@@ -146,9 +146,8 @@ def judge_groups(facts: list[GroupFacts], needs: Needs) -> list[Finding]:
             remedy = "ip link set lo up; iptables -A INPUT -i lo -j ACCEPT"
         elif group.backend != "gloo":
             remedy = f"{group.backend.upper()}_DEBUG=INFO asyncflow doctor; is the driver as new as {group.backend}?"
-        findings.append(
-            Finding.error(GROUPS, f"no group over {group.backend} on {group.where} ({group.error})", remedy)
-        )
+        text = f"no group over {group.backend} on {group.where} ({group.error})"
+        findings.append(Finding.error(GROUPS, text, remedy))
     if not findings:
         tried = ", ".join(f"{group.backend} on {group.where}" for group in facts)
         findings.append(Finding.ok(GROUPS, f"two ranks met and added up: {tried}"))
@@ -215,7 +214,7 @@ def _gloo_error(interface: str) -> str:
 def _error_of(devices: "list[torch.device]") -> str:
     """Have one thread per device meet the others and add; returns what went wrong first, or nothing."""
     from asyncflow.network import LOOPBACK
-    from asyncflow.store_server import connect_store, serve_store
+    from asyncflow.sealed_store import connect_store, serve_store
 
     try:
         store, port = serve_store(LOOPBACK, _TIMEOUT)

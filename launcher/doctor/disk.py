@@ -198,11 +198,8 @@ def judge_sharing(facts: SharingFacts, needs: Needs) -> list[Finding]:
         text = "ASYNCFLOW_SHARED_MEMORY=0: payloads of the queue go over sockets"
         findings.append(Finding.warning(SHARED_MEMORY, text, "unset ASYNCFLOW_SHARED_MEMORY, unless you mean it"))
     if not findings:
-        shm = (
-            f"/dev/shm has {size_text(facts.shm_free)} free"
-            if facts.shm_total
-            else "no /dev/shm, which the CPU needs not"
-        )
+        free = f"/dev/shm has {size_text(facts.shm_free)} free"
+        shm = free if facts.shm_total else "no /dev/shm, which the CPU needs not"
         findings.append(Finding.ok(SHARED_MEMORY, f"another process mapped memory of this one; {shm}"))
     return findings
 
@@ -307,9 +304,10 @@ def _able(errors: dict[str, str], ability: str, attempt: Callable[[], object]) -
 
 def _fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
+    try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _judge_memfd(facts: SharingFacts) -> list[Finding]:

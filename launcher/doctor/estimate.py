@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from asyncflow.job import GangSpec
 from asyncflow.size_text import size_text
-from launcher.checks.generating import ranks_per_instance
+from launcher.checks.models import ranks_per_instance
 from launcher.checks.preflight import Preflight
 from launcher.cli.request import Accepted
 from launcher.doctor.messages import Needs

@@ -141,9 +141,8 @@ def judge_ports(facts: PortFacts, needs: Needs) -> list[Finding]:
     remedy = f"sysctl -w {_PORT_RANGE}='32768 60999'"
     where = f"{facts.low} to {facts.high}"
     if left < needs.connections:
-        return [
-            Finding.error(PORTS, f"{left} ports are left of {where}; the run takes up to {needs.connections}", remedy)
-        ]
+        text = f"{left} ports are left of {where}; the run takes up to {needs.connections}"
+        return [Finding.error(PORTS, text, remedy)]
     findings = []
     if left < max(_LEAST_PORTS, 2 * needs.connections):
         findings.append(Finding.warning(PORTS, f"only {left} ports are left of {where}", remedy))
@@ -186,12 +185,12 @@ def judge_backend(facts: BackendFacts, needs: Needs) -> list[Finding]:
     return [Finding.ok(BACKEND, f"{needs.backend} at {facts.server} answers")]
 
 
-def between_nodes(interfaces: Sequence[Interface], env: Mapping[str, str] = os.environ) -> str:
+def between_nodes(interfaces: Sequence[Interface]) -> str:
     """Return the interface that Gloo would take between nodes; empty: there is none.
 
     What GLOO_SOCKET_IFNAME names first, else the one that has the address of the host's name, else the first one up.
     """
-    named = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return _between(interfaces, named, _addresses_of(socket.gethostname())[0])
 
 
@@ -249,12 +248,10 @@ def _judge_variables(facts: NetworkFacts, needs: Needs) -> list[Finding]:
         text = f"{name}={pattern} names no interface that is up; there are {' '.join(names)}"
         remedy = f"unset {name}, or export {name}={_suggestion(facts)}"
         # Gloo of one node gets loopback from the launcher, whatever the variable says.
-        matters = bool(device) or needs.num_nodes > 1
-        findings.append(
-            Finding.error(NETWORK, text, remedy)
-            if matters
-            else Finding.warning(NETWORK, f"{text} (one node: unused)", remedy)
-        )
+        if device or needs.num_nodes > 1:
+            findings.append(Finding.error(NETWORK, text, remedy))
+        else:
+            findings.append(Finding.warning(NETWORK, f"{text} (one node: unused)", remedy))
     return findings
 
 
@@ -264,9 +261,8 @@ def _judge_names(facts: NetworkFacts, needs: Needs) -> list[Finding]:
     several = needs.num_nodes > 1
     if not facts.host_addresses:
         text = f"the host's own name {facts.host} does not resolve"
-        findings.append(
-            Finding.error(NETWORK, text, hosts_line) if several else Finding.warning(NETWORK, text, hosts_line)
-        )
+        finding = Finding.error if several else Finding.warning
+        findings.append(finding(NETWORK, text, hosts_line))
     elif several and not facts.variables.get("GLOO_SOCKET_IFNAME") and all(map(_is_loopback, facts.host_addresses)):
         text = f"the host's own name {facts.host} means {facts.host_addresses[0]}, where other nodes do not find it"
         findings.append(Finding.warning(NETWORK, text, f"export GLOO_SOCKET_IFNAME={_suggestion(facts)}"))

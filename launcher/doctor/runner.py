@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import click
 
@@ -70,13 +69,12 @@ def print_report(order: Order, *, json: bool) -> bool:
     return failed(findings)
 
 
-def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = START_S) -> Iterator[Finding]:
+def examine(order: Order, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """Run checks; yields findings as they come.
 
     Args:
         order: what the user gave; its `checks` and `needs` are filled in here.
         checks: those of `order.registry`, in order.
-        start_s: deadline of the start (s).
 
     Raises:
         ConfigError: CONFIG or an option cannot be used.
@@ -86,7 +84,7 @@ def examine(order: Order, checks: Sequence[Check] = CHECKS, *, start_s: float = 
         with _Child(replace(order, checks=tuple(check.name for check in todo))) as child:
             known = order.needs is not None
             try:
-                first = child.answer(start_s)
+                first = child.answer(START_S)
             except _NoAnswer as what:
                 yield Finding.error(RESOLVE, str(what), _start_remedy(what))
                 if known:
@@ -157,9 +155,7 @@ class _Child:
     def __enter__(self) -> "_Child":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it and all that it started: gently, so that it may clean up, then at once.
 
         It is reaped last, so that its number stays its own. One that the kernel does not let go (a network file system

@@ -142,19 +142,13 @@ def read_packages(needs: Needs) -> PackageFacts:
 
 def judge_packages(facts: PackageFacts, needs: Needs) -> list[Finding]:
     """Compare what is installed with what is required."""
-    findings = [
-        Finding.error(
-            PACKAGES,
-            f"`import {name}` finds {place}, not AsyncFlow's",
-            f"remove what is in the way: pip uninstall the distribution that owns {place}, or correct PYTHONPATH",
-        )
-        for name, place in facts.foreign.items()
-    ]
+    findings = []
+    for name, place in facts.foreign.items():
+        remedy = f"remove what is in the way: pip uninstall the distribution that owns {place}, or correct PYTHONPATH"
+        findings.append(Finding.error(PACKAGES, f"`import {name}` finds {place}, not AsyncFlow's", remedy))
     if facts.requirements is None:
-        remedy = "pip install -e . in AsyncFlow's clone"
-        findings.append(
-            Finding.warning(PACKAGES, f"{DISTRIBUTION} is not installed, so its needs are not known", remedy)
-        )
+        text = f"{DISTRIBUTION} is not installed, so its needs are not known"
+        findings.append(Finding.warning(PACKAGES, text, "pip install -e . in AsyncFlow's clone"))
     findings += [found for text in facts.requirements or () if (found := _judge_one(text, facts)) is not None]
     if needs.device == "npu":
         findings += _judge_npu(facts)
@@ -232,19 +226,15 @@ def judge_slurm(facts: SlurmFacts, needs: Needs) -> list[Finding]:
     job = f"job {facts.job}"
     if "scontrol" not in facts.tools:
         text = f"{job}: scontrol is not on PATH, so a run that is preempted cannot requeue itself"
-        return [
-            Finding.warning(
-                SLURM, text, "add Slurm's bin directory to PATH; in a container, mount it and its munge socket"
-            )
-        ]
+        remedy = "add Slurm's bin directory to PATH; in a container, mount it and its munge socket"
+        return [Finding.warning(SLURM, text, remedy)]
     if facts.error or not facts.job_text:
         text = f"{job}: scontrol says nothing of it ({' '.join(facts.error.split()) or 'no such job'})"
         return [Finding.warning(SLURM, text, f"scontrol show job {facts.job}; does munge run on this node?")]
     if "Requeue=0" in facts.job_text.split():
         text = f"{job} was submitted without --requeue, so Slurm does not start it again when a node fails"
-        return [
-            Finding.warning(SLURM, text, f"scontrol update JobId={facts.job} Requeue=1; next time #SBATCH --requeue")
-        ]
+        remedy = f"scontrol update JobId={facts.job} Requeue=1; next time #SBATCH --requeue"
+        return [Finding.warning(SLURM, text, remedy)]
     return [Finding.ok(SLURM, f"{job} can be requeued")]
 
 
@@ -265,21 +255,11 @@ def _judge_npu(facts: PackageFacts) -> list[Finding]:
     findings = []
     torch, torch_npu = facts.installed["torch"], facts.installed["torch-npu"]
     if torch and torch_npu and _release(torch) != _release(torch_npu):
-        findings.append(
-            Finding.error(
-                PACKAGES,
-                f"torch {torch} and torch-npu {torch_npu} are of different releases",
-                f"pip install 'torch=={_release(torch_npu)}.*'",
-            )
-        )
+        text = f"torch {torch} and torch-npu {torch_npu} are of different releases"
+        findings.append(Finding.error(PACKAGES, text, f"pip install 'torch=={_release(torch_npu)}.*'"))
     if not facts.cann:
-        findings.append(
-            Finding.error(
-                PACKAGES,
-                "the environment of CANN is not set (ASCEND_TOOLKIT_HOME), without it torch cannot be imported",
-                "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
-            )
-        )
+        text = "the environment of CANN is not set (ASCEND_TOOLKIT_HOME), without it torch cannot be imported"
+        findings.append(Finding.error(PACKAGES, text, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"))
     return findings
 
 

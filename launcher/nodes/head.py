@@ -1,6 +1,6 @@
 """Node 0's side of a run on several nodes: takes the other launchers in, gives orders, hears what happens there.
 
-Everything goes through the job store. `launcher.nodes.messages` has the messages, `launcher.nodes.wire` their proofs.
+Everything goes through the job store. `launcher.nodes.messages` has the messages and their proofs.
 Keys, where TOKEN names one launcher's try to join:
 
     launcher/events         queue, from all nodes             launcher/beat/TOKEN   their heartbeats
@@ -28,21 +28,25 @@ from asyncflow.service_threads import ServiceThreads
 from launcher.nodes.membership import HEARTBEAT_S, HeartbeatTimeout, Membership
 from launcher.nodes.messages import (
     DumpStacks,
+    Envelope,
     FinishRun,
     FromNode,
     Hello,
     KillPart,
     Left,
+    Opener,
     Order,
     PartExited,
     Ping,
     Pong,
     Ready,
     Refuse,
+    Sealer,
     StartPart,
     StopAsked,
+    read_body,
+    read_envelope,
 )
-from launcher.nodes.wire import Envelope, Opener, Sealer, read_body, read_envelope
 from launcher.process.gang_hosts import GangHost
 from launcher.process.job_store import JobStoreClient
 from launcher.run.events import FAILED, USAGE, GangExited, NodeLost, StopRequested
@@ -112,7 +116,7 @@ class NodeHead:
         self._secret = bytes.fromhex(secret)
         self._members = members
         self._clock = clock
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._part_exited = part_exited
         self._report = report
         self._links: dict[str, _Link] = {}
@@ -154,7 +158,7 @@ class NodeHead:
                 if self._lost_node or stopped():
                     return f"{self._lost_node} is gone" if self._lost_node else "stopped"
                 if time.monotonic() > deadline:
-                    raise RoleFailed(self._members.complaint(timeout_s, str(self._run_dir)))
+                    raise RoleFailed(self._members.complaint(timeout_s, str(self.run_dir)))
                 self._changed.wait(_LOOK_S)
             return ""
 
@@ -182,11 +186,7 @@ class NodeHead:
             with self._ordering:
                 self._orders.queue_push(orders_key(token), data)
 
-    def revision(self) -> int:
-        """Return the revision of `job.json`."""
-        return Job.load(self._run_dir).revision
-
-    def finish(self, code: int, line: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+    def finish(self, code: int, line: str) -> None:
         """End the run on all nodes: they kill what is left there, say `line` and exit with `code`; idempotent."""
         with self._changed:
             if self._finished:
@@ -197,7 +197,7 @@ class NodeHead:
             self.order(token, FinishRun(code, line))
         with self._changed:
             joined = [link for link in waiting.values() if link.heartbeat is not None]
-            self._changed.wait_for(lambda: all(link.is_gone for link in joined), timeout_s)
+            self._changed.wait_for(lambda: all(link.is_gone for link in joined), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the threads; idempotent."""
@@ -236,7 +236,8 @@ class NodeHead:
         message = read_body(body, FromNode)
         arrived = self._clock.now()
         if isinstance(message, Hello):
-            link = _Link(message.rank, opener, Sealer(self._secret, HEAD_NAME, token), self._beats_of(token))
+            orders, beats = Sealer(self._secret, HEAD_NAME, token), Opener(self._secret, f"{token}/beat", HEAD_NAME)
+            link = _Link(message.rank, opener, orders, beats)
             with self._changed:
                 self._links[token] = link
         if link is None:
@@ -303,9 +304,6 @@ class NodeHead:
             self._lost_node = self._lost_node or name
             self._report(NodeLost(name))
 
-    def _beats_of(self, token: str) -> Opener:
-        return Opener(self._secret, f"{token}/beat", HEAD_NAME)
-
 
 class RemoteNode:
     """The `GangHost` of another node."""
@@ -318,7 +316,7 @@ class RemoteNode:
     def start(self, gang: GangSpec, attempt: int) -> None:
         """Have its launcher start its ranks of a gang."""
         self._started[gang.name] = None
-        self._head.order(self._token, StartPart(gang.name, attempt, self._head.revision()))
+        self._head.order(self._token, StartPart(gang.name, attempt, Job.load(self._head.run_dir).revision))
 
     def kill(self, gang: str) -> None:
         """Have its launcher kill its ranks of a gang."""

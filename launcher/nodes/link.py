@@ -30,14 +30,17 @@ from launcher.nodes.messages import (
     FinishRun,
     FromNode,
     Hello,
+    Opener,
     Order,
     Ping,
     Pong,
     Ready,
     Refuse,
+    Sealer,
     Welcome,
+    read_body,
+    read_envelope,
 )
-from launcher.nodes.wire import Opener, Sealer, read_body, read_envelope
 from launcher.process.job_store import JobStoreClient
 
 ANSWER_TIMEOUT_S = 5.0

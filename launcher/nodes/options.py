@@ -1,14 +1,15 @@
 """Which node of a run this launcher is: by `--nnodes`, `--node-rank` and `--head`, or by Slurm's variables. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncflow.errors import ConfigError
 
 _MOST_NODES = 4096
 _HIGHEST_PORT = 65535
-_MOST_NAMES = 65536
+_HOST = r"(?:[^\[\],]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_NODE_LIST = re.compile(rf"(?P<first>{_HOST})(?:,{_HOST})*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -71,21 +72,18 @@ def find_place(nnodes: int | None, node_rank: int | None, head: str | None, env:
     return place if step.count == 1 else NodePlace(place.count, rank, host, port, step.hints, step.job_id)
 
 
-def expand_nodelist(text: str) -> tuple[str, ...]:
-    """Return the host names of Slurm's short form, `gpu[001-003,7],login1`, in its order.
+def first_host(text: str) -> str:
+    """Return the first host of Slurm's short form: `gpu001` of `gpu[001-003,7],login1`.
 
     Args:
         text: e.g. of SLURM_JOB_NODELIST: names with numbers, ranges and leading zeros in brackets, also several.
     Raises:
-        ConfigError: it is no such list, or one of more than 65,536 names.
+        ConfigError: it is no such list.
     """
-    names: list[str] = []
-    for part in _parts(text):
-        for name in _names(part, text):
-            names.append(name)
-            if len(names) > _MOST_NAMES:
-                raise ConfigError(f"node list: {text!r} names more than {_MOST_NAMES} hosts; correct it")
-    return tuple(names)
+    matched = _NODE_LIST.fullmatch(text)
+    if matched is None:
+        raise ConfigError(f"node list: {text!r} is no list of host names such as n[1-4,7]; correct it, or give --head")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", matched["first"])
 
 
 def _named(count: int, rank: int, host: str, port: int) -> NodePlace:
@@ -142,7 +140,7 @@ def _slurm_step(env: Mapping[str, str]) -> _SlurmStep | None:
             return None
         raise ConfigError("--node-rank: is missing, and so is SLURM_NODEID; give it")
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    names = expand_nodelist(nodelist)[:1] if nodelist else ()
+    names = (first_host(nodelist),) if nodelist else ()
     address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
     job_id = env.get("SLURM_JOB_ID", "")
     return _SlurmStep(count, rank, tuple(filter(None, (*names, address))), job_id)
@@ -155,43 +153,3 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     if not (text.isdecimal() and text.isascii()):
         raise ConfigError(f"{name}: {text!r} is not a number; give --nnodes and --node-rank instead")
     return int(text)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Cut at the commas that are not in brackets."""
-    begin = depth = 0
-    for position, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            yield text[begin:position]
-            begin = position + 1
-    yield text[begin:]
-
-
-def _names(part: str, text: str) -> Iterator[str]:
-    """Yield the names of one part; the brackets further left count slower."""
-    before, bracket, rest = part.partition("[")
-    if "]" in before or not part:
-        raise _unreadable(text)
-    if not bracket:
-        yield part
-        return
-    inside, bracket, after = rest.partition("]")
-    if not bracket or "[" in inside:
-        raise _unreadable(text)
-    for number in _numbers(inside, text):
-        for end in _names(after, text) if after else ("",):
-            yield f"{before}{number}{end}"
-
-
-def _numbers(inside: str, text: str) -> Iterator[str]:
-    for piece in inside.split(","):
-        low, dash, high = piece.partition("-")
-        if not (low.isdecimal() and low.isascii()) or (dash and not (high.isdecimal() and high.isascii())):
-            raise _unreadable(text)
-        for number in range(int(low), int(high or low) + 1):
-            yield f"{number:0{len(low)}d}"
-
-
-def _unreadable(text: str) -> ConfigError:
-    return ConfigError(f"node list: {text!r} is no list of host names such as n[1-4,7]; correct it, or give --head")

@@ -18,8 +18,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from asyncflow.environment import variables_set
-from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.process import STOP_SIGNALS, variables_set
 
 logger = logging.getLogger(__name__)
 

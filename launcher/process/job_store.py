@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncflow.job import GangSpec, error_in
 from asyncflow.network import LOOPBACK
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store, serve_store
+from asyncflow.sealed_store import SealedStore, connect_store, serve_store
 from launcher.run.events import FAILED, GangExited, Phase
 from launcher.run.progress import STARTING, Status, Statuses
 

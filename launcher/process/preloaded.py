@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 
-from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
+from asyncflow.process import STOP_SIGNALS, die_with_parent
 from launcher.process import worker_entry
 from launcher.process.fork_server import LAUNCHER_VARIABLE, LOG_VARIABLE
 

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.lifeline import die_with_parent
+from asyncflow.process import die_with_parent
 
 ENTRYPOINT = "workers.main:run_worker"
 """What every worker of a run is, unless a test says otherwise."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.process import STOP_SIGNALS
 from asyncflow.run_files import LOGS
 
 SAME_PRESS_S = 0.5

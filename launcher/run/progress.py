@@ -278,28 +278,24 @@ class Progress:
 
     def ready(self, num_workers: int) -> None:
         """Say that all ranks are at work."""
-        self._say(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
+        self.event(f"started {num_workers} workers in {self._clock() - self._started_at:.1f} s")
 
     def step(self, metrics: Metrics) -> None:
         """Print a finished step."""
         self._metrics = metrics
-        self._say(step_line(metrics, self._last_step))
+        self.event(step_line(metrics, self._last_step))
 
     def evaluation(self, evaluation: Metrics) -> None:
         """Print an evaluation on held-out prompts."""
         if self._evaluation is None or evaluation["step"] > self._evaluation["step"]:
             self._evaluation = evaluation
-        self._say(evaluation_line(evaluation, self._last_step))
+        self.event(evaluation_line(evaluation, self._last_step))
 
     def note(self, text: str) -> None:
         """Show what the user should know now, e.g. that a stop is under way."""
         self._note = text
         if self._live is None:
-            self._say(text)
-
-    def event(self, text: str) -> None:
-        """Print an event for the record, e.g. a process that starts again."""
-        self._say(text)
+            self.event(text)
 
     def update(self, statuses: Statuses) -> None:
         """Show what the ranks say; about twice a second."""
@@ -308,7 +304,8 @@ class Progress:
             with _even_if_closed(self._console.file):
                 self._live.update(self._render(), refresh=True)
 
-    def _say(self, text: str) -> None:
+    def event(self, text: str) -> None:
+        """Print a line for the record, e.g. that a process starts again."""
         if self._live is not None:
             with _even_if_closed(self._console.file):
                 self._live.console.print(text, markup=False, soft_wrap=True)

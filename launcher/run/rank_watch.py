@@ -10,7 +10,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncflow.awake import excused
+from asyncflow.clock import excused
 from launcher.run.events import RankStuck
 from launcher.run.progress import Status, Statuses
 

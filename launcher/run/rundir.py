@@ -234,13 +234,10 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 def _process_start(pid: int) -> float | None:
     """Return when process `pid` started (unix time, s), or None when it is gone or a zombie."""
+    import psutil
+
     try:
-        # Field 2 of stat is the name in parentheses and may hold spaces: count from the last parenthesis.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot_s = next(
-            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime"
-        )
-    except (OSError, StopIteration):
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except (psutil.Error, ValueError):
         return None
-    state, start_ticks = fields[0], int(fields[19])
-    return None if state == "Z" else boot_s + start_ticks / os.sysconf("SC_CLK_TCK")

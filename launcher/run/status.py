@@ -169,18 +169,9 @@ class RunStatus:
     def _units(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("UNIT", "ROWS", "HELD", "KEPT FOR CHECKPOINT", "IN", "OUT", "CHANNELS")]
         for name, unit in self.units.items():
+            sizes = [size_text(unit[key]) for key in ("num_bytes", "retained_bytes", "bytes_in", "bytes_out")]
             channels = f"{unit['shared_channels']} shared memory, {unit['wire_channels']} wire"
-            moved = (size_text(unit["bytes_in"]), size_text(unit["bytes_out"]))
-            rows.append(
-                (
-                    name,
-                    str(unit["num_rows"]),
-                    size_text(unit["num_bytes"]),
-                    size_text(unit["retained_bytes"]),
-                    *moved,
-                    channels,
-                )
-            )
+            rows.append((name, str(unit["num_rows"]), *sizes, channels))
         return rows
 
     def _weights(self) -> list[tuple[str, ...]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -20,7 +19,7 @@ from torch.distributed import DistError
 from asyncflow.errors import TransportError
 from asyncflow.job import Job
 from asyncflow.run_files import STATUS_FILE
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import connect_store
 from asyncflow.transport.connection import Connection
 from asyncflow.transport.handshake import Credentials
 from launcher.run.progress import Statuses
@@ -62,9 +61,7 @@ class StatusWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(_LEAVE_S)
         with self._writing:  # a thread that is late finds the stop, and does not make the file again

@@ -70,8 +70,7 @@ def sbatch_command(
     """
     with errors_as_exits():
         from launcher.cli.request import Request
-        from launcher.slurm.batch_request import BatchRequest
-        from launcher.slurm.script import script_text
+        from launcher.slurm.batch_job import BatchRequest, script_text
 
         job = BatchRequest(
             Request(config=config, roles=roles, overrides=overrides, run_dir=run_dir, resume=resume, steps=steps),

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.checkpoint.host_copy import HostCopy
-from workers.checkpoint.saved_shards import load_shards, save_shards
+from workers.checkpoint.saved_shards import HostCopy, load_shards, save_shards
 from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
-from workers.engines.fsdp.value import FsdpValueEngine
+from workers.engines.fsdp.engine import FsdpValueEngine
 
 CPU = torch.device("cpu")
 

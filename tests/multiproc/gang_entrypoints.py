@@ -14,8 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from asyncflow.job import Job
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import SealedStore, connect_store
 
 DEADLINE_S = 300.0
 SERVICES = ("controller", "storage")

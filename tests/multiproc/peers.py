@@ -12,7 +12,7 @@ from tq import Column, ControllerService, QueueClient, StorageUnit, StreamingDat
 from tq.config import QueueConfig, ScheduleConfig
 from tq.messages import NoRowsReason
 from workers.admission.admitter import prompt_admission
-from workers.admission.state import AdmittedGroup
+from workers.admission.state import AdmissionState, AdmittedGroup
 
 QUEUE = QueueConfig(request_timeout_s=20)
 CPU = torch.device("cpu")
@@ -37,7 +37,11 @@ class CountingPrompts:
 def controller(port: int, pipe: Pipe, tasks: Sequence[TaskSpec], schedule: ScheduleConfig, last_step: int) -> None:
     """Serve the control plane over two units; admission puts prompts when `last_step` > 0."""
     admission = prompt_admission(
-        credentials(port), "controller-0", CountingPrompts(), config=QUEUE, schedule=schedule, last_step=last_step
+        credentials(port),
+        "controller-0",
+        CountingPrompts(),
+        AdmissionState(schedule, last_step=last_step, version=0),
+        config=QUEUE,
     )
     service = ControllerService(
         credentials(port),

@@ -26,7 +26,7 @@ from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError, WeightSyncError
 from asyncflow.job import GangSpec, Job
 from asyncflow.network import LOOPBACK
-from asyncflow.store_server import serve_store
+from asyncflow.sealed_store import serve_store
 from asyncflow.transport.handshake import Credentials
 from weightsync.agent.service import WeightAgent
 from weightsync.boxes import Box

@@ -11,7 +11,7 @@ import os, signal, sys
 from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 
-from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.process import STOP_SIGNALS
 from launcher.process import fork_server
 
 for number in STOP_SIGNALS:  # as the launcher does, which obeys them

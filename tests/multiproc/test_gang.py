@@ -16,8 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from asyncflow.job import Job
-from asyncflow.sealed_store import SealedStore
-from asyncflow.store_server import connect_store
+from asyncflow.sealed_store import SealedStore, connect_store
 from launcher.run.launcher_process import SAME_PRESS_S
 
 HERE = Path(__file__).parent

@@ -26,10 +26,10 @@ from launcher.nodes.messages import (
     Left,
     PartExited,
     Refuse,
+    Sealer,
     StartPart,
     StopAsked,
 )
-from launcher.nodes.wire import Sealer
 from launcher.process.job_store import JobStore
 from launcher.run.events import GangExited, NodeLost, StopRequested
 

@@ -11,6 +11,7 @@ from tq import ControllerService, QueueClient, StorageUnit, StreamingDataLoader,
 from tq.config import QueueConfig, ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.admission.admitter import prompt_admission
+from workers.admission.state import AdmissionState
 
 CONFIG = QueueConfig(num_controllers=2, request_timeout_s=20)
 SCHEDULE = ScheduleConfig(rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=1)
@@ -28,7 +29,7 @@ def _start_controller(credentials: Credentials) -> Iterator[Start]:
 
     def start(name: str) -> ControllerService:
         admission = prompt_admission(
-            credentials, name, CountingPrompts(), config=CONFIG, schedule=SCHEDULE, last_step=2
+            credentials, name, CountingPrompts(), AdmissionState(SCHEDULE, last_step=2, version=0), config=CONFIG
         )  # of the lead
         service = ControllerService(credentials, name, tasks=TASKS, config=CONFIG, admission=admission, refill=True)
         started.append(service)
@@ -110,7 +111,11 @@ def test_many_filtered_groups_are_known_to_the_next_lead(credentials: Credential
 
     def start() -> ControllerService:
         admission = prompt_admission(
-            credentials, "controller-0", CountingPrompts(), config=config, schedule=schedule, last_step=1
+            credentials,
+            "controller-0",
+            CountingPrompts(),
+            AdmissionState(schedule, last_step=1, version=0),
+            config=config,
         )
         return ControllerService(
             credentials, "controller-0", tasks=TASKS, config=config, admission=admission, refill=True

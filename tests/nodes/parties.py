@@ -14,7 +14,7 @@ import torch
 from echo_peers import HOST_VARIABLE, credentials
 
 from asyncflow.network import choose_interfaces
-from asyncflow.store_server import serve_store
+from asyncflow.sealed_store import serve_store
 from tq import Column, QueueClient
 from tq.config import QueueConfig
 

@@ -28,7 +28,7 @@ def at_work(host: Host, run_dir: Path) -> dict[str, int]:
     """Wait until all ranks are at work; returns the process id of each. The store is asked from its own host."""
     code = (
         "import json, sys; from datetime import timedelta; from pathlib import Path; from asyncflow.job import Job; "
-        "from asyncflow.sealed_store import SealedStore; from asyncflow.store_server import connect_store\n"
+        "from asyncflow.sealed_store import SealedStore; from asyncflow.sealed_store import connect_store\n"
         "job = Job.load(Path(sys.argv[1]))\n"
         "client = connect_store(job.store_host, job.store_port, timedelta(seconds=120))\n"
         "store = SealedStore(client, bytes.fromhex(job.secret))\n"

@@ -15,7 +15,7 @@ ROLES = "rollout:1,actor:1,evaluate:1"
 EVALUATED = ("--run-dir", "run", "--roles", ROLES)
 SLOW_REWARD = """
 import threading
-from workers.rewards.digits import digits_reward
+from workers.rewards.load import digits_reward
 
 
 def score(prompt: str, response: str, answer: str) -> float:

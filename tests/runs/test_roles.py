@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.config.recipes import packaged_recipes
+from launcher.config.paths import packaged_recipes
 
 from . import command
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 from . import command
 

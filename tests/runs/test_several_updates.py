@@ -7,7 +7,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 from . import command
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.awake import awake_result, awake_slices
+from asyncflow.clock import awake_result, awake_slices
 
 
 @pytest.fixture(name="now")
 def _now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("asyncflow.awake.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("asyncflow.clock.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -12,7 +12,7 @@ import torch
 
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from weightsync.version import Version
 from workers.rollout.evaluate import Evaluator
 

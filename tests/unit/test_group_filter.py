@@ -4,7 +4,7 @@ from math import nan
 
 import pytest
 
-from workers.tasks.group_filter import uniform_groups
+from workers.algorithms.dapo import uniform_groups
 
 
 @pytest.mark.parametrize(

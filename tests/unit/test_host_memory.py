@@ -5,7 +5,7 @@ import sys
 
 _SCRIPT = """
 import resource
-from asyncflow.host_memory import keep_freed_memory
+from asyncflow.process import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def touch():

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.calls.module_search import search_beside
-from workers.calls.user_function import load_function
+from workers.calls.user_function import load_function, search_beside
 
 ARGUMENTS = ("prompt", "response", "answer")
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncflow.errors import LeaseFenced, UserCodeFailed
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.messages import LeaseGrant
@@ -20,7 +20,7 @@ from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
-from workers.rewards.exact import exact_reward
+from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
 

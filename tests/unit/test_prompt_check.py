@@ -11,11 +11,10 @@ import pytest
 import configs
 from asyncflow.errors import ConfigError
 from workers.config import DataConfig
-from workers.data.chat_template import ChatTemplate
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import PromptRow
-from workers.data.tokenizer import load_tokenizer
+from workers.data.tokenizer import ChatTemplate, load_tokenizer
 
 QUICKSTART = Path(configs.__path__[0]) / "quickstart" / "model"
 ROWS = [PromptRow(f"{i}+{i}=", str(2 * i), i + 1) for i in range(5)]
@@ -120,7 +119,7 @@ def test_model_without_a_template_has_none() -> None:
 def test_template_that_never_ends_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (model_dir / "chat_template.jinja").write_text(endless)
-    monkeypatch.setattr("workers.data.chat_template._DEADLINE_S", 1.0)
+    monkeypatch.setattr("workers.data.tokenizer._DEADLINE_S", 1.0)
     with pytest.raises(ConfigError, match=r"data.chat_template: the chat template of .* took longer than the deadline"):
         check_prompts(ROWS, data(chat_template=True), model_dir=model_dir)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncflow.errors import WeightSyncError
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from weightsync.plan import Need
 from weightsync.version import Version
 from workers.engines.base import Sequences

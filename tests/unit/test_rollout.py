@@ -20,9 +20,9 @@ from tq.messages import LeaseGrant
 from weightsync.version import Version
 from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, SimLengths
-from workers.held_weights import HeldWeights
 from workers.rollout.loop import Rollout
 from workers.rollout.outbox import RolloutLease
+from workers.weight_path import HeldWeights
 
 DEADLINE_S = 20
 

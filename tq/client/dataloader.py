@@ -84,7 +84,7 @@ class StreamingDataLoader(IterableDataset[PackedBatch]):
             rows_per_round: rows per rank in a full round; 0: only `token_budget` counts.
             token_budget: tokens per rank in a full round; 0: only `rows_per_round` counts.
             rank, num_ranks: data-parallel rank and their number.
-            replica: the ranks that slice this rank's rows; None: this rank alone. If it does not say which
+            replica: the ranks that share this rank's rows; None: this rank alone. If it does not say which
                 ranks fetch, the client's config does, so every rank needs its client.
             prefetch: rounds read ahead.
             timeout_s: a fetch is asked again after so long at the latest; it does not end the iteration.

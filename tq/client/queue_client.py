@@ -311,6 +311,8 @@ class QueueClient:
     def clear_rows(self, rows: Sequence[int]) -> list[int]:
         """Remove rows; returns those that were there. Leases on them are void, and they may be put anew.
 
+        Rows that every task is done with stay so: those that wait for a checkpoint are left alone.
+
         Raises:
             ConfigError: these are no row indices.
             TransportError: a unit, or a controller, did not come back within `request_timeout_s`. Clear again.

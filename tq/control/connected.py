@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from asyncflow.awake import excused
+from asyncflow.clock import excused
 from tq.timers import Timer, Timers
 
 _LOOKS_PER_TIMEOUT = 4

@@ -4,6 +4,7 @@ the queue. Pure.
 begin -> rows withheld, units told (RemoveGroup) -> each reports its rows removed -> GroupRemoved, once
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -77,13 +78,18 @@ class GroupRemovals:
             self._book.out.append(RemoveGroup(table.by_unit(withheld), cause))
 
     def remove(self, numbers: Iterable[int], cause: RemovalCause = UNKNOWN) -> None:
-        """Rows of dead-letter groups left the queue; `cause`: as the removal's originator named it."""
+        """Rows of dead-letter groups left the queue; `cause`: as the removal's originator named it.
+
+        If that was another controller, lost rows of these groups leave here now: no unit will report them.
+        """
         table = self._book.rows
         removed: dict[int, list[int]] = {}
-        for number in numbers:
+        leaving = deque(numbers)
+        while leaving:
+            number = leaving.popleft()
             row = table.rows[number]
             if not self.has(row):
-                self._withhold(row, cause)
+                leaving += [member for member in self._withhold(row, cause) if table.rows[member].lost]
             self._report(row)
             self._book.remove(number)
             for task in self._book.tasks.values():

@@ -198,7 +198,7 @@ _BUCKET_BITS = 10
 class ReadyQueue:
     """Row numbers in ascending order. A number may be here twice or be out of date: the caller checks what it pops.
 
-    Cost does not grow with the number of rows that wait: neighbouring numbers slice a bucket, and only the bucket in
+    Cost does not grow with the number of rows that wait: neighbouring numbers share a bucket, and only the bucket in
     front is kept sorted. So a million rows cost a heap of a thousand buckets, in whatever order they become ready.
     """
 

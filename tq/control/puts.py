@@ -287,7 +287,7 @@ class PutQueue:
         """Args:
         book: rows and tasks.
         arrivals: takes rows into it.
-        room: the limits.
+        backpressure: the limits.
         """
         self._book = book
         self._arrivals = arrivals

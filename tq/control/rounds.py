@@ -36,7 +36,7 @@ class Round:
     """One round.
 
     Attributes:
-        slices: by rank; None: given by an earlier incarnation of the controller to nobody, so it is assigned again.
+        rank_slices: by rank; None: an earlier incarnation of the controller gave it to nobody, so it is assigned again.
         round_rows: most rows of any slice.
         last: no rows of the step follow.
         partition: of its rows.

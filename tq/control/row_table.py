@@ -56,6 +56,9 @@ class RowTable:
         """A row is known, but no unit has it; the units may prove otherwise. One in the table, or done, stays."""
         if number in self.rows.rows or self.rows.is_finished(number, row.partition):
             return
+        if self.removals.has(row):
+            self.removals.lack(row.partition, [number])
+            return
         row.unit = self._lost_unit()
         self.add(row.partition, [(number, row)])
         self.losses.lose([number])
@@ -234,11 +237,11 @@ class RowTable:
 
     # Loss, removal
 
-    def remove(self, number: int) -> None:
-        """A row leaves before all tasks are done with it."""
+    def remove(self, number: int, *, may_return: bool = False) -> None:
+        """A row leaves before all tasks are done with it; `may_return`: leases on it are void if it is put anew."""
         row = self.rows.rows[number]
         for task in self.tasks.values():
-            task.removed(number, row)
+            task.removed(number, row, may_return=may_return)
         self.rows.remove(number, RowState.REMOVED)
         self.losses.end(number)
 

@@ -27,10 +27,11 @@ from tq.control.pending_requests import PendingRequests
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState
 from tq.control.unit_orders import UnitOrders
-from tq.messages import RowRecords, UnitLoss
+from tq.messages import LeaseGrant, NoRows, RowRecords, UnitLoss
 from tq.timers import Timers
 
-News = list[tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared]
+NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
+News = list[NewsItem]
 """Messages that are sent when the lock is released."""
 
 
@@ -101,10 +102,10 @@ class StateShell:
         return news
 
     def send(self, news: News) -> None:
-        """Tell clients, units and admission; the lock is not held."""
+        """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers."""
         with self.failing("durable facts"):
             self._make_durable(news)  # before any process is told
-        for one in news:
+        for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
             match one:
                 case Lost() | GroupRemoved() if self.admission is not None:
                     self.admission.add(one)
@@ -169,3 +170,8 @@ class StateShell:
         if self.admission is None or self.admission.started or self.state.recovering:
             return
         self.admission.start(self.state.known_rows() if self._restarted else None)
+
+
+def _can_wait(one: NewsItem) -> bool:
+    """Whether this is no answer to a fetch."""
+    return not (isinstance(one, tuple) and isinstance(one[1].reply, LeaseGrant | NoRows))

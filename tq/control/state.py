@@ -317,7 +317,7 @@ class ControlState:
             self._book.misplace(here)
             return
         for number in here:
-            self._book.remove(number)
+            self._book.remove(number, may_return=True)
         if event.reason is RemovalReason.CLEARED:
             self._book.clear_if_empty(event.partition)
 

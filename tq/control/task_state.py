@@ -169,8 +169,8 @@ class TaskState:
         self.num_left += 1
         self.refresh(number, row)
 
-    def removed(self, number: int, row: Row) -> None:
-        """A row leaves the table before all tasks are done with it."""
+    def removed(self, number: int, row: Row, *, may_return: bool = False) -> None:
+        """A row leaves the table before all tasks are done with it; `may_return`: it may be put anew."""
         part = self._resurrected(row.partition)
         if row.queued & self.bit:
             part.queue.withdraw(number, row)
@@ -178,10 +178,13 @@ class TaskState:
         if token is not None:
             part.num_held -= len(self.leases.void(token, [number]))
         self.leases.forget(number)
+        if token is not None and may_return:
+            self.leases.owe_fence([number])
         if row.left & self.bit:
             self.num_left -= 1
         else:
             part.num_done -= 1
+            part.queue.expect_again(row)
         self.changed.add(row.partition)
 
     def finished_before(self, partition: int, num_rows: int) -> None:

@@ -46,6 +46,7 @@ class UnitRegistry:
                     known[number] = max(times, known.get(number, 0))
         self._take_tombstones(event, [unit] if old is None else [unit, old], listed)
         self._book.set_online(unit, online=True)
+        self._book.removals.keep_out(sorted(listed))
         partitions = {record.partition for record in event.records} | event.finished.keys()
         for partition in partitions | {group.partition for group in event.removed_groups}:
             self._book.drop_finished([partition])

@@ -46,7 +46,7 @@ class WaitReasons:
         if self.recovering:
             return Reason(f"the controller was restarted and waits for {self.recovering}")
         if isinstance(fetch, FetchRows) and task.isolation.holds(fetch.owner):
-            return Reason("this consumer holds rows that failed too often to slice it with others")
+            return Reason("this consumer holds rows that failed too often to be handed out with others")
         number = fetch.partition if isinstance(fetch, FetchRound) and task.spec.steps is None else self._oldest(task)
         if number is None:
             leased = len(task.leases.holders)

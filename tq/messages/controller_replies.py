@@ -130,7 +130,7 @@ class TaskStats(Message):
         rows_per_s: done per second, over the last ten seconds or so.
         acked: rows done since the controller's start.
         deliveries: leases given so far.
-        given_back: rows that came back from consumers that died or gave up.
+        released: rows that came back from consumers that died or gave up.
     """
 
     task: str

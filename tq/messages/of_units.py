@@ -57,7 +57,10 @@ class ListRows(Message):
 
 
 class ClearRows(Message):
-    """Remove rows, whatever their leases; unknown ones are passed over. -> `RowList` of those that were here."""
+    """Remove rows, whatever their leases. -> `RowList` of those that were here.
+
+    Unknown ones are passed over, and those that every task is done with: they only wait for a checkpoint.
+    """
 
     rows: list[int]
 

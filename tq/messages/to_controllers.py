@@ -78,7 +78,7 @@ class RegisterUnit(Message):
         incarnation: another one than before: it started empty.
         records: its live rows.
         finished: partition -> rows that all tasks are done with and that were freed or only wait for a checkpoint.
-        removed: what it removed with dead-letter groups: this controller may not have heard of it.
+        removed_groups: what it removed with groups that left: this controller may not have heard of it.
     """
 
     unit: str
@@ -160,7 +160,7 @@ class Held(msgspec.Struct):
         task, token, partition, rows, round_rows, last, total_rows: see `LeaseGrant`; without rows that are done.
         round_index, rank, num_ranks: of a slice of a round; no round: -1.
         step: `FetchRound.partition`.
-        share_rows: rows of the slice, also those that were settled.
+        slice_rows: rows of the slice, also those that are done.
     """
 
     task: str

@@ -34,10 +34,20 @@ def take_inventory(unit: str, incarnation: str, state: UnitState, *, held: bool)
     return RegisterUnit(unit, incarnation, _records(live, held=held), finished, removed)
 
 
-def list_rows(state: UnitState, rows: Collection[int] | None, partition: int | None) -> list[RowRecords]:
-    """Return the confirmed rows among `rows` (None: all) and of `partition` (None: any)."""
+def list_rows(
+    state: UnitState, rows: Collection[int] | None, partition: int | None, *, retained: bool = True
+) -> list[RowRecords]:
+    """Return the confirmed rows among `rows` (None: all) and of `partition` (None: any).
+
+    Args:
+        state: what the unit holds.
+        rows, partition: which ones.
+        retained: also those that only wait for a checkpoint.
+    """
     return _records(
-        (number, row) for number, row in state.rows(rows) if not row.pending and partition in (None, row.partition)
+        (number, row)
+        for number, row in state.rows(rows)
+        if not row.pending and partition in (None, row.partition) and (retained or not row.retained)
     )
 
 

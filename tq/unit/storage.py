@@ -292,7 +292,7 @@ class StorageUnit:
     def _clear_rows(self, message: ClearRows, call: Call) -> None:
         told: list[Future[Any]] = []
         with self._lock:
-            records = list_rows(self._state, message.rows, None)
+            records = list_rows(self._state, message.rows, None, retained=False)
             for partition, rows in self._state.remove([row for record in records for row in record.rows]).items():
                 removal = RowsRemoved(self.name, partition, rows, RemovalReason.REMOVED)
                 told += self._links.tell(removal, self._timeout_s).values()

@@ -115,7 +115,7 @@ class PeerLink:
 
     def _run(self) -> None:
         for connection in connections(
-            self._credentials, self._peer, self._name, stop=self._closing, failed=self._note, limits=self._limits
+            self._credentials, self._peer, self._name, stop=self._closing, limits=self._limits
         ):
             try:
                 self._work(connection)
@@ -125,9 +125,6 @@ class PeerLink:
                 connection.close()  # first: no event of it may come after those that are dropped
                 self._agent.peer_lost(self._peer)  # second: what fails is fetched from others
                 self._fail_fetches()
-
-    def _note(self, error: TransportError) -> None:
-        logger.debug("%s: %s", self._name, error)
 
     def _work(self, connection: Connection) -> None:
         self._watch(connection, 0)

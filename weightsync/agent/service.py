@@ -12,7 +12,8 @@ only between nodes.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -139,22 +140,15 @@ class WeightAgent:
         elif isinstance(message, AskStatus):
             call.reply(self.status())
         else:
-            with self._lock:
-                replies = self._carry_out(self._decide(call, message, session))
-            _send(replies)
+            self._act(lambda: self._decide(call, message, session))
 
     def disconnected(self, session: Session) -> None:
         """A client is gone; see `Handler`."""
-        with self._lock:
-            left = _answers(self._rounds.closed(session))
-            replies = self._carry_out(left + self._state.closed(session))
-        _send(replies)
+        self._act(lambda: _answers(self._rounds.closed(session)) + self._state.closed(session))
 
     def peer_has(self, peer: str, held: Sequence[Held]) -> None:
         """Another agent said what it has."""
-        with self._lock:
-            replies = self._carry_out(self._state.peer_has(peer, held))
-        _send(replies)
+        self._act(lambda: self._state.peer_has(peer, held))
 
     def peer_plan(self, plan: bytes) -> None:
         """Another agent told a plan."""
@@ -163,18 +157,15 @@ class WeightAgent:
 
     def peer_lost(self, peer: str) -> None:
         """The channel to another agent broke."""
-        with self._lock:
-            replies = self._carry_out(self._state.peer_lost(peer))
-        _send(replies)
+        self._act(lambda: self._state.peer_lost(peer))
 
     def fetched(self, fetch: Fetch, num_bytes: int, *, matches: bool) -> None:
         """A bucket came from another agent into its slot, or did not."""
         pull = fetch.pull
         with self._lock:
             self._fetched_bytes += num_bytes
-            checksum = pull.checksum if matches else None
-            replies = self._carry_out(self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
-        _send(replies)
+        checksum = pull.checksum if matches else None
+        self._act(lambda: self._state.pulled(pull.peer, pull.version, pull.bucket, checksum))
 
     def write_bucket(self, fetch: Fetch, payload: Tensor, base: Version | None) -> bool:
         """Write what another agent sent into the slot; returns whether it is what was announced.
@@ -194,6 +185,17 @@ class WeightAgent:
             return False
         fetch.region.unpack(bucket.pieces, payload)
         return fetch.region.checksum(bucket) == pull.checksum
+
+    def _act(self, decide: Callable[[], list[Instruction]]) -> None:
+        """Decide and carry out under the lock; the replies are sent without it."""
+        with self._lock:
+            replies = self._carry_out(decide())
+        for call, reply in replies:
+            assert isinstance(call, Call)
+            if isinstance(reply, AsyncFlowError):
+                call.refuse(reply)
+            else:
+                call.reply(reply)
 
     def _decide(self, call: Call, message: object, session: Session) -> list[Instruction]:
         state = self._state
@@ -232,7 +234,7 @@ class WeightAgent:
         return [Answer(call, Done())]
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> _Replies:
-        """Do what was decided, but for the replies: they are sent without the lock."""
+        """Do what was decided, but for the replies."""
         replies: _Replies = []
         for instruction in instructions:
             match instruction:
@@ -288,37 +290,30 @@ class WeightAgent:
             self._layouts[plan.digest()] = RegionLayout(plan)
             self._state.open_plan(plan)
 
-    def _borrow(self, session: object, version: Version) -> Region | None:
+    @contextmanager
+    def _borrowed(self, version: Version) -> Iterator[Region | None]:
+        """Hold a version, complete or not, while it is read; None: it is not here."""
+        token, region = object(), None
         with self._lock:
-            borrowed = self._state.borrow(session, version)
-            if borrowed is None:
-                return None
-            slot, plan = borrowed
-            return Region(self._memory(slot, plan).memory, self._layout(plan))
-
-    def _release(self, session: object, version: Version) -> None:
-        with self._lock:
-            replies = self._carry_out(self._state.release(session, version))
-        _send(replies)
+            borrowed = self._state.borrow(token, version)
+            if borrowed is not None:
+                slot, plan = borrowed
+                region = Region(self._memory(slot, plan).memory, self._layout(plan))
+        try:
+            yield region
+        finally:
+            if region is not None:
+                self._act(lambda: self._state.release(token, version))
 
     def _packed_copy(self, version: Version, bucket: int) -> Tensor | None:
-        token = object()
-        region = self._borrow(token, version)
-        if region is None:
-            return None
-        try:
-            return region.packed(region.layout.plan.buckets[bucket]).clone()  # it may be a view
-        finally:
-            self._release(token, version)
+        with self._borrowed(version) as region:
+            # A packed bucket may be a view.
+            return None if region is None else region.packed(region.layout.plan.buckets[bucket]).clone()
 
     def _send_bucket(self, call: Call, wanted: FetchBucket) -> None:
-        token = object()
-        region = self._borrow(token, wanted.version)
-        if region is None or self._state.checksum(wanted.version, wanted.bucket) is None:
-            if region is not None:
-                self._release(token, wanted.version)
-            raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
-        try:
+        with self._borrowed(wanted.version) as region:
+            if region is None or self._state.checksum(wanted.version, wanted.bucket) is None:
+                raise PeerRefused(f"{self._name}: bucket {wanted.bucket} of {wanted.version} is not here any more")
             bucket = region.layout.plan.buckets[wanted.bucket]
             packed = region.packed(bucket)
             base = wanted.base if self._config.delta else None
@@ -330,8 +325,6 @@ class WeightAgent:
                 call.reply(BucketFetched(base, delta.numel()), Payload.of(delta))
             else:
                 call.reply(BucketFetched(None, packed.numel()), Payload.of(packed))
-        finally:
-            self._release(token, wanted.version)
 
     def _send_plan(self, call: Call, digest: str) -> None:
         with self._lock:
@@ -342,29 +335,24 @@ class WeightAgent:
 
     def _examine(self, call: Call, version: Version, bucket: int) -> None:
         """A receiver's checksum differs: look whether ours does."""
-        token = object()
-        region = self._borrow(token, version)
-        if region is not None:
-            try:
-                found = region.checksum(region.layout.plan.buckets[bucket])
-            finally:
-                self._release(token, version)
+        with self._borrowed(version) as region:
+            found = None if region is None else region.checksum(region.layout.plan.buckets[bucket])
+        if found is not None:
             with self._lock:
                 expected = self._state.checksum(version, bucket)
             if found == expected:
                 call.reply(Done())
                 return
             logger.warning("%s: bucket %d of %s is damaged; getting it again", self._name, bucket, version)
-        with self._lock:
-            replies = self._carry_out(self._state.corrupt(call, call.session, version, bucket))
-        _send(replies)
+        self._act(lambda: self._state.corrupt(call, call.session, version, bucket))
 
     def _tick(self) -> None:
         while not self._closing.wait(_TICK_S):
-            with self._lock:
-                now = time.monotonic()
-                replies = self._carry_out(self._state.tick(now) + _answers(self._rounds.tick(now)))
-            _send(replies)
+            self._act(self._pass_time)
+
+    def _pass_time(self) -> list[Instruction]:
+        now = time.monotonic()
+        return self._state.tick(now) + _answers(self._rounds.tick(now))
 
 
 def _element_bytes(bucket: Bucket, layout: RegionLayout) -> int:
@@ -375,15 +363,6 @@ def _element_bytes(bucket: Bucket, layout: RegionLayout) -> int:
 
 def _answers(replies: Sequence[tuple[object, Reply]]) -> list[Instruction]:
     return [Answer(call, reply) for call, reply in replies]
-
-
-def _send(replies: _Replies) -> None:
-    for call, reply in replies:
-        assert isinstance(call, Call)
-        if isinstance(reply, AsyncFlowError):
-            call.refuse(reply)
-        else:
-            call.reply(reply)
 
 
 def _name(session: object) -> str:

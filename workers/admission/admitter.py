@@ -19,7 +19,7 @@ from asyncflow.service_threads import ServiceThreads
 from asyncflow.transport.handshake import Credentials
 from tq.batch import Column
 from tq.client.queue_client import QueueClient
-from tq.config import QueueConfig, ScheduleConfig
+from tq.config import QueueConfig
 from tq.control.admission import AdmissionPlace, MakeAdmission
 from tq.control.events import GroupRemoved, Lost
 from tq.refill import AdmissionMark, Refill
@@ -202,42 +202,25 @@ def prompt_admission(
     credentials: Credentials,
     name: str,
     prompts: PromptSource,
+    state: AdmissionState,
     *,
     config: QueueConfig,
-    schedule: ScheduleConfig,
-    version: int = 0,
-    last_step: int,
-    trained: Collection[int] = (),
-    filtered: Collection[int] = (),
-    max_filtered: int | None = None,
     saved: SavedRows | None = None,
 ) -> MakeAdmission:
-    """Return what a controller makes its admission with.
+    """Return what a controller makes its admission with, once.
 
     Args:
         credentials: store and secret.
         name: of the controller's service.
         prompts: of the groups.
+        state: as it is at a first start.
         config: of the queue.
-        schedule: batch, group size and staleness bound.
-        version: step of the weights at the start; a first start admits the steps behind it.
-        last_step: admission ends here.
-        trained: groups in the weights at the start, where they are not just those up to `version`.
-        filtered, max_filtered: see `AdmissionState`.
         saved: finished samples of the checkpoint that the run goes on from.
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:
-        state = AdmissionState.from_mark(
-            place.mark or AdmissionMark(version, version + 1),
-            schedule,
-            last_step=last_step,
-            trained=trained,
-            filtered=filtered,
-            max_filtered=max_filtered,
-        )
         return PromptAdmitter(
-            state,
+            state if place.mark is None else state.restored(place.mark),
             QueueClient(credentials, name, config=config, attempt=place.starts),
             prompts,
             num_units=config.num_storage_units,

@@ -21,6 +21,9 @@ from workers.admission.state import AdmittedGroup
 
 logger = logging.getLogger(__name__)
 
+_VERSIONS = "versions"
+"""Column with the version of every token's weights."""
+
 
 @dataclass(frozen=True)
 class SavedRow:
@@ -98,18 +101,15 @@ class SavedRows:
         directory: Path,
         rule: KeepRule,
         *,
-        version_column: str = "versions",
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         """Args:
         directory: of the snapshot; nothing is read yet.
         rule: what is kept.
-        version_column: has the version of every token's weights.
         warn: is told when the snapshot is missing or damaged: nothing of it is used then.
         """
         self._directory = directory
         self._rule = rule
-        self._version_column = version_column
         self._warn = warn
         self._found: dict[int, _Found] | None = None
 
@@ -158,9 +158,9 @@ class SavedRows:
         for place in chunk_places(self._directory):
             record = place.record
             columns = frozenset(header.name for header in record.columns)
-            if self._version_column not in columns:
+            if _VERSIONS not in columns:
                 continue
-            versions = place.read([self._version_column]).columns[self._version_column]
+            versions = place.read([_VERSIONS]).columns[_VERSIONS]
             for position, (number, (oldest, newest)) in enumerate(zip(record.rows, _extremes(versions), strict=True)):
                 found[number] = _Found(place, position, SavedRow(record.partition, columns, oldest, newest))
         logger.info("%s: %d finished samples", self._directory, len(found))

@@ -21,6 +21,7 @@ fill the steps that follow, in order; those that were a dead letter are tried ag
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping
+from typing import Self
 
 import msgspec
 
@@ -81,29 +82,12 @@ class AdmissionState:
         """Sorted ids above the first that are no step's in data order: those that are over, and refills."""
         self._max_filtered = max_filtered
 
-    @staticmethod
-    def from_mark(
-        mark: AdmissionMark,
-        schedule: ScheduleConfig,
-        *,
-        last_step: int,
-        trained: Collection[int] = (),
-        filtered: Collection[int] = (),
-        max_filtered: int | None = None,
-    ) -> "AdmissionState":
-        """Go on where an earlier incarnation, or a checkpoint, stood; `schedule` has the same batch and group size."""
-        state = AdmissionState(
-            schedule,
-            version=mark.version,
-            last_step=last_step,
-            trained=trained,
-            filtered=filtered,
-            max_filtered=max_filtered,
-        )
-        state._next_step = mark.next_step
+    def restored(self, mark: AdmissionMark) -> Self:
+        """Go on where an earlier incarnation, or a checkpoint, stood, with the same batch and group size."""
+        self._version, self._next_step = mark.version, mark.next_step
         for refill in mark.refills:
-            state._add(refill)
-        return state
+            self._add(refill)
+        return self
 
     @property
     def admitted_groups(self) -> int:

@@ -21,8 +21,7 @@ import traceback
 from typing import Any
 
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
-from asyncflow.lifeline import STOP_SIGNALS, die_with_parent
-from workers.calls.callee import Callee
+from asyncflow.process import STOP_SIGNALS, die_with_parent
 from workers.calls.frames import (
     LENGTH_BYTES,
     Ask,
@@ -39,6 +38,7 @@ from workers.calls.frames import (
     receive,
     to_child,
 )
+from workers.calls.user_function import Callee
 
 Outcome = Returned | Raised | Unusable
 

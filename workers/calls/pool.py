@@ -37,7 +37,8 @@ class Entry:
     """What children call.
 
     Attributes:
-        function: `module:function` of ours, torch-free, which returns a `workers.calls.callee.Callee` in the child.
+        function: `module:function` of ours, torch-free, which returns a `workers.calls.user_function.Callee` in the
+            child.
         settings: its arguments; what JSON has.
         memory_bytes: limit of a child's address space; None: none.
     """

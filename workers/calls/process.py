@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from asyncflow.awake import awake_slices
+from asyncflow.clock import awake_slices
 from asyncflow.errors import ConfigError
 from workers.calls.frames import (
     LENGTH_BYTES,

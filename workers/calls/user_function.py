@@ -1,21 +1,51 @@
 """Finds a user's function, named `module:function`. Torch-free until the user's own module is imported.
 
 For rewards, users' tasks and the like, which `workers.calls` calls; every message begins with the configuration's
-field. Where modules are looked for: `workers.calls.module_search`.
+field. Users' modules are looked for after installed packages, beside the configuration, then in the working directory:
+so neither of the two can hide an installed module.
 """
 
 import importlib
 import importlib.util
 import inspect
+import os
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ConfigError, one_line
-from workers.calls.callee import Callee
-from workers.calls.module_search import extend_path, hidden_module
 
 _ABSENT = object()
+_VARIABLE = "ASYNCFLOW_CODE_DIRECTORY"
+"""Tells children where the configuration is."""
+
+
+def _as_they_are(arguments: Sequence[Any]) -> Sequence[Any]:
+    return arguments
+
+
+def _as_it_is(value: Any, arguments: Sequence[Any]) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What a child calls: a user's function with its conversions; an entry (`workers.calls.pool.Entry`) returns it in
+    the child.
+
+    Attributes:
+        function: the user's; `def` or `async def`.
+        takes: what the pool sent -> the function's arguments.
+        gives: (what it returned, what the pool sent) -> a value that JSON has; raises `UserCodeFailed`, with the whole
+            message, if that cannot be used.
+    """
+
+    function: Callable[..., Any]
+    takes: Callable[[Sequence[Any]], Sequence[Any]] = _as_they_are
+    gives: Callable[[Any, Sequence[Any]], Any] = _as_it_is
 
 
 def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -75,6 +105,35 @@ def importable(name: str, field: str, arguments: Sequence[str]) -> Callee:
 def excerpt(text: str) -> str:
     """Return the beginning of a text, quoted, for a message."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def search_beside(code_directory: str | None) -> None:
+    """Look for users' modules in the run's `code_directory`, too, in this process and in children that it starts."""
+    os.environ[_VARIABLE] = code_directory or ""
+
+
+def extend_path() -> list[Path]:
+    """Have Python look there, after all that it knows; return the places, in their order."""
+    named = os.environ.get(_VARIABLE)
+    places = list(dict.fromkeys([Path(named), Path.cwd()] if named else [Path.cwd()]))
+    sys.path.extend(str(place) for place in places if str(place) not in sys.path)
+    return places
+
+
+def hidden_module(module_name: str) -> str:
+    """Say which file or directory of the user's has the name of an installed module, which comes first; or nothing."""
+    top = module_name.partition(".")[0]
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return ""
+    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    for own in (place / name for place in extend_path() for name in (top, f"{top}.py")):
+        if own.exists() and not any(Path(place) == own or own in Path(place).parents for place in found):
+            return (
+                f"{own} is hidden by the installed {top!r} ({found[0] if found else 'built in'}), which comes first; "
+                f"rename yours, say to my_{top}"
+            )
+    return ""
 
 
 def _can_be_called(function: Callable[..., Any], count: int) -> bool:

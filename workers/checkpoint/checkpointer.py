@@ -31,8 +31,7 @@ from asyncflow.errors import CheckpointError
 from asyncflow.timeline import NoTimeline, Spans
 from workers.checkpoint.directory import CheckpointDirectory
 from workers.checkpoint.files import CRITIC, DCP, RNG, CheckpointMeta
-from workers.checkpoint.host_copy import HostCopy
-from workers.checkpoint.saved_shards import SavedEngine, load_shards
+from workers.checkpoint.saved_shards import HostCopy, SavedEngine, load_shards
 from workers.checkpoint.writer import CheckpointWriter, Contents, RunFacts
 from workers.config import CheckpointConfig
 

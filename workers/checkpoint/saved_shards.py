@@ -1,19 +1,29 @@
-"""Shards of one engine's state in one directory, by torch.distributed.checkpoint; collective over its ranks.
+"""An engine's state on its way to disk: its copy in host memory, and its shards in one directory, by
+torch.distributed.checkpoint; collective over its ranks.
 
 Called for checkpoints: by the actor's ranks, and by those of a critic in a role of its own.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from asyncflow.device import CopiesDone, CopyStream
 from asyncflow.errors import CheckpointError
+from weightsync.boxes import Box
 
 
 class SavedEngine(Protocol):
@@ -68,3 +78,168 @@ class _ShardFiles(dcp.FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+
+
+@dataclass(frozen=True)
+class BoxPart:
+    """Attributes:
+    box: of the whole tensor.
+    values: of the box's shape.
+    replica: another rank saves the same elements; this one only reads them.
+    """
+
+    box: Box
+    values: Tensor
+    replica: bool = False
+
+
+class BoxedTensor(Tensor):
+    """A tensor of which this rank holds any number of boxes, for torch.distributed.checkpoint.
+
+    DTensor knows regular cuts only. Megatron's distributed optimizer gives a rank a run of a flattened parameter that
+    is itself a part of one or three Hugging Face tensors: that is a few boxes of each, which this class names.
+
+        whole [8, 4], this rank holds elements 6 .. 21:      [1:2, 2:4]  [2:5, 0:4]  [5:6, 0:2]
+
+    It has the whole tensor's shape, and no memory of its own; nothing can be computed with it.
+    """
+
+    parts: tuple[BoxPart, ...]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> "BoxedTensor":
+        """Args:
+        shape: of the whole tensor.
+        parts: at least one, all of one element type and device.
+        """
+        first = parts[0].values
+        tensor: BoxedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=False
+        )
+        tensor.parts = tuple(parts)
+        return tensor
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[BoxPart]) -> None:
+        """See `__new__`."""
+
+    def mapped(self, copy: Callable[[int, Tensor], Tensor]) -> "BoxedTensor":
+        """Return the same boxes with the values that `copy` returns for (number of the part, its values)."""
+        parts = [BoxPart(part.box, copy(k, part.values), part.replica) for k, part in enumerate(self.parts)]
+        return BoxedTensor(tuple(self.shape), parts)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub takes it for a plain function
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse: there are no values of the whole tensor."""
+        raise AssertionError(f"{function} of a BoxedTensor; compute with its parts")
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        """Return what this rank saves; called by torch."""
+        return [self._write_item(name, part) for part in self.parts if not part.replica]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return what this rank reads; called by torch."""
+        return [_chunk(part.box) for part in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the values of one part; called by torch."""
+        return next(part.values for part in self.parts if index.offset == torch.Size(part.box.offset))
+
+    def _write_item(self, name: str, part: BoxPart) -> WriteItem:
+        data = TensorWriteData(
+            chunk=_chunk(part.box), properties=TensorProperties.create_from_tensor(part.values), size=self.size()
+        )
+        return WriteItem(MetadataIndex(name, torch.Size(part.box.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
+
+
+class HostCopy:
+    """A copy of an engine's state in host memory, made beside the computation; its memory is used again for the next.
+
+        begin(state) ---- copies run: the state may be read, not changed ---- wait() ---- the copy is written ...
+                          forward and backward of the next step go on        before the update
+
+    There is one such copy per rank, so the host's memory that saving needs is bounded. Used by one thread; another may
+    read the copy while no new one is begun.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Args:
+        device: that holds the state; on an accelerator the copy's memory is page-locked.
+        """
+        self._pinned = device.type != "cpu"
+        self._stream = CopyStream(device)
+        self._buffers: dict[str, Tensor] = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._done: CopiesDone | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copy's tensors."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def begin(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state whose tensors are filled until `wait` returns.
+
+        Args:
+            state: of nested dicts and lists; tensors, DTensors, plain values. The first call is collective over the
+                meshes of DTensors on an accelerator.
+        """
+        self.wait()
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        copied: dict[str, Any] = self._mirrored(state, "", pairs)
+        self._buffers = {path: target for path, (target, _) in pairs.items()}  # what the state lost goes
+        targets, sources = [target for target, _ in pairs.values()], [source for _, source in pairs.values()]
+
+        def run() -> None:
+            if targets:
+                with torch.no_grad():
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+        (self._done,) = self._stream.run([run])
+        return copied
+
+    def wait(self) -> None:
+        """Return when the copy is there and the state may change."""
+        if self._done is not None:
+            self._done.wait()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._stream.close()
+
+    def _mirrored(self, value: Any, path: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(value, dict):
+            return {name: self._mirrored(one, f"{path}/{name}", pairs) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._mirrored(one, f"{path}/{k}", pairs) for k, one in enumerate(value))
+        if isinstance(value, DTensor):
+            local = self._mirrored(value.to_local(), path, pairs)
+            mesh = self._host_mesh(value.device_mesh)
+            shape, stride = value.shape, value.stride()
+            return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=shape, stride=stride)
+        if isinstance(value, BoxedTensor):
+            return value.mapped(lambda k, part: self._mirrored(part, f"{path}/{k}", pairs))
+        if isinstance(value, Tensor):
+            source = value.detach()
+            pairs[path] = (self._buffer(path, source), source)
+            return pairs[path][0]
+        return copy.deepcopy(value)
+
+    def _buffer(self, path: str, source: Tensor) -> Tensor:
+        known = self._buffers.get(path)
+        if known is not None and known.shape == source.shape and known.dtype == source.dtype:
+            return known
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
+
+    def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the same ranks as a mesh of hosts: a DTensor's local part lies where its mesh says."""
+        if mesh.device_type == "cpu":
+            return mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return self._meshes[mesh]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
 from workers.config import DataConfig
-from workers.data.chat_template import ChatTemplate
 from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
+from workers.data.tokenizer import ChatTemplate
 from workers.engines.model_files import load_raw_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.config import DataConfig
-from workers.data.chat_template import missing_chat_template
 from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
-from workers.data.tokenizer import load_tokenizer
+from workers.data.tokenizer import load_tokenizer, missing_chat_template
 
 logger = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") 
     return rows
 
 
-def data_hash(path: Path, *, key: str = "data.path") -> str:
+def data_hash(path: Path) -> str:
     """Return the xxh3-64 of a file's content as 16 hex digits: which prompts a group has follows from it.
 
     Raises:
@@ -86,7 +86,7 @@ def data_hash(path: Path, *, key: str = "data.path") -> str:
     try:
         return content_hash(path)
     except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; name a JSONL file") from error
+        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}; name a JSONL file") from error
 
 
 def check_templates(config: DataConfig) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncflow.host_memory import keep_freed_memory
+from asyncflow.process import keep_freed_memory
 from workers.config import RunConfig, SamplingConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
 from workers.rewards.config import RewardModelConfig
 
 if TYPE_CHECKING:
-    from workers.engines.hf.reward_model import RewardModel
+    from workers.engines.hf.frozen import RewardModel
 
 
 def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device: torch.device) -> GenerateEngine:
@@ -79,8 +79,8 @@ def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: P
 
 def load_reward_model(config: RewardModelConfig, *, device: torch.device) -> "RewardModel":
     """Return the model that scores responses; raises ConfigError, see `RewardModel`."""
+    from workers.engines.hf.frozen import RewardModel
     from workers.engines.hf.model import DTYPES
-    from workers.engines.hf.reward_model import RewardModel
 
     return RewardModel(Path(config.path), dtype=DTYPES[config.dtype], device=device)
 
@@ -140,7 +140,7 @@ def load_value_engine(config: RunConfig, *, device: torch.device) -> ValueEngine
     Raises:
         ConfigError: see the engine.
     """
-    from workers.engines.fsdp.value import FsdpValueEngine
+    from workers.engines.fsdp.engine import FsdpValueEngine
 
     _prepare(device)
     model_dir = Path(config.critic.path or config.model.path)

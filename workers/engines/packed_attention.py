@@ -22,6 +22,7 @@ tokens in all, H heads, D head dimension.
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +30,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
-from workers.engines.cpu_attention import cpu_attention
-from workers.engines.packed_layout import ALONE, PackedLayout
+from workers.engines.packed_layout import ALONE, Block, PackedLayout
 
 PACKED_ATTENTION = "asyncflow_packed"
 """Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
 
 _DOWN_RIGHT_CAUSAL = 3
 _MASK_SIDE = 2048
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SHORT = 256
+"""Up to this many keys the backward kernel is faster in float32 than in bfloat16, casts included."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
 """(query [H, T, D], key and value with as many heads or fewer, layout, factor on the scores) -> [T, H, D]."""
@@ -117,18 +121,25 @@ def sdpa_attention(
                 torch.cat([t[:, first : first + size].expand(len(starts), -1, -1, -1), own], dim=2)
                 for t, own in ((key, k_NHMD), (value, v_NHMD))
             )
-        mask = _mask(length, k_NHMD.shape[2], sliding_window, query.device)
-        out_NHLD = scaled_dot_product_attention(
-            q_NHLD,
-            k_NHMD,
-            v_NHMD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[0] != key.shape[0],
-        )
-        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+        outputs.append(alike_attention(q_NHLD, k_NHMD, v_NHMD, scale, sliding_window))
     return torch.cat(outputs)
+
+
+def alike_attention(
+    q_NHLD: Tensor, k_NHMD: Tensor, v_NHMD: Tensor, scale: float | None, sliding_window: int | None
+) -> Tensor:
+    """Return [N * L, H, D]: SDPA of documents of one shape, each causal from its last query and key backwards."""
+    mask = _mask(q_NHLD.shape[2], k_NHMD.shape[2], sliding_window, q_NHLD.device)
+    out_NHLD = scaled_dot_product_attention(
+        q_NHLD,
+        k_NHMD,
+        v_NHMD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_NHLD.shape[1] != k_NHMD.shape[1],
+    )
+    return out_NHLD.transpose(1, 2).flatten(0, 1)
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
@@ -219,6 +230,86 @@ def _boundaries(layout: PackedLayout, device: torch.device) -> tuple[Tensor, Ten
 @lru_cache(maxsize=4)
 def _compressed_mask(device: torch.device) -> Tensor:
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+def cpu_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+    """Attend inside each document on the CPU: torch's flash kernel, run of documents by run, in one autograd function.
+
+    Each document attends to itself causally; one that continues a prompt attends to the prompt in a call of its own,
+    without a mask, together with its neighbours. The two results are merged by their log-sum-exps, l:
+
+        out = out_own exp(l_own - l) + out_prompt exp(l_prompt - l),    l = log(exp(l_own) + exp(l_prompt))
+
+    The flash backward computes probabilities again, as exp(score - l), so each part gets its exact gradients when it is
+    given the *merged* result and l. The kernel is called by its operator (`torch.ops.aten`): SDPA keeps l to itself.
+
+    Arguments: see `Kernel`. Source: the merge is that of ring attention (Liu et al. 2023, arXiv 2310.01889), and of
+    shared-prefix attention (Juravsky et al. 2024, arXiv 2402.05099).
+    """
+    out_THD: Tensor = _CpuAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    return out_THD
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+        heads, tokens, size = query.shape
+        out_HTD = query.new_empty(tokens, heads, size).transpose(0, 1)
+        # In the kernel's own memory order, and its accumulation type.
+        lse_HT = torch.empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32)).T
+        for block in layout.own_blocks:
+            out_NHLD, lse_NHL = _cpu_forward(*_inputs(query, key, value, block), 0.0, True, scale=scale)
+            _queries(out_HTD, block).copy_(out_NHLD)
+            _queries(lse_HT, block).copy_(lse_NHL)
+        for block in layout.prompt_blocks:
+            out_NHLD, lse_NHL = _cpu_forward(*_inputs(query, key, value, block), 0.0, False, scale=scale)
+            own_NHLD, own_lse_NHL = _queries(out_HTD, block), _queries(lse_HT, block)
+            merged_NHL = torch.logaddexp(own_lse_NHL, lse_NHL)
+            weight_NHL1, own_weight_NHL1 = ((part - merged_NHL).exp().unsqueeze(-1) for part in (lse_NHL, own_lse_NHL))
+            own_NHLD.copy_(own_NHLD * own_weight_NHL1 + out_NHLD * weight_NHL1)
+            own_lse_NHL.copy_(merged_NHL)
+        ctx.save_for_backward(query, key, value, out_HTD, lse_HT)
+        ctx.layout, ctx.scale = layout, scale
+        return out_HTD.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_HTD, lse_HT = ctx.saved_tensors
+        grad_HTD, layout, exact = grads[0].transpose(0, 1), ctx.layout, lse_HT.dtype
+        totals = (
+            torch.empty_like(query, dtype=exact),
+            torch.empty_like(key, dtype=exact),
+            torch.empty_like(value, dtype=exact),
+        )
+
+        def parts(block: Block, causal: bool) -> Any:
+            inputs = (_queries(grad_HTD, block), *_inputs(query, key, value, block), _queries(out_HTD, block))
+            cast = [each.to(exact) for each in inputs] if block.num_keys <= _SHORT else inputs
+            return _cpu_backward(*cast, _queries(lse_HT, block), 0.0, causal, scale=ctx.scale)
+
+        for block in layout.own_blocks:
+            for total, part in zip(totals, parts(block, True), strict=True):
+                _queries(total, block).copy_(part)
+        for block in layout.prompt_blocks:
+            for total, part in zip(_inputs(*totals, block), parts(block, False), strict=True):
+                total.add_(part)
+        return (*(total.to(query.dtype) for total in totals), None, None)
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of a block's queries, keys and values: [N, H, L, D], and twice [N, H, M, D]."""
+    return _queries(query, block), _keys(key, block), _keys(value, block)
+
+
+def _queries(tensor: Tensor, block: Block) -> Tensor:
+    """Return a view [N, H, L, ...] of a tensor [H, T, ...]."""
+    tokens = tensor.narrow(1, block.start, block.documents * block.length)
+    return torch.unflatten(tokens, 1, (block.documents, block.length)).transpose(0, 1)
+
+
+def _keys(tensor: Tensor, block: Block) -> Tensor:
+    tokens = tensor.narrow(1, block.keys, block.documents * block.num_keys)
+    return torch.unflatten(tokens, 1, (block.documents, block.num_keys)).transpose(0, 1)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,4 +1,4 @@
-"""Finds the reward function that the config names. Torch-free."""
+"""Finds the reward function that the config names, and has the simplest ones. Torch-free."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -6,16 +6,33 @@ from types import MappingProxyType
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import check_function
-from workers.rewards.base import ScoreFunction
+from workers.rewards.base import Score, ScoreFunction
 from workers.rewards.config import RewardConfig
-from workers.rewards.digits import digits_reward
-from workers.rewards.exact import exact_reward
-from workers.rewards.in_child import FIELD
+from workers.rewards.in_child import FIELD, compile_pattern
 from workers.rewards.math import math_reward
 from workers.rewards.math_verify import check_installed
 from workers.rewards.pooled import PooledReward
-from workers.rewards.regex import compile_pattern
 from workers.rewards.remote import RemoteReward, check_url, is_url
+
+
+def exact_reward(prompt: str, response: str, answer: str) -> Score:
+    """Return 1 when response and answer are equal apart from space around them, else 0."""
+    correct = response.strip() == answer.strip()
+    return Score(float(correct), correct)
+
+
+def digits_reward(prompt: str, response: str, answer: str) -> Score:
+    """Return half for the exact answer and half for the share of characters that are right and in place: a slope to
+    climb for a model that is rarely exactly right.
+
+    A missing or surplus character counts as wrong: answer 12, response 1 gives 0.25; 13 gives 0.25; 12 gives 1.
+    """
+    response, answer = response.strip(), answer.strip()
+    correct = response == answer
+    num_right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
+    share = num_right / max(len(response), len(answer), 1)
+    return Score(0.5 * float(correct) + 0.5 * (1.0 if correct else share), correct)
+
 
 BUILT_IN: Mapping[str, ScoreFunction] = MappingProxyType(
     {"exact": exact_reward, "digits": digits_reward, "math": math_reward}

@@ -24,13 +24,12 @@ from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
-from workers.held_weights import HeldWeights
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import Scorer
 from workers.rollout.feeder import Feeder
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.tasks.graph import task_of
-from workers.weight_path import open_receiver
+from workers.weight_path import HeldWeights, open_receiver
 
 logger = logging.getLogger(__name__)
 

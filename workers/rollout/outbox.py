@@ -7,7 +7,7 @@ rest, so neither a slow reward nor a slow queue holds up generation.
     score threads       score ... score ...... score
     outbox thread             put (G responses) .......... put (the rest of a lease)
 
-Where groups are filtered (`workers.tasks.group_filter`), the responses of a group wait for each other: all are put, or
+Where groups are filtered (`workers.algorithms.dapo`), the responses of a group wait for each other: all are put, or
 none. It never decides what is generated or which weights are used.
 """
 
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
+from workers.algorithms.dapo import uniform_groups
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import ScoredAnswer, Scorer
-from workers.tasks.group_filter import uniform_groups
 
 STOP_POLL_S = 0.2
 

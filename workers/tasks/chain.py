@@ -5,38 +5,25 @@
 It decides how many rows each task gets at a time, and that ranks without rows take part in collective tasks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from tq.batch import Column, PackedBatch
+from workers.config import RunConfig, TrainingConfig
 from workers.context import WorkerContext
 from workers.data.tokenizer import TextDecoder, load_tokenizer
 from workers.engines.base import TrainEngine, ValueEngine
 from workers.tasks.column_tasks import (
     Advantages,
     ColumnTask,
+    FollowerLogProbs,
+    HostedColumn,
     ReferenceLogProbs,
     Rewards,
-    Values,
-    open_actor_log_probs,
 )
 from workers.tasks.dataflow import CRITIC_TRAIN
 from workers.tasks.user import UserTask
 from workers.trainer.replicas import ReplicaPeers
-
-Factory = Callable[[WorkerContext, TrainEngine | None], ColumnTask]
-"""(this rank, the engine of the actor that hosts the task or None in a role of its own) -> the task."""
-
-_FACTORIES: Mapping[str, Factory] = MappingProxyType(
-    {
-        "rewards": Rewards,
-        "ref_log_probs": ReferenceLogProbs,
-        "actor_log_probs": open_actor_log_probs,
-        "compute_advantages_and_returns": Advantages,
-    }
-)
-"""Task name -> what makes it, for those that need no more than that; see `open_task`."""
 
 _EMPTY = PackedBatch((), {})
 
@@ -123,17 +110,36 @@ def _compute(task: ColumnTask, batch: PackedBatch, step: int, round_rows: int) -
 def open_task(
     name: str, context: WorkerContext, engine: TrainEngine | None, critic: ValueEngine | None = None
 ) -> ColumnTask:
-    """Return the task `name` of this run's graph; `critic`: that the process trains."""
+    """Return the task `name` of this run's graph.
+
+    Args:
+        engine: of the actor that hosts the task; None in a role of its own.
+        critic: that the process trains.
+    """
     config = context.config
-    if name == "values":
-        assert critic is not None, f"{name} is computed where the critic is trained"
-        section = config.actor if context.gang.role == "actor" else config.critic
-        num_rows = section.micro_batch_size
-        if section.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
-            num_rows = min(num_rows, config.ref.micro_batch_size)
-        return Values(critic, num_rows=num_rows)
-    user = next((task for task in config.tasks if task.name == name), None)
-    if user is None:
-        return _FACTORIES[name](context, engine)
-    decoder = TextDecoder(load_tokenizer(Path(config.model.path)))
-    return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)
+    match name:
+        case "rewards":
+            return Rewards(context)
+        case "ref_log_probs":
+            return ReferenceLogProbs(context, engine)
+        case "actor_log_probs" if engine is None:
+            return FollowerLogProbs(context)
+        case "actor_log_probs":
+            return HostedColumn("old_log_probs", engine.log_probs, num_rows=_hosted_rows(config.actor, config))
+        case "values":
+            assert critic is not None, f"{name} is computed where the critic is trained"
+            section = config.actor if context.gang.role == "actor" else config.critic
+            return HostedColumn(name, critic.values, num_rows=_hosted_rows(section, config))
+        case "compute_advantages_and_returns":
+            return Advantages(context)
+        case _:
+            user = next(task for task in config.tasks if task.name == name)
+            decoder = TextDecoder(load_tokenizer(Path(config.model.path)))
+            return UserTask(user, decoder, num_rows=config.schedule.n_samples_per_prompt)
+
+
+def _hosted_rows(training: TrainingConfig, config: RunConfig) -> int:
+    """Return how many rows a model in training takes at a time."""
+    if training.max_tokens_per_micro_batch:  # then its own number is a whole round's, and says nothing of memory
+        return min(training.micro_batch_size, config.ref.micro_batch_size)
+    return training.micro_batch_size

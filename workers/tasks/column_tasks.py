@@ -3,11 +3,11 @@
 One object serves a role of its own (`workers.tasks.task_worker`) or runs inside the actor;
 `workers.tasks.chain` opens it and runs it in both.
 
-To add a task: a node in the algorithm's graph, a class here, its name in the chain's table.
+To add a task: a node in the algorithm's graph, a class here, its name in `open_task` of the chain.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,13 @@ from workers.algorithms.load import load_algorithm
 from workers.calls.user_function import excerpt
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import Sequences, TrainEngine, ValueEngine
+from workers.engines.base import Sequences, TrainEngine
 from workers.engines.load import load_forward_model, load_reward_model
-from workers.held_weights import HeldWeights
 from workers.rewards.base import LARGEST_REWARD
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.tasks.reference import Reference
-from workers.weight_path import open_receiver
+from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
 """Whole groups whose advantages are computed at a time."""
@@ -72,7 +71,7 @@ class Rewards(ColumnTask):
     Inside rollout every response is scored as it ends (`workers.rollout.outbox`).
     """
 
-    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         config = context.config
         self._config = config.reward.model
         self.num_rows = config.schedule.n_samples_per_prompt
@@ -121,36 +120,36 @@ class ReferenceLogProbs(ColumnTask):
         self._reference.close()
 
 
-def open_actor_log_probs(context: WorkerContext, engine: TrainEngine | None = None) -> ColumnTask:
-    """Return the task `actor_log_probs`: log-probabilities under the weights that the rows' step trains on."""
-    return FollowerLogProbs(context) if engine is None else TrainerLogProbs(context, engine)
-
-
-class TrainerLogProbs(ColumnTask):
-    """Inside the actor: before a step's first update, its engine holds the weights that are asked for."""
+class HostedColumn(ColumnTask):
+    """A column that an engine in training computes where it is trained: rows of a step come before its first update, so
+    it holds the weights that are asked for."""
 
     collective = True
 
-    def __init__(self, context: WorkerContext, engine: TrainEngine) -> None:
-        config = context.config
-        self.num_rows = config.actor.micro_batch_size
-        if config.actor.max_tokens_per_micro_batch:  # then that is a whole round, and says nothing of memory
-            self.num_rows = min(self.num_rows, config.ref.micro_batch_size)
-        self._engine = engine
+    def __init__(self, name: str, compute: Callable[[Sequences | None], Tensor], *, num_rows: int) -> None:
+        """Args:
+        name: of the column.
+        compute: of the engine: float32 [A] of a batch; collective.
+        num_rows: responses per forward.
+        """
+        self.num_rows = num_rows
+        self._name = name
+        self._compute = compute
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `old_log_probs`, float32 per response token, from `prompts` and `responses`."""
+        """Return the column, float32 per response token, from `prompts` and `responses`."""
         if not len(batch):
-            self._engine.log_probs(None)
+            self._compute(None)
             return {}
-        return {"old_log_probs": _column(self._engine.log_probs(sequences_of(batch)), batch)}
+        return {self._name: _column(self._compute(sequences_of(batch)), batch)}
 
     def close(self) -> None:
-        """The engine is the actor's."""
+        """The engine is the trainer's."""
 
 
 class FollowerLogProbs(ColumnTask):
-    """In a role of its own: a copy of the policy, which is given rows of step s when it holds weights of step s - 1.
+    """`old_log_probs` in a role of its own: a copy of the policy, which is given rows of step s when it holds weights
+    of step s - 1.
 
     Later ones do not exist before these rows are trained. (A row that was lost after that may be asked for again;
     what is then computed is not read.)
@@ -184,35 +183,10 @@ class FollowerLogProbs(ColumnTask):
         self._context.report("idle", version=version.step)
 
 
-class Values(ColumnTask):
-    """What the critic expects of a response before each of its tokens; the process trains it, and rows of a step come
-    before its update."""
-
-    collective = True
-
-    def __init__(self, engine: ValueEngine, *, num_rows: int) -> None:
-        """Args:
-        engine: the critic.
-        num_rows: responses per forward.
-        """
-        self.num_rows = num_rows
-        self._engine = engine
-
-    def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `values`, float32 per response token, from `prompts` and `responses`."""
-        if not len(batch):
-            self._engine.values(None)
-            return {}
-        return {"values": Column(self._engine.values(sequences_of(batch)).cpu(), batch["responses"].lengths)}
-
-    def close(self) -> None:
-        """The engine is the trainer's."""
-
-
 class Advantages(ColumnTask):
     """Task `compute_advantages_and_returns`: the algorithm's advantages of whole groups."""
 
-    def __init__(self, context: WorkerContext, _: TrainEngine | None = None) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._algorithm = load_algorithm(context.config.algorithm, context.config.rollout)
         self._group_size = context.config.schedule.n_samples_per_prompt
         self.num_rows = self._group_size * _GROUPS

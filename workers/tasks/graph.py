@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from asyncflow.errors import ConfigError
 from asyncflow.job import Job
-from tq.config import ScheduleConfig, ScheduleMode
+from tq.config import ScheduleMode
 from tq.policies import load_policy
 from tq.task_spec import StepSpec, TaskSpec
 from workers.algorithms.config import AlgorithmConfig, PolicyConfig, PPOConfig
@@ -61,31 +61,25 @@ def task_of(role: str, config: RunConfig, job: Job) -> PlacedTask:
 
 def task_specs(tasks: Sequence[PlacedTask], config: RunConfig) -> list[TaskSpec]:
     """Return what the controllers must know of each placed task under the run's schedule."""
+    schedule = config.schedule
+    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: schedule.gate_staleness, NeededWeights.NEWEST: 0}
+    steps = StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
     return [
         TaskSpec(
             name=task.name,
             inputs=frozenset(task.inputs),
             outputs=frozenset(task.outputs),
             whole_groups=task.whole_groups or task.role == "rollout",
-            max_staleness=_max_staleness(task, config),
-            barrier=config.schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
+            max_staleness=bounds[task.weights],
+            barrier=schedule.mode is ScheduleMode.SYNC and task.role != "rollout",
             in_order=config.deterministic,
             keeps_leases=task.role in TRAINERS,
             max_deliveries=0 if task.role in TRAINERS else config.tq.max_deliveries,
             policy=load_policy(config.tq.policy if task.role in TRAINERS else "fifo"),
-            steps=_steps(config.schedule) if task.role in TRAINERS else None,
+            steps=steps if task.role in TRAINERS else None,
         )
         for task in tasks
     ]
-
-
-def _max_staleness(task: PlacedTask, config: RunConfig) -> int | None:
-    bounds = {NeededWeights.ANY: None, NeededWeights.BOUNDED: config.schedule.gate_staleness, NeededWeights.NEWEST: 0}
-    return bounds[task.weights]
-
-
-def _steps(schedule: ScheduleConfig) -> StepSpec | None:
-    return StepSpec(schedule.step_rows, schedule.lateness) if schedule.lateness else None
 
 
 def algorithm_tasks(config: AlgorithmConfig, *, old_log_probs: bool = False) -> tuple[Task, ...]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncflow.errors import UserCodeFailed
-from workers.calls.callee import Callee
-from workers.calls.user_function import load_function
+from workers.calls.user_function import Callee, load_function
 from workers.rewards.base import as_number
 
 ARGUMENTS = ("row",)

@@ -10,11 +10,11 @@ from tq.batch import PackedBatch
 from tq.client.lease import Lease, read_or_release
 from tq.client.stall_monitor import StallMonitor
 from tq.messages import NoRowsReason
+from workers.algorithms.dapo import uniform_groups
 from workers.context import WorkerContext
 from workers.tasks.chain import TaskChain
 from workers.tasks.dataflow import PlacedTask
 from workers.tasks.graph import task_of
-from workers.tasks.group_filter import uniform_groups
 
 
 def run_task(context: WorkerContext) -> None:

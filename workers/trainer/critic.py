@@ -24,8 +24,7 @@ from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from tq.batch import PackedBatch
 from workers.checkpoint.directory import beside, checkpoint_path
 from workers.checkpoint.files import CRITIC, describe
-from workers.checkpoint.host_copy import HostCopy
-from workers.checkpoint.saved_shards import load_shards, own_shards, save_shards
+from workers.checkpoint.saved_shards import HostCopy, load_shards, own_shards, save_shards
 from workers.context import WorkerContext
 from workers.engines.base import ValueEngine
 from workers.engines.load import load_value_engine

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from workers.algorithms.config import GRPOConfig, PPOConfig
 from workers.tasks.config import UserTaskConfig
 from workers.tasks.dataflow import NeededWeights, PlacedTask, place_tasks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig, OffPolicyConfig
 from workers.algorithms.load import load_algorithm

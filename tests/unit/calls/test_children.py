@@ -16,7 +16,7 @@ DEADLINE_S = 15
 SOURCE = """
 import multiprocessing, os, signal, subprocess, sys, threading
 from pathlib import Path
-from workers.calls.callee import Callee
+from workers.calls.user_function import Callee
 
 def entry(name):
     return Callee(globals()[name])
@@ -121,7 +121,7 @@ def test_children_that_do_not_start_do_not_prove_that_the_function_is_bad(open_p
 
 PARENT = """
 import signal, sys
-from asyncflow.lifeline import STOP_SIGNALS
+from asyncflow.process import STOP_SIGNALS
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
 sys.path.insert(0, sys.argv[1])

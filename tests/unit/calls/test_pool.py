@@ -20,7 +20,7 @@ DEADLINE_S = 60
 SOURCE = """
 import asyncio, os, re, sys, time
 from asyncflow.errors import ConfigError, UserCodeFailed
-from workers.calls.callee import Callee
+from workers.calls.user_function import Callee
 
 def entry(name):
     return Callee(globals()[name])

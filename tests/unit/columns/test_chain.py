@@ -9,7 +9,7 @@ import torch
 
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from workers.tasks import chain
 from workers.tasks.chain import TaskChain, open_task

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from workers.engines.hf.model import empty_causal_lm
 
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.boxes import Box
-from workers.checkpoint.host_copy import HostCopy
-from workers.engines.boxed_tensor import BoxedTensor, BoxPart
+from workers.checkpoint.saved_shards import BoxedTensor, BoxPart, HostCopy
 from workers.engines.hf.weights import SavedTensors
 from workers.engines.megatron.names import MegatronGeometry, flat_boxes, megatron_shards
 

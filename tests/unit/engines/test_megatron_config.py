@@ -9,7 +9,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_megatron
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from workers.config import ActorConfig, RunConfig
 from workers.engines.megatron.config import DenseModel, MegatronConfig, MegatronLayout, MegatronPlace, check_division
 from workers.trainer.replicas import ReplicaPlace

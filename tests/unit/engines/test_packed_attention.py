@@ -19,8 +19,14 @@ from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engines.cpu_attention import cpu_attention
-from workers.engines.packed_attention import Kernel, kernel_of, npu_attention, sdpa_attention, varlen_attention
+from workers.engines.packed_attention import (
+    Kernel,
+    cpu_attention,
+    kernel_of,
+    npu_attention,
+    sdpa_attention,
+    varlen_attention,
+)
 from workers.engines.packed_layout import PackedLayout
 
 LAYOUTS = {

@@ -20,7 +20,7 @@ from transformers import (
 
 from asyncflow.errors import BadRequest, ConfigError
 from workers.engines.base import Sequences
-from workers.engines.hf.reward_model import RewardModel
+from workers.engines.hf.frozen import RewardModel
 
 CPU = torch.device("cpu")
 CLASSES: dict[str, Any] = {

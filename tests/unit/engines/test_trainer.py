@@ -12,7 +12,7 @@ import torch
 from asyncflow.errors import TrainingDiverged
 from asyncflow.timeline import NoTimeline
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from tests.support.training_role import CountingRole
 from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm

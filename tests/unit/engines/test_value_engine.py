@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from workers.config import ActorConfig, CriticConfig
 from workers.engines.base import Sequences
-from workers.engines.fsdp.value import FsdpValueEngine
+from workers.engines.fsdp.engine import FsdpValueEngine
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 CPU = torch.device("cpu")

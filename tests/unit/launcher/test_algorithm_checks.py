@@ -5,7 +5,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 GSPO = ("algorithm={name: gspo}", "algorithm.off_policy.method=none")
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe, packaged_recipes
+from launcher.config.paths import find_recipe, packaged_recipes
 from tq.config import Fill, ScheduleConfig
 from workers.config import RunConfig
 

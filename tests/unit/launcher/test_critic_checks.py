@@ -7,7 +7,7 @@ import pytest
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import Preflight, check_run
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 
 def check(*settings: str, roles: str = "rollout:1,actor:1,critic:1,ref:1") -> Preflight:
@@ -38,7 +38,7 @@ def test_ranks_of_a_critic_are_one_gang() -> None:
         (
             ("algorithm.kl_placement=reward",),
             "rollout:1,actor:1,critic:1,ref:1",
-            "roles: 'critic' reads column log_probs, which no other launched role writes; launch actor_fwd, too",
+            "roles: 'critic' reads column old_log_probs, which no other launched role writes; launch actor_fwd, too",
         ),
         ((), "rollout:1,actor:1,critic:1,ref:1,actor_fwd:1", "roles: 'actor_fwd' has nothing to do"),
         (("critic.micro_batch_size=96",), "", "critic.micro_batch_size: 96 does not divide a rank's 256 samples"),

@@ -11,7 +11,7 @@ from launcher.checks.devices import Devices
 from launcher.checks.preflight import Preflight, check_run
 from launcher.cli.request import Accepted, Request
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from launcher.doctor.child import resolve
 from launcher.doctor.estimate import (
     channels_of,

@@ -1,6 +1,6 @@
 """Hints lead to keys that exist."""
 
-from launcher.config.errors import _OTHER_WORDS, meant_key
+from launcher.config.errors import _OTHER_WORDS, _meant_key
 from launcher.config.reference import key_paths
 
 
@@ -14,4 +14,4 @@ def test_other_words_stand_for_keys_that_exist_and_are_no_keys_themselves() -> N
 
 def test_key_that_was_renamed_names_its_new_one() -> None:
     here = ["num_mini_batches", "ppo_epochs", "lr"]
-    assert meant_key("num_updates_per_step", here, key_paths()) == "num_mini_batches"
+    assert _meant_key("num_updates_per_step", here, key_paths()) == "num_mini_batches"

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from asyncflow.errors import TransportError
-from launcher.nodes.messages import FromNode, Order, Ping, StopAsked
-from launcher.nodes.wire import Envelope, Opener, Sealer, read_body, read_envelope
+from launcher.nodes.messages import Envelope, FromNode, Opener, Order, Ping, Sealer, StopAsked, read_body, read_envelope
 
 SECRET = b"secret"
 

@@ -13,7 +13,7 @@ from conftest import MODEL_CONFIG, write_model
 from safetensors.numpy import save_file
 
 from launcher.cli.launch import launch
-from launcher.config.recipes import packaged_recipes
+from launcher.config.paths import packaged_recipes
 
 RECIPES = sorted(packaged_recipes())
 QWEN = {

@@ -15,7 +15,7 @@ from launcher.checks.devices import Devices
 from launcher.checks.preflight import Preflight, check_run
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 from launcher.doctor.estimate import memory_parts
 from launcher.run.placement import place_gangs
 

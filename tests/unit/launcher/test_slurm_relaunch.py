@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.script import EARLY_TRAP, RELAUNCH
+from launcher.slurm.batch_job import EARLY_TRAP, RELAUNCH
 
 SLEEP = shutil.which("sleep")
 SETTINGS = f"""

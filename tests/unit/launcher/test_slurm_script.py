@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm.script import RELAUNCH, BatchJob, script_text
+from launcher.slurm.batch_job import RELAUNCH, BatchJob, script_text
 
 GOLDEN = Path(__file__).with_name("two_nodes.sbatch")
 JOB = BatchJob(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from launcher.slurm.script import EARLY_TRAP, RELAUNCH, BatchJob, script_text
+from launcher.slurm.batch_job import EARLY_TRAP, RELAUNCH, BatchJob, script_text
 
 TEMPLATES = sorted((Path(next(iter(configs.__path__))) / "slurm").glob("*.sbatch"))
 SETTINGS = ("run_dir=", "max_requeues=", "gather_s=", "srun_options=(", "launch=(")

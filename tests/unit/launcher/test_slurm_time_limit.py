@@ -3,7 +3,7 @@ import math
 import pytest
 
 from asyncflow.errors import ConfigError
-from launcher.slurm.batch_request import time_limit_s
+from launcher.slurm.batch_job import time_limit_s
 
 
 @pytest.mark.parametrize(

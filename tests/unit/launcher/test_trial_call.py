@@ -6,9 +6,9 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.checks.preflight import check_run
-from launcher.checks.trial_call import try_functions, try_reward
+from launcher.cli.request import try_functions, try_reward
 from launcher.config.load import load_config
-from launcher.config.recipes import find_recipe
+from launcher.config.paths import find_recipe
 
 SOURCE = """
 import time, pathlib

@@ -7,9 +7,9 @@ import pytest
 from asyncflow.errors import ConfigError, UserCodeFailed
 from workers.rewards.base import Score, ScoreFunction
 from workers.rewards.config import RewardConfig
+from workers.rewards.in_child import LastMatch
 from workers.rewards.load import check_reward, load_reward
 from workers.rewards.pooled import PooledReward
-from workers.rewards.regex import LastMatch
 
 Load = Callable[..., ScoreFunction]
 

@@ -3,8 +3,7 @@
 import pytest
 
 from workers.rewards.base import Score
-from workers.rewards.digits import digits_reward
-from workers.rewards.exact import exact_reward
+from workers.rewards.load import digits_reward, exact_reward
 from workers.rewards.math import math_reward
 
 

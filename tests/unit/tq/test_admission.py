@@ -105,7 +105,7 @@ def test_ids_stay_contiguous_and_every_step_is_full_whatever_is_a_dead_letter(
         elif state.admitted_groups:
             group = number % state.admitted_groups
             state.refill(state.step_of(group), group)
-        state = AdmissionState.from_mark(state.mark(), schedule(staleness, batch), last_step=9)
+        state = AdmissionState(schedule(staleness, batch), version=0, last_step=9).restored(state.mark())
     groups = [group for step in steps for group in state.groups_of(step)]
     assert {group.group for group in groups} | state.replaced == set(range(state.admitted_groups))
     assert all(len(state.groups_of(step)) == batch for step in steps)
@@ -174,7 +174,7 @@ def test_restarted_admission_looks_at_steps_whose_groups_may_be_late() -> None:
     state.published(2)
     state.admissible()
     mark = state.mark()
-    again = AdmissionState.from_mark(mark, FIRST_READY, last_step=60)
+    again = AdmissionState(FIRST_READY, version=0, last_step=60).restored(mark)
     assert again.untrained() == range(2, 5)
     missing = again.missing({2: [2, 3], 3: [4], 4: [6, 7]})
     assert [(group.group, group.step) for group in missing] == [(5, 3)]
@@ -184,7 +184,7 @@ def test_restarted_admission_of_a_resumed_run_leaves_trained_groups_alone() -> N
     trained = {0, 1, 3, 4}
     mark = AdmissionState(FIRST_READY, version=2, last_step=3, trained=trained)
     mark.admissible()
-    again = AdmissionState.from_mark(mark.mark(), FIRST_READY, last_step=3, trained=trained)
+    again = AdmissionState(FIRST_READY, version=0, last_step=3, trained=trained).restored(mark.mark())
     assert [(group.group, group.step) for group in again.missing({})] == [(2, 3), (5, 3)]
     assert again.groups_of_rows([0, 2, 3]) == [AdmittedGroup(2, 3, (2,))], "trained groups have no rows here"
 
@@ -211,7 +211,7 @@ def test_filtered_groups_are_passed_over_after_a_resume() -> None:
     assert state.refill(2, 2, FILTERED) is None and state.groups_of_rows([2, 5]) == []
     refill = state.refill(2, 3, FILTERED)
     assert refill is not None and (refill.group, refill.step) == (8, 2)
-    again = AdmissionState.from_mark(state.mark(), IN_ORDER, last_step=3, trained={0, 4}, filtered={2, 5})
+    again = AdmissionState(IN_ORDER, version=0, last_step=3, trained={0, 4}, filtered={2, 5}).restored(state.mark())
     assert [(group.group, group.step) for group in again.missing({})] == [(1, 2), (8, 2), (6, 3), (7, 3)]
 
 
@@ -222,7 +222,7 @@ def test_a_step_for_which_too_many_groups_are_filtered_out_is_an_error() -> None
     assert state.refill(1, 1, RemovalCause("reward", 3)) is not None, "those that are dead letters do not count"
     assert state.refill(2, 2, FILTERED) is not None, "other steps have their own count"
     assert state.refill(1, 4, FILTERED) is not None
-    again = AdmissionState.from_mark(state.mark(), IN_ORDER, last_step=9, max_filtered=2)
+    again = AdmissionState(IN_ORDER, version=0, last_step=9, max_filtered=2).restored(state.mark())
     for one in (state, again):
         with pytest.raises(NothingToLearn, match="step 1: 3 groups had answers of equal reward, 60% of those"):
             one.refill(1, 5, FILTERED)

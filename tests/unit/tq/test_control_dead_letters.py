@@ -8,7 +8,16 @@ import pytest
 from asyncflow.errors import PeerRefused
 from tq import TaskSpec
 from tq.control.events import GroupRemoved
-from tq.messages import RegisterUnit, Release, RemovalReason, RowRecords, RowsRemoved
+from tq.messages import (
+    CloseWriting,
+    RegisterUnit,
+    Release,
+    RemovalReason,
+    RowRecords,
+    RowsRemoved,
+    TellLost,
+    UnitLoss,
+)
 from tq.refill import UNKNOWN, RemovalCause
 
 World = Callable[..., Any]
@@ -117,6 +126,35 @@ def test_other_controllers_withhold_a_group_when_its_first_rows_leave(make_world
     world.handle(RowsRemoved("storage-0", 1, [0], RemovalReason.GROUP_LEFT, cause))
     assert world.ask("look") not in world.answers
     assert world.removed_groups == [GroupRemoved(1, 0, 2, cause)]
+
+
+@pytest.mark.parametrize("told_late", [False, True])
+def test_lost_rows_of_a_group_that_another_controller_removes_leave_with_it(make_world: World, told_late: bool) -> None:
+    world = make_world(LOOK, REF, served=["look"])
+    world.open(2)
+    world.put([0], "storage-0", size=2, group_size=2)
+    lost = RowRecords(1, [1], [0], [2], [1], [1], ["x"], [])
+    if not told_late:
+        world.put([1], "storage-1", size=2, group_size=2)
+        world.lose("storage-1")
+    world.handle(RowsRemoved("storage-0", 1, [0], RemovalReason.GROUP_LEFT, RemovalCause("ref", 2)))
+    if told_late:
+        world.request(TellLost([UnitLoss("storage-1", "1", [lost])]))
+    assert (world.state.stats().live_rows, world.state.stats().lost_rows) == (0, 0)
+    assert list(world.state.removed_rows(1)) == [0, 1]
+    world.handle(CloseWriting())
+    assert world.refused(world.ask("look")) == "closed"
+
+
+def test_rows_that_a_unit_brings_back_leave_if_their_group_did(make_world: World) -> None:
+    world = make_world(REF)
+    world.put([0], size=2, group_size=2)
+    for _ in range(2):
+        fail(world, "ref")
+    world.remove([0], reason="group_left")
+    world.register("storage-1", [1], size=2)
+    late = world.removals[-1]
+    assert (late.rows, late.cause) == ({"storage-1": (1,)}, RemovalCause("ref", 2))
 
 
 def test_step_waits_for_the_refill_also_where_another_controller_serves_the_trainer(make_world: World) -> None:

@@ -105,4 +105,4 @@ def test_whoever_waits_in_vain_is_told_why(make_world: World) -> None:
     world.granted(world.ask("ref"))
     waits = world.ask("ref")
     world.handle(DeadlinePassed(waits))
-    assert "failed too often to slice it with others" in world.answers[waits].waiting_for
+    assert "failed too often to be handed out with others" in world.answers[waits].waiting_for

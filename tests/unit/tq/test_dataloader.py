@@ -106,7 +106,7 @@ class EachFetches:
     """A rank of a replica whose ranks all fetch."""
 
     fetch = ReplicaFetch.EACH
-    rank_slices = False
+    shares = False
     fetches = True
 
     def __init__(self, *, acks: bool) -> None:

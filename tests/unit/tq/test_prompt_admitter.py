@@ -53,7 +53,9 @@ class Prompts:
 
 def run(mark: AdmissionMark, known: Mapping[int, Collection[int]] | None, *, last_step: int) -> FakeClient:
     """Start admission from a mark, and let it put everything."""
-    return run_state(AdmissionState.from_mark(mark, SCHEDULE, last_step=last_step), known, last_step=last_step)
+    return run_state(
+        AdmissionState(SCHEDULE, version=0, last_step=last_step).restored(mark), known, last_step=last_step
+    )
 
 
 class Saved:
@@ -133,14 +135,14 @@ def test_finished_samples_of_the_checkpoint_take_the_place_of_prompts_when_their
 
 def test_lost_rows_that_came_back_do_not_end_admission() -> None:
     """A unit that was away may bring them before they are put again."""
-    state = AdmissionState.from_mark(AdmissionMark(version=1, next_step=3), SCHEDULE, last_step=2)
+    state = AdmissionState(SCHEDULE, version=0, last_step=2).restored(AdmissionMark(version=1, next_step=3))
     client = run_state(state, {2: [4, 5]}, last_step=2, events=[Lost((4, 5))], exist={5, 6})
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 7]}
 
 
 def test_rows_that_are_put_again_are_prompts() -> None:
     """Somebody may have them in hand, or have written more."""
-    state = AdmissionState.from_mark(AdmissionMark(version=1, next_step=3), SCHEDULE, last_step=3)
+    state = AdmissionState(SCHEDULE, version=0, last_step=3).restored(AdmissionMark(version=1, next_step=3))
     client = run_state(state, {2: [4, 5]}, last_step=3, saved=Saved(6, 7, 8), events=[Lost((4, 8))])
     assert {step: sorted(rows) for step, rows in client.put.items()} == {2: [4, 6, 7], 3: [8, 8, 9, 10, 11]}
     assert client.put[3][0] == client.put[3][-1] == 8, "first finished, then lost"

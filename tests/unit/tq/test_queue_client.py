@@ -161,7 +161,7 @@ class Answer:
 def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
     monkeypatch.setattr("tq.client.session._RETRY_S", 0.0)
     services = Services()
-    monkeypatch.setattr("asyncflow.awake.time", SimpleNamespace(monotonic=lambda: services.now))
+    monkeypatch.setattr("asyncflow.clock.time", SimpleNamespace(monotonic=lambda: services.now))
     return services
 
 

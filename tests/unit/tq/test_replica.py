@@ -123,9 +123,9 @@ def test_abort_ends_a_rank_that_waits_and_later_use(pair: list[Replica]) -> None
 
 
 def test_who_fetches_shares_and_acks(pair: list[Replica]) -> None:
-    assert [(one.rank_slices, one.fetches, one.acks) for one in pair] == [(True, True, True), (True, False, False)]
+    assert [(one.shares, one.fetches, one.acks) for one in pair] == [(True, True, True), (True, False, False)]
     each = [Replica(one._group, fetch=ReplicaFetch.EACH) for one in pair]
-    assert [(one.rank_slices, one.fetches, one.acks) for one in each] == [(False, True, True), (False, True, False)]
+    assert [(one.shares, one.fetches, one.acks) for one in each] == [(False, True, True), (False, True, False)]
 
 
 @pytest.mark.parametrize(("settings", "fetches"), [({}, [True, False]), ({"replica_fetch": "each"}, [True, True])])

@@ -45,7 +45,7 @@ def refills(number: int) -> list[Refill]:
 def refills_in(store: CountingStore) -> list[Refill]:
     """Return the refills that the next incarnation knows of."""
     mark = memory_in(store).admission
-    return [] if mark is None else AdmissionState.from_mark(mark, SCHEDULE, last_step=9).refills()
+    return [] if mark is None else AdmissionState(SCHEDULE, version=0, last_step=9).restored(mark).refills()
 
 
 def test_no_value_is_large_after_a_million_rows_and_a_hundred_thousand_filtered_groups(store: CountingStore) -> None:

@@ -12,7 +12,7 @@ from tq.backends.backend import FileBackend, MemoryBackend
 from tq.messages import RemovalReason, RowRecords, RowsRemoved
 from tq.refill import RemovalCause
 from tq.unit.block import Block, BlockStore
-from tq.unit.inventory import take_inventory
+from tq.unit.inventory import list_rows, take_inventory
 from tq.unit.records import Repeated
 from tq.unit.state import UnitState
 from tq.wire import describe, unpack
@@ -314,6 +314,15 @@ def test_survivors_of_a_thin_block_move(unit: World) -> None:
     assert torch.equal(read["prompts"].values, torch.arange(BIG))
     assert read["x"].values.tolist() == [18]
     assert [record.tokens for record in unit.records() if record.rows == [18]] == [[BIG]]
+
+
+def test_rows_that_wait_for_a_checkpoint_are_listed_but_not_among_those_that_may_be_cleared() -> None:
+    unit = World(retain=True, tasks=["train"])
+    unit.create([1, 2], {"prompts": tokens(1, 1)})
+    unit.commit("train", 5, [1])
+    listed = [row for record in list_rows(unit.state, [1, 2], None) for row in record.rows]
+    clearable = [row for record in list_rows(unit.state, [1, 2], None, retained=False) for row in record.rows]
+    assert (sorted(listed), clearable) == ([1, 2], [2])
 
 
 def test_retained_rows_stay_readable_until_a_checkpoint_covers_them() -> None:

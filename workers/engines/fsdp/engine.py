@@ -1,4 +1,4 @@
-"""The default training engine: FSDP2 over all ranks of the actor.
+"""The default training engine, of policy and critic: FSDP2 over all ranks of the actor, or of the critic.
 
 One `fully_shard` unit per decoder layer and one for the rest (embedding, norm, head). Parameters, gradients and
 optimizer state are float32 and sharded by rows; with `autocast: bfloat16` FSDP2 gathers and computes in bfloat16. One
@@ -14,19 +14,21 @@ Legend of shapes: A response tokens of the micro-batch.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workers.config import ActorConfig
-from workers.engines.base import LocalShard, LossFunction, Sequences
+from workers.engines.base import LocalShard, LossFunction, Sequences, ValueLossFunction
 from workers.engines.fsdp.dtensor_shards import local_shards
 from workers.engines.fsdp.sharding import ShardedModel, reshard, shard
 from workers.engines.hf.model import DTYPES, empty_causal_lm, materialize, parameter_aliases
 from workers.engines.hf.weights import HfWeights, SavedTensors, copy_without_weights, write_weights
+from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, response_log_probs
+from workers.engines.packed_forward import InputsOfBatch, response_log_probs, response_logits
 
 
 class FsdpEngine(ShardedModel):
@@ -145,3 +147,52 @@ class FsdpCopy:
         log_probs_A, _ = response_log_probs(self._model, self._inputs(batch), self._temperature)
         reshard(self._model)
         return log_probs_A[:0] if batch is None else log_probs_A
+
+
+_STORED_HEAD = f"{SCORE_HEAD}.weight"
+"""Transformers' name for the head of a reward model or a critic."""
+
+
+class FsdpValueEngine(ShardedModel):
+    """Trains a critic: a language model's backbone with a head of one number; implements `ValueEngine`.
+
+    The head takes the place and the name of the output layer, so packing, attention and sharding are the policy's.
+    V(s_t) of a response token y_t: s_t is the prompt and the tokens before it.
+
+    Its directory holds a causal language model, or a model with a head of one number; without such a head the critic
+    begins with the value 0 everywhere.
+    """
+
+    @torch.no_grad()
+    def values(self, batch: Sequences | None) -> Tensor:
+        value_A = self._forward(batch)
+        reshard(self._model)
+        return value_A[:0] if batch is None else value_A
+
+    def forward_backward(self, batch: Sequences | None, loss: ValueLossFunction) -> None:
+        value_A = self._forward(batch)
+        total = value_A.sum() * 0.0 if batch is None else loss(value_A)
+        total.backward()  # type: ignore[no-untyped-call]
+
+    def _forward(self, batch: Sequences | None) -> Tensor:
+        """Return float32 [A], with gradient where enabled; None: of a smallest batch."""
+        return response_logits(self._computing(), self._inputs(batch))[:, 0]
+
+    def _empty_model(self, dtype: torch.dtype) -> nn.Module:
+        model: Any = super()._empty_model(dtype)
+        inner = model.get_output_embeddings().in_features
+        model.config.tie_word_embeddings = False  # else the head would become the input embedding again
+        model.set_output_embeddings(nn.Linear(inner, 1, bias=False, device="meta", dtype=dtype))
+        head = model.get_output_embeddings().weight
+        (self._head,) = (name for name, parameter in model.named_parameters() if parameter is head)
+        built: nn.Module = model
+        return built
+
+    def _load_shard(self, shard: LocalShard, weights: HfWeights) -> None:
+        if shard.name != self._head:
+            super()._load_shard(shard, weights)
+        elif _STORED_HEAD in weights:
+            start = shard.box.offset[0]
+            shard.values.copy_(weights.read_rows(_STORED_HEAD, shard.shape, start, start + shard.box.size[0]))
+        else:
+            shard.values.zero_()

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from asyncflow.errors import ConfigError
 from workers.engines.hf.lanes import Lane
+from workers.engines.packed_attention import alike_attention
 
 STEP_ATTENTION = "asyncflow_step"
 """Name in transformers' attention interface. No mask function is registered under it: transformers then builds none."""
@@ -98,11 +99,11 @@ def step_attention(
     outputs, begin = [], 0
     for bucket in step_plan.buckets:
         end = begin + bucket.num_tokens
-        outputs.append(
-            _documents(
-                q_HTD[:, begin:end], k_JTD[:, begin:end], v_JTD[:, begin:end], bucket.length, scaling, sliding_window
-            )
+        q_NHPD, k_NJPD, v_NJPD = (
+            torch.unflatten(each[:, begin:end], 1, (-1, bucket.length)).transpose(0, 1)
+            for each in (q_HTD, k_JTD, v_JTD)
         )
+        outputs.append(alike_attention(q_NHPD, k_NJPD, v_NJPD, scaling, sliding_window))
         for entry in bucket.entries:
             behind = begin + bucket.length
             entry.lane.enter(layer, entry.rows, k_JTD[:, begin:behind], v_JTD[:, begin:behind])
@@ -118,28 +119,6 @@ def step_attention(
         outputs.append(out_NJGD.flatten(1, 2))
         begin = end
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
-
-
-def _documents(
-    query: Tensor, key: Tensor, value: Tensor, length: int, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """Attend inside documents of one length: [H, N * P, D] -> [N * P, H, D]."""
-    q_NHPD, k_NJPD, v_NJPD = (t.reshape(len(t), -1, length, t.shape[2]).transpose(0, 1) for t in (query, key, value))
-    mask = None
-    if sliding_window is not None and length > sliding_window:
-        position = torch.arange(length, device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
-    out_NHPD = scaled_dot_product_attention(
-        q_NHPD,
-        k_NJPD,
-        v_NJPD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[0] != key.shape[0],
-    )
-    return out_NHPD.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(STEP_ATTENTION, step_attention)

@@ -1,17 +1,24 @@
-"""A model that is not trained and computes log-probabilities, with whatever weights its role loads."""
+"""Models that are not trained: one computes log-probabilities, with whatever weights its role loads, one scores
+responses.
+
+Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, D width.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from asyncflow.errors import ConfigError
 from weightsync.plan import Need
 from workers.config import ModelConfig
-from workers.engines.base import Sequences
+from workers.engines.base import Sequences, check_sequences
 from workers.engines.hf.model import (
     DTYPES,
     empty_causal_lm,
+    empty_reward_model,
     materialize,
     read_weights,
     replace_weights,
@@ -19,8 +26,9 @@ from workers.engines.hf.model import (
     weight_needs,
 )
 from workers.engines.hf.weights import HfWeights, write_weights
+from workers.engines.model_files import SCORE_HEAD
 from workers.engines.packed_attention import PACKED_ATTENTION
-from workers.engines.packed_forward import InputsOfBatch, response_log_probs
+from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response_log_probs
 
 
 class FrozenModel:
@@ -86,3 +94,85 @@ class FrozenModel:
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         return response_log_probs(self._model, self._inputs(batch), self._temperature)[0]
+
+
+class RewardModel:
+    """Scores responses: a language model's backbone with a head of one number, read at the last token.
+
+    They are packed, and a shared prompt is computed once. `workers.tasks.column_tasks` decides what becomes of the
+    scores.
+    """
+
+    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the weights.
+
+        Args:
+            model_dir: Hugging Face directory of a model for sequence classification with one label.
+            dtype: of the weights; the head computes in float32 at least.
+            device: where it computes.
+
+        Raises:
+            ConfigError: the directory does not hold such a model on the backbone of a language model.
+        """
+        self._device = device
+        weights = HfWeights(model_dir)
+        model: Any = empty_reward_model(model_dir, dtype=dtype, attention=PACKED_ATTENTION)
+        if not isinstance(getattr(model, SCORE_HEAD, None), nn.Linear) or model.base_model is model:
+            raise ConfigError(
+                f"reward.model.path: {model_dir} is of a {type(model).__name__}, which has no head {SCORE_HEAD!r} on a "
+                f"language model; use a reward model of the policy's family"
+            )
+        materialize(model, device)
+        self._exact = torch.promote_types(dtype, torch.float32)
+        model.score.to(self._exact)
+        self._model = model.requires_grad_(False)
+        self._vocab_size = vocab_size(model)
+        self._padding = model.config.get_text_config().pad_token_id
+        read_weights(self._model, weights)
+
+    @torch.no_grad()
+    def scores(self, batch: Sequences) -> Tensor:
+        """Return float32 [N] (float64 of a float64 model): what transformers' model gives for each sample alone.
+
+        The score is read at the last token that is not the padding token. A token beyond its vocabulary, which only
+        padded embeddings of the policy have, is no text and is replaced by the vocabulary's last token.
+
+        Raises:
+            BadRequest: see `check_sequences`.
+        """
+        tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)
+        read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.prompt_lengths_N))
+        check_sequences(read, vocab_size=self._vocab_size)
+        inputs = PackedInputs.of(read, self._device, shared_prompt=True)
+        hidden_TD = self._model.base_model(
+            input_ids=inputs.tokens_T.unsqueeze(0),
+            position_ids=inputs.positions_T.unsqueeze(0),
+            packed_layout=inputs.layout,
+            use_cache=False,
+        ).last_hidden_state[0]
+        hidden_ND = hidden_TD[inputs.predictors_A[self._last(inputs, read)]]
+        score_N1: Tensor = self._model.score(hidden_ND.to(self._exact))
+        return score_N1.squeeze(-1)
+
+    def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
+        """Return int64 [N]: each sample's place in `predictors_A` of its last token that is not padding.
+
+        Where the response is all padding, that is the prompt's last token.
+        """
+        responses_N = (read.lengths_N - read.prompt_lengths_N).long()
+        ends_N = responses_N.cumsum(0)
+        if self._padding is None:
+            return (ends_N - 1).to(self._device)
+        tokens_A = inputs.tokens_T[inputs.predictors_A].cpu()
+        sample_A = torch.arange(len(responses_N)).repeat_interleave(responses_N)
+        place_A = torch.arange(len(tokens_A)).masked_fill(tokens_A == self._padding, -1)
+        last_N = (ends_N - responses_N).scatter_reduce(0, sample_A, place_A, "amax")
+        return last_N.to(self._device)
+
+
+def _with_one_more(batch: Sequences) -> Sequences:
+    """Append a token to each sample: `PackedInputs` leaves out the last one, which predicts nothing."""
+    sample_T = torch.arange(len(batch.lengths_N)).repeat_interleave(batch.lengths_N)
+    longer_T = torch.zeros(len(batch.tokens_T) + len(batch.lengths_N), dtype=torch.int64)
+    longer_T[torch.arange(len(batch.tokens_T)) + sample_T] = batch.tokens_T.cpu().long()
+    return Sequences(longer_T, batch.lengths_N + 1, batch.prompt_lengths_N)

@@ -204,22 +204,10 @@ def _gate_and_up(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
         yield _rows(target.format(which), geometry.ffn_hidden_size, geometry.tp_rank * rows, rows, values)
 
 
-def _fused_weight(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
-    parameter.require(_fused_rows(parameter.geometry), parameter.geometry.hidden_size)
-    yield from _fused_qkv(parameter, target)
-
-
-def _fused_bias(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
-    parameter.require(_fused_rows(parameter.geometry))
-    yield from _fused_qkv(parameter, target)
-
-
-def _fused_rows(geometry: MegatronGeometry) -> int:
-    return (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim // geometry.tp_size
-
-
 def _fused_qkv(parameter: _Parameter, target: str) -> Iterator[LocalShard]:
     geometry = parameter.geometry
+    rows = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim // geometry.tp_size
+    parameter.require(rows, *(() if target.endswith(".bias") else (geometry.hidden_size,)))
     if geometry.num_kv_heads % geometry.tp_size:
         yield from _fused_parts_of_groups(parameter, target)
         return
@@ -295,8 +283,8 @@ _OUTSIDE_OF_LAYERS: dict[str, tuple[_Layout, str]] = {
 _OF_LAYER: dict[str, tuple[_Layout, str]] = {
     "input_layernorm.weight": (_whole_hidden, "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": (_whole_hidden, "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": (_fused_weight, "self_attn.{}_proj.weight"),
-    "self_attention.linear_qkv.bias": (_fused_bias, "self_attn.{}_proj.bias"),
+    "self_attention.linear_qkv.weight": (_fused_qkv, "self_attn.{}_proj.weight"),
+    "self_attention.linear_qkv.bias": (_fused_qkv, "self_attn.{}_proj.bias"),
     "self_attention.q_layernorm.weight": (_whole_head, "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": (_whole_head, "self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": (_attention_columns, "self_attn.o_proj.weight"),

@@ -16,7 +16,6 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,6 @@ logger = logging.getLogger(__name__)
 _DIRECTORY = re.compile(r"load_(\d{6,})")
 _KEPT = 2
 """Directories of weights that are kept: a server may still read the last but one."""
-
-
-@dataclass(frozen=True)
-class _Response:
-    request: GenerateRequest
-    completion: Completion
-    version: int
 
 
 class OpenAIEngine:
@@ -81,7 +73,7 @@ class OpenAIEngine:
         self._loaded = False
         self._updates: CallPool | None = None
         self.version = 0
-        self._tasks: ResponseTasks[_Response] = ResponseTasks("openai")
+        self._tasks: ResponseTasks[Generation] = ResponseTasks("openai")
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
@@ -112,7 +104,7 @@ class OpenAIEngine:
         Raises:
             EngineFailed: a server refused a request, or stays away.
         """
-        return [_generation(response) for response in self._tasks.step(wake)]
+        return self._tasks.step(wake)
 
     def abort(self) -> None:
         """Forget what runs; closed connections tell the servers."""
@@ -169,7 +161,7 @@ class OpenAIEngine:
 
     async def _generate(
         self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
-    ) -> _Response:
+    ) -> Generation:
         sampling = self._sampling
         body = {
             "model": self._served,
@@ -196,7 +188,13 @@ class OpenAIEngine:
             vocab_size=self._vocab_size,
             max_tokens=sampling.max_response_tokens,
         )
-        return _Response(request, completion, version)
+        return Generation.of(
+            request,
+            tokens=completion.tokens,
+            log_probs=completion.log_probs,
+            versions=[version] * len(completion.tokens),
+            truncated=completion.truncated,
+        )
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
         """Write a Hugging Face directory with the next number; remove all but the newest `_KEPT`."""
@@ -284,14 +282,3 @@ def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:
 
 def _number(directory: Path) -> int:
     return int(directory.name.removeprefix("load_"))
-
-
-def _generation(response: _Response) -> Generation:
-    completion = response.completion
-    return Generation.of(
-        response.request,
-        tokens=completion.tokens,
-        log_probs=completion.log_probs,
-        versions=[response.version] * len(completion.tokens),
-        truncated=completion.truncated,
-    )

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from asyncflow.errors import EngineFailed
-from workers.calls.callee import Callee
 from workers.calls.pool import CallPool, Entry
-from workers.calls.user_function import load_function
+from workers.calls.user_function import Callee, load_function
 from workers.engines.openai.config import UPDATE_ARGUMENTS, OpenAIConfig
 from workers.engines.openai.server import OpenAIServer, RequestRefused, ServerBusy
 

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from asyncflow.device import visible_alone
-from asyncflow.environment import variables_set
 from asyncflow.errors import ConfigError, EngineFailed
 from asyncflow.extras import pip_line
-from asyncflow.lifeline import PR_SET_PDEATHSIG
 from asyncflow.network import GLOO_INTERFACE, LOOPBACK, LOOPBACK_INTERFACE, NCCL_INTERFACE
+from asyncflow.process import PR_SET_PDEATHSIG, variables_set
 from workers.config import ModelConfig, SamplingConfig
 from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.mailbox import BACKEND
@@ -186,7 +185,7 @@ def tied_children() -> Iterator[None]:
     """Have the kernel kill every process that multiprocessing spawns in here as soon as this thread ends.
 
     vLLM imports for many seconds, and waits for this process for minutes, before it runs code of ours. So the child's
-    interpreter begins with `asyncflow.lifeline.die_with_parent`, written out: nothing is imported.
+    interpreter begins with `asyncflow.process.die_with_parent`, written out: nothing is imported.
     """
     spawn: Any = multiprocessing.spawn
     plain = spawn.get_command_line

@@ -19,8 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from asyncflow.host_memory import keep_freed_memory
-from asyncflow.lifeline import die_with_parent
+from asyncflow.process import die_with_parent, keep_freed_memory
 from workers.engines.vllm.mailbox import BACKEND, Letter, MailboxReader
 
 _CPU = torch.device("cpu")

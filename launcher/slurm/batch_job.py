@@ -1,20 +1,23 @@
-"""One `asyncflow sbatch` command from its arguments to a batch job; all that can be checked before it runs is.
+"""The batch job of one `asyncflow sbatch` command: all that can be checked before it runs is, then its script is made.
 
-BatchRequest --accept()--> BatchJob --script_text--> printed, or submitted (`launcher.slurm.command`)
+    BatchRequest --accept()--> BatchJob --script_text--> #SBATCH lines, settings of this run, `relaunch.sh`
+
+`launcher.slurm.command` prints the script or submits it. `relaunch.sh` is the part that all batch scripts share, the
+templates in `configs/slurm` too: it launches, passes Slurm's signals on, and puts the job back into the queue.
 """
 
 import math
 import re
+import shlex
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from asyncflow.run_files import CONFIG_FILE
 from launcher.cli.request import Accepted, Request
 from launcher.config.paths import user_path
-from launcher.slurm.script import BatchJob
 from workers.config import LauncherConfig
 
 COMMAND = "asyncflow-launch"
@@ -27,11 +30,20 @@ _TIME_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))
 _WORD = re.compile(r"[^\s\"'\\#]+")
 
 
-@dataclass(frozen=True)
-class BatchRequest:
-    """The arguments of `asyncflow sbatch`; see its `--help`."""
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What is asked of Slurm.
 
-    request: Request
+    Attributes:
+        nodes: how many; each gets one launcher.
+        time_limit: as sbatch takes it, e.g. `24:00:00`.
+        partition, account, gres: "" leaves the choice to the cluster.
+        cpus_per_task: cores of each launcher and its workers; 0: nodes as a whole, with all their cores and memory.
+        signal_s: how long before the time limit the run is stopped (s).
+        max_requeues: how often the script puts its job back into the queue.
+        sbatch_args: further options of sbatch; they win over those above.
+    """
+
     nodes: int
     time_limit: str
     partition: str = ""
@@ -41,6 +53,34 @@ class BatchRequest:
     signal_s: int = 120
     max_requeues: int = 20
     sbatch_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob(SlurmOptions):
+    """What a batch script asks of Slurm and starts on every node.
+
+    Attributes:
+        name: of the job in Slurm's lists.
+        gather_s: how long the other launchers may take after the first one has gone (s).
+        workdir: absolute; relative paths in `launch` start here.
+        run_dir: absolute; the same for all restarts, and where Slurm's log goes.
+        launch: the launcher's command without `--run-dir`, in lines as the script shows them.
+        setup: bash lines to run before the launch, e.g. `module load ...`.
+    """
+
+    name: str
+    gather_s: int
+    workdir: Path
+    run_dir: Path
+    launch: tuple[tuple[str, ...], ...]
+    setup: str = ""
+
+
+@dataclass(frozen=True)
+class BatchRequest(SlurmOptions):
+    """The arguments of `asyncflow sbatch`; see its `--help`."""
+
+    request: Request
     setup: str | None = None
 
     def accept(self) -> BatchJob:
@@ -65,21 +105,14 @@ class BatchRequest:
             ("the working directory", Path.cwd()),
         ):
             _check_quotable(what, str(text))
+        options = {each.name: getattr(self, each.name) for each in fields(SlurmOptions)}
         return BatchJob(
+            **options,
             name=config.name,
-            nodes=self.nodes,
-            time_limit=self.time_limit,
-            signal_s=self.signal_s,
-            max_requeues=self.max_requeues,
             gather_s=stop_s,
             workdir=Path.cwd(),
             run_dir=accepted.run_dir,
             launch=_launch(request, accepted),
-            partition=self.partition,
-            account=self.account,
-            gres=self.gres,
-            cpus_per_task=self.cpus_per_task,
-            sbatch_args=self.sbatch_args,
             setup=setup,
         )
 
@@ -164,3 +197,106 @@ def _check_argument(argument: str) -> None:
 def _check_quotable(what: str, text: str) -> None:
     if not text.isprintable() or any(char in text for char in '"\\'):
         raise ConfigError(f"{what}: {text!r} cannot stand in an #SBATCH line; choose another, without quotes and \\")
+
+
+RELAUNCH = Path(__file__).with_name("relaunch.sh")
+EARLY_TRAP = """\
+# A signal that comes early would end bash; it is kept until there is something to stop.
+stopping=
+trap 'stopping=yes' USR1 TERM
+"""
+"""The first lines after Slurm's options; `relaunch.sh` needs them."""
+_PLAIN = re.compile(r"[\w./:@%+=,-]+", re.ASCII)
+
+
+def script_text(job: BatchJob) -> str:
+    """Return the script, with a final newline."""
+    parts = (_title(job), _resources(job), _restarts(job), _setup(job), _settings(job), RELAUNCH.read_text())
+    return "\n".join(parts)
+
+
+def _title(job: BatchJob) -> str:
+    nodes = f"{job.nodes} nodes, one launcher on each" if job.nodes > 1 else "1 node"
+    return f"""\
+#!/bin/bash
+# AsyncFlow run {job.name!r} on {nodes}. Written by `asyncflow sbatch`; change it as you like.
+#
+#   sbatch SCRIPT                    starts it; stopped ahead of its time limit or preempted, it goes on later by itself
+#   sbatch SCRIPT --resume latest    goes on with it after it gave up, failed or was cancelled
+#   scancel JOB                      ends it for good
+"""
+
+
+def _resources(job: BatchJob) -> str:
+    lines = [_sbatch("job-name", job.name)]
+    lines += [_sbatch(key, value) for key, value in (("partition", job.partition), ("account", job.account)) if value]
+    lines += [_sbatch("nodes", job.nodes), _sbatch("ntasks-per-node", 1)]
+    if job.cpus_per_task:
+        lines.append(_sbatch("cpus-per-task", job.cpus_per_task))
+    else:
+        lines += [
+            "# Whole nodes: without this the launcher and all its workers would share one core.",
+            "#SBATCH --exclusive",
+        ]
+        lines.append(_sbatch("mem", 0))
+    if job.gres:
+        lines.append(_sbatch("gres", job.gres))
+    lines.append(_sbatch("time", job.time_limit))
+    return "\n".join((*lines, ""))
+
+
+def _restarts(job: BatchJob) -> str:
+    """Return the options that make the job stop in time and start again in its own directory and log."""
+    output = str(job.run_dir).replace("%", "%%") + "/slurm-%j.out"
+    lines = [
+        f"# {job.signal_s} s before the time limit Slurm sends USR1, to this script alone (B:), which does the rest.",
+        _sbatch("signal", f"B:USR1@{job.signal_s}"),
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        _sbatch("output", output),
+        _sbatch("chdir", str(job.workdir)),
+        *(f"#SBATCH {argument}" for argument in job.sbatch_args),
+    ]
+    return "\n".join((*lines, ""))
+
+
+def _setup(job: BatchJob) -> str:
+    lines = [
+        EARLY_TRAP,
+        "# Every channel between two processes takes file descriptors: as many as the site allows.",
+        'ulimit -n "$(ulimit -Hn)"',
+    ]
+    if job.setup:
+        lines += ["", job.setup.strip("\n")]
+    return "\n".join((*lines, ""))
+
+
+def _settings(job: BatchJob) -> str:
+    srun_options = ["--cpu-bind=none"]
+    if job.cpus_per_task:
+        srun_options.append(f"--cpus-per-task={job.cpus_per_task}")
+    if job.nodes > 1:
+        srun_options.append("--label")
+    lines = [
+        f"run_dir={_word(str(job.run_dir))}",
+        f"max_requeues={job.max_requeues}",
+        f"gather_s={job.gather_s}",
+        f"srun_options=({' '.join(srun_options)})",
+        "launch=(",
+        *(f"    {' '.join(_word(word) for word in words)}" for words in job.launch),
+        '    --run-dir "$run_dir"',
+        ")",
+    ]
+    return "\n".join((*lines, ""))
+
+
+def _sbatch(option: str, value: str | int) -> str:
+    text = str(value)
+    return f"#SBATCH --{option}={text}" if _PLAIN.fullmatch(text) else f'#SBATCH --{option}="{text}"'
+
+
+def _word(text: str) -> str:
+    """Quote for bash; also commas, which in an array look like a mistake."""
+    if _PLAIN.fullmatch(text):
+        return f"'{text}'" if "," in text else text
+    return shlex.quote(text)

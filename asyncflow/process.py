@@ -1,0 +1,69 @@
+"""A process and its kernel: it dies with its parent, keeps freed memory, has other environment variables for a while.
+
+The kernel ends a process with its parent (`prctl(2)`, PR_SET_PDEATHSIG), even while it is stuck in C++, so `kill -9` of
+a launcher leaves nothing behind. Every worker and the fork server call `die_with_parent`.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What users and schedulers send to end a run. The launcher obeys them; workers ignore them and leave by message."""
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel send SIGKILL to this process as soon as its parent dies.
+
+    The setting is lost on fork, so each process calls this itself. "Parent" is the *thread* that created the process:
+    start children from a thread that lives as long as they should.
+
+    Args:
+        parent_pid: the expected parent; when it died before this call, the process ends here. None: whoever it is now.
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables; on leaving, those that were there come back. Not thread-safe."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+"""Parameters of glibc's mallopt(3)."""
+_NEVER = -1
+_TOP_PAD_BYTES = 1 << 26
+
+
+def keep_freed_memory() -> None:
+    """Keep what the main thread frees for its next allocation, however large it is; for the rest of the process.
+
+    glibc gives blocks above 32 MiB back as soon as they are freed, and the kernel clears every page of the next one at
+    its first touch: a pass over a model on the CPU frees and gets its activations and gradients again and again. The
+    process stays as large as it ever was; blocks of many sizes leave gaps between them, so that is more than it would
+    need. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _TOP_PAD_BYTES)):
+            mallopt(parameter, value)
