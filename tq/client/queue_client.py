@@ -4,8 +4,7 @@
     for lease in client.stream("score", ["prompt"], num_rows=32):
         lease.put({"score": scores(lease["prompt"])})
 
-Calls wait for a controller that restarts. A unit that is gone is an error, since its rows are gone, too; but new rows
-go to another unit, and acks need no row.
+Calls wait for a controller that restarts. A unit that is gone is an error, but for new rows and for acks.
 """
 
 import threading

@@ -248,7 +248,7 @@ class Arrivals:
 
     def _rows(self, event: RowsCreated) -> list[tuple[int, Row]]:
         table = self._book.rows
-        unit, written = self._book.unit(event.unit), table.mask(event.columns)
+        unit, written = table.unit(event.unit), table.mask(event.columns)
         sizes = Counter(event.groups)
         done = self._done(event.commits)
         size, rest = divmod(event.num_bytes, max(1, len(event.rows)))
@@ -289,9 +289,16 @@ class PutQueue:
         arrivals: takes rows into it.
         backpressure: the limits.
         """
+        self.closed = False
+        """For writing: only rows may come that were here before, lost ones, or a put that is repeated."""
         self._book = book
         self._arrivals = arrivals
         self._backpressure = backpressure
+
+    @property
+    def drained(self) -> bool:
+        """Whether no row can come any more that was not here before."""
+        return self.closed and not self._backpressure.waiting and not len(self._arrivals)
 
     def create(self, event: RowsCreated, request: int) -> None:
         """Answer a put, or park it.
@@ -299,6 +306,11 @@ class PutQueue:
         Raises:
             PeerRefused: it is malformed; its children say that rows exist already, or that it will never fit.
         """
+        rows = self._book.rows
+        if self.closed and any(
+            row not in rows.rows and not rows.is_finished(row, event.partition) for row in event.rows
+        ):
+            raise PeerRefused("the queue was closed for writing: it takes no new rows")
         for unit in self._arrivals.left_by(event):
             self.lose(unit)
         num_new = self._arrivals.check(event)

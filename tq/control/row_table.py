@@ -282,10 +282,6 @@ class RowTable:
             self._moved(number)
         self.losses.lose(numbers)
 
-    def unit(self, name: str) -> UnitLife:
-        """Return a unit that is up, made when new."""
-        return self.rows.units.setdefault(name, UnitLife(name))
-
     def set_online(self, unit: UnitLife, *, online: bool) -> None:
         """A unit's channel ended, or it is back: its rows may be handed out, or not."""
         unit.online = online

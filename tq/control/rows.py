@@ -252,6 +252,10 @@ class Rows:
         """Return the names behind task bits."""
         return [name for name, bit in self.bits.items() if mask & bit]
 
+    def unit(self, name: str) -> UnitLife:
+        """Return a unit that is up, made when new."""
+        return self.units.setdefault(name, UnitLife(name))
+
     def partition(self, number: int) -> PartitionRows:
         """Return a partition, made when new."""
         info = self.partitions.get(number)

@@ -58,7 +58,6 @@ from tq.messages import (
     QueueStats,
     RegisterUnit,
     Release,
-    RemovalReason,
     RowRecords,
     RowsAccepted,
     RowsConfirmed,
@@ -108,7 +107,6 @@ class ControlState:
         self._arrivals = Arrivals(self._book)
         self._puts = PutQueue(self._book, self._arrivals, self._backpressure)
         self._registry = UnitRegistry(self._book, self._arrivals, [spec.name for spec in tasks])
-        self._writing_closed = False
         self._recovery: Recovery | None = None
         if recovering is not None and (recovering.units or recovering.owners):
             self._recovery = Recovery(self._book, recovering)
@@ -209,8 +207,6 @@ class ControlState:
     def _apply(self, event: Event, request: int) -> None:
         match event:
             case RowsCreated():
-                if self._writing_closed:
-                    self._refuse_new(event)
                 self._puts.create(event, request)
             case RowsConfirmed():
                 confirmed = self._arrivals.confirm(event)
@@ -219,7 +215,8 @@ class ControlState:
                 self._book.write(event)
                 self._arrivals.write(event)
             case RowsRemoved():
-                self._remove(event)
+                self._puts.cancel(event.unit, set(event.rows))
+                self._registry.remove(event)
             case ClearPartition():
                 self._book.clear_if_empty(event.partition)
                 if self._recovery is not None:
@@ -245,7 +242,7 @@ class ControlState:
             case Stop():
                 self._fetches.stop()
             case CloseWriting():
-                self._writing_closed = True
+                self._puts.closed = True
             case DeadlinePassed():
                 self._expire(event.request)
             case RowsFinished():
@@ -304,34 +301,9 @@ class ControlState:
 
     # Rows
 
-    def _remove(self, event: RowsRemoved) -> None:
-        self._puts.cancel(event.unit, set(event.rows))
-        self._arrivals.forget(event.unit, set(event.rows))
-        table = self._book.rows.rows
-        at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
-        here = [number for number in at_unit if not table[number].lost]  # else an earlier life of the unit had it
-        if event.reason is RemovalReason.GROUP_LEFT:
-            self._book.removals.remove(here, event.cause)
-            return
-        if event.reason is RemovalReason.DROPPED:
-            self._book.misplace(here)
-            return
-        for number in here:
-            self._book.remove(number, may_return=True)
-        if event.reason is RemovalReason.CLEARED:
-            self._book.clear_if_empty(event.partition)
-
-    def _refuse_new(self, event: RowsCreated) -> None:
-        """Closed for writing, only rows may come that were here before: lost ones, or a put that is repeated."""
-        table = self._book.rows
-        if any(row not in table.rows and not table.is_finished(row, event.partition) for row in event.rows):
-            raise PeerRefused("the queue was closed for writing: it takes no new rows")
-
     def _drain(self) -> None:
         """Closed for writing, once the last puts are in: partitions have the rows that are there, tasks no others."""
-        if not self._writing_closed or self._fetches.drained or self._recovery is not None:
-            return
-        if self._backpressure.waiting or len(self._arrivals):
+        if self._fetches.drained or self._recovery is not None or not self._puts.drained:
             return
         for number, info in self._book.rows.partitions.items():
             if info.declared is None:

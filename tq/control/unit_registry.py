@@ -11,7 +11,7 @@ from tq.control.events import Commit
 from tq.control.puts import Arrivals
 from tq.control.row_table import RowTable
 from tq.control.rows import Row, RowState, UnitLife
-from tq.messages import RegisterUnit, RowRecords, UnitAccepted, UnitLoss
+from tq.messages import RegisterUnit, RemovalReason, RowRecords, RowsRemoved, UnitAccepted, UnitLoss
 
 
 class UnitRegistry:
@@ -52,6 +52,23 @@ class UnitRegistry:
             self._book.drop_finished([partition])
             self._book.recount(partition)
         return reply
+
+    def remove(self, event: RowsRemoved) -> None:
+        """A unit let go of rows."""
+        self._arrivals.forget(event.unit, set(event.rows))
+        table = self._book.rows.rows
+        at_unit = [number for number in event.rows if number in table and table[number].unit.name == event.unit]
+        here = [number for number in at_unit if not table[number].lost]  # else an earlier life of the unit had it
+        if event.reason is RemovalReason.GROUP_LEFT:
+            self._book.removals.remove(here, event.cause)
+            return
+        if event.reason is RemovalReason.DROPPED:
+            self._book.misplace(here)
+            return
+        for number in here:
+            self._book.remove(number, may_return=True)
+        if event.reason is RemovalReason.CLEARED:
+            self._book.clear_if_empty(event.partition)
 
     def lost_records(self, rows: Iterable[int]) -> list[RowRecords]:
         """Describe rows that went with their unit."""
