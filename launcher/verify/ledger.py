@@ -214,9 +214,9 @@ def _starts(steps: CompleteSteps) -> Iterator[Start]:
         replaced = [one for one in steps.replaced if one[1].lineage == lineage]
         refills = [Refill(line.replaced_by, line.admitted_step, line.group) for _, line in replaced]
         mark = AdmissionMark(first - 1, last + 1, sorted(refills, key=lambda refill: refill.group))
-        state = AdmissionState.from_mark(mark, schedule, last_step=_NO_END, trained=before, filtered=filtered)
+        state = AdmissionState(schedule, version=first - 1, last_step=_NO_END, trained=before, filtered=filtered)
         trained = [one for one in steps.trained if one[1].lineage == lineage]
-        yield Start(lineage, first, last, trained, replaced, before | filtered, state)
+        yield Start(lineage, first, last, trained, replaced, before | filtered, state.restored(mark))
 
 
 def _misplaced(one: tuple[int, TrainedLine], start: Start, steps: CompleteSteps) -> Iterator[str]:

@@ -125,6 +125,7 @@ def open_task(
         case "actor_log_probs" if engine is None:
             return FollowerLogProbs(context)
         case "actor_log_probs":
+            assert engine is not None
             return HostedColumn("old_log_probs", engine.log_probs, num_rows=_hosted_rows(config.actor, config))
         case "values":
             assert critic is not None, f"{name} is computed where the critic is trained"
