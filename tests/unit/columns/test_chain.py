@@ -55,7 +55,7 @@ def test_values_of_a_round_that_is_cut_by_tokens_are_computed_in_pieces(role: st
     sizes = [f"{section}.max_tokens_per_micro_batch={budget}" for section in ("actor", "critic")]
     config = load_config(find_recipe("quickstart-ppo-cpu"), overrides=["ref.micro_batch_size=8", *sizes])
     context: Any = SimpleNamespace(config=config, gang=SimpleNamespace(role=role))
-    critic: Any = object()
+    critic: Any = SimpleNamespace(values=None)
     assert open_task("values", context, None, critic).num_rows == expected
 
 
