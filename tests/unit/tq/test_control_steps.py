@@ -74,6 +74,14 @@ def test_published_step_is_over_for_whoever_asks_late(make_world: World) -> None
     assert world.task("train").leased == 2, "slices of the other rank"
 
 
+def test_rank_that_waits_for_a_step_hears_at_once_that_it_is_over(make_world: World) -> None:
+    world = opened(make_world, 1, 2)
+    waiting, ahead = world.ask_round("train", 0, 0), world.ask_round("train", 0, 0, partition=2)
+    world.handle(PublishVersion(1))
+    assert world.refused(waiting) == "partition_done"
+    assert ahead not in world.answers
+
+
 def test_stop_ends_a_step_unless_it_is_dealt(make_world: World) -> None:
     world = opened(make_world, 1, 2)
     world.put([0, 1], partition=1)
