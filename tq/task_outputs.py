@@ -8,11 +8,7 @@ Column names are only added: a task that has written a column once may have writ
 """
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch.distributed as dist
-
-from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 
 _PREFIX = "tq/outputs"
@@ -33,7 +29,7 @@ class TaskOutputs:
         """
         for column in columns:
             if (task, column) not in self._noted:
-                self._call("put", f"{_PREFIX}/{task}/{column}", "1")
+                self._credentials.call_store("put", f"{_PREFIX}/{task}/{column}", "1")
                 self._noted.add((task, column))
 
     def read(self, tasks: Iterable[str]) -> dict[str, list[str]]:
@@ -42,17 +38,10 @@ class TaskOutputs:
         Raises:
             TransportError: the store is gone.
         """
-        keys = self._call("read_below", f"{_PREFIX}/")
+        keys = self._credentials.call_store("read_below", f"{_PREFIX}/")
         prefixes = {task: f"{task}/" for task in tasks}
         found = {
             task: [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
             for task, prefix in prefixes.items()
         }
         return {task: columns for task, columns in found.items() if columns}
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            with self._credentials.borrowed_store() as store:
-                return getattr(store, method)(*arguments)
-        except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -99,6 +100,18 @@ class Credentials:
             store = self.own_store()
         yield store
         self._idle.append(store)  # not after an error: the client may be in the middle of an answer
+
+    def call_store(self, method: str, *arguments: Any) -> Any:
+        """Call a method of a borrowed store client.
+
+        Raises:
+            TransportError: the job store is gone.
+        """
+        try:
+            with self.borrowed_store() as store:
+                return getattr(store, method)(*arguments)
+        except dist.DistError as error:
+            raise TransportError("the job store is gone, so the launcher is") from error
 
 
 def ask_key(service: str) -> str:

@@ -17,13 +17,10 @@ nor guess them. `DurableMark` reads and writes; `Memory` knows what was saved la
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import TransportError
 from asyncflow.transport.handshake import Credentials
 from tq.control.events import Event, RowsFinished, RowsLacking, RowsLost
 from tq.control.row_set import RowSet, Span
@@ -67,14 +64,14 @@ class DurableMark:
 
     def start(self) -> int:
         """Count this start; returns 1 for the first."""
-        return int(self._call("add", f"{self._base}/incarnation", 1))
+        return int(self._credentials.call_store("add", f"{self._base}/incarnation", 1))
 
     def load(self) -> Mark:
         """Return the facts that were saved last; those of a new queue when there are none."""
         key = f"{self._base}/mark"
-        if not self._call("check", [key]):
+        if not self._credentials.call_store("check", [key]):
             return Mark()
-        mark = msgpack_decoder(Mark).decode(self._call("get", key))
+        mark = msgpack_decoder(Mark).decode(self._credentials.call_store("get", key))
         if mark.admission is not None:
             for _, data in sorted(self._parts("refills").items(), key=lambda part: int(part[0])):
                 mark.admission.refills += msgpack_decoder(list[Refill]).decode(data)
@@ -89,7 +86,7 @@ class DurableMark:
         if admission is not None:
             self._save_refills(admission.refills)
             mark = msgspec.structs.replace(mark, admission=msgspec.structs.replace(admission, refills=[]))
-        self._call("put", f"{self._base}/mark", msgspec.msgpack.encode(mark))
+        self._credentials.call_store("put", f"{self._base}/mark", msgspec.msgpack.encode(mark))
 
     def load_lost(self) -> list[RowRecords]:
         """Return the lost rows that were saved."""
@@ -102,9 +99,9 @@ class DurableMark:
         """Write which rows of a part are lost now; returns when the store has them."""
         key = f"{self._base}/lost/{part}"
         if records:
-            self._call("put", key, msgspec.msgpack.encode(records))
+            self._credentials.call_store("put", key, msgspec.msgpack.encode(records))
         else:
-            self._call("delete_key", key)
+            self._credentials.call_store("delete_key", key)
 
     def load_finished(self) -> Finished:
         """Return the finished rows that were saved."""
@@ -129,18 +126,18 @@ class DurableMark:
 
     def add(self, kind: str, name: str) -> None:
         """Note that the owner or unit `name` is there."""
-        self._call("put", f"{self._base}/{kind}/{name}", "1")
+        self._credentials.call_store("put", f"{self._base}/{kind}/{name}", "1")
 
     def remove(self, kind: str, name: str) -> None:
         """Note that it is gone for good."""
-        self._call("delete_key", f"{self._base}/{kind}/{name}")
+        self._credentials.call_store("delete_key", f"{self._base}/{kind}/{name}")
 
     def names(self, kind: str) -> list[str]:
         """Return the owners or units that were there when the last incarnation ended."""
         return list(self._parts(kind))
 
     def _parts(self, kind: str) -> dict[str, bytes]:
-        parts: dict[str, bytes] = self._call("read_below", f"{self._base}/{kind}/")
+        parts: dict[str, bytes] = self._credentials.call_store("read_below", f"{self._base}/{kind}/")
         return parts
 
     def _load_rows(self, kind: str) -> dict[int, RowSet]:
@@ -153,9 +150,9 @@ class DurableMark:
     def _save_rows(self, kind: str, partition: int, part: int, rows: RowSet) -> None:
         key = f"{self._base}/{kind}/{partition}/{part}"
         if rows:
-            self._call("put", key, msgspec.msgpack.encode(rows.spans()))
+            self._credentials.call_store("put", key, msgspec.msgpack.encode(rows.spans()))
         else:
-            self._call("delete_key", key)
+            self._credentials.call_store("delete_key", key)
 
     def _save_refills(self, refills: Sequence[Refill]) -> None:
         """Write those that are new, with the others of their part."""
@@ -163,15 +160,8 @@ class DurableMark:
             return
         for first in range(self._num_refills // _REFILLS * _REFILLS, len(refills), _REFILLS):
             part = msgspec.msgpack.encode(refills[first : first + _REFILLS])
-            self._call("put", f"{self._base}/refills/{first // _REFILLS}", part)
+            self._credentials.call_store("put", f"{self._base}/refills/{first // _REFILLS}", part)
         self._num_refills = len(refills)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            with self._credentials.borrowed_store() as store:
-                return getattr(store, method)(*arguments)
-        except dist.DistError as error:
-            raise TransportError("the job store is gone, so the launcher is") from error
 
 
 class Memory:
