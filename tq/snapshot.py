@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncflow.decoding import json_decoder
+from asyncflow.durable import sync
 from asyncflow.errors import CheckpointError, TransportError
 from asyncflow.transport.payload import Payload, Piece
 from tq.batch import Column
@@ -144,11 +145,7 @@ def write_manifest(
             file.flush()
             os.fsync(file.fileno())
         part.replace(directory / MANIFEST)
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(directory)
     except OSError as error:
         raise CheckpointError(f"queue snapshot in {directory}: cannot be completed: {error}") from error
     return directory / MANIFEST

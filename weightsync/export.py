@@ -13,7 +13,6 @@ weight agent of one node runs it; it knows no model, only names and tensors.
 
 import json
 import logging
-import os
 import secrets
 import shutil
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from asyncflow.durable import sync
 from asyncflow.errors import WeightSyncError, one_line
 from weightsync.config import ExportConfig
 from weightsync.external import WeightFeed
@@ -140,9 +140,9 @@ class WeightExporter:
         marker = {"run": self._run, "lineage": version.lineage, "step": version.step}
         (self._beside / MARKER).write_text(json.dumps(marker))
         for path in (*self._beside.iterdir(), self._beside):
-            _sync(path)
+            sync(path)
         target = self._beside.rename(self._root / directory_name(version))
-        _sync(self._root)
+        sync(self._root)
         return target
 
     def _publish(self, directory: Path, version: Version) -> None:
@@ -150,7 +150,7 @@ class WeightExporter:
         link.unlink(missing_ok=True)
         link.symlink_to(directory.name)
         link.replace(self._root / LATEST)
-        _sync(self._root)
+        sync(self._root)
         self._remove_older()
         logger.info("weights of %s: exported to %s", version, directory)
         self._notifier.tell(directory, version)
@@ -184,12 +184,3 @@ def _run_id(run_dir: Path) -> str:
     if not path.is_file() or not path.read_text():
         path.write_text(secrets.token_hex(8))
     return path.read_text()
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a directory's entries on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncflow.durable import sync
 from asyncflow.errors import TransportError
 from asyncflow.size_text import size_text
 from launcher.doctor.messages import Finding, Needs, reason
@@ -289,7 +290,7 @@ def _try(place: Path) -> tuple[dict[str, str], float]:
                 fsync_s = time.monotonic() - began
                 _able(errors, "lock", lambda: fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB))
             _able(errors, "rename", lambda: half.rename(root / "whole"))
-            _able(errors, "fsync", lambda: _fsync_directory(root))
+            _able(errors, "fsync", lambda: sync(root))
     except OSError as error:
         errors["write"] = reason(error)
     return errors, fsync_s
@@ -300,14 +301,6 @@ def _able(errors: dict[str, str], ability: str, attempt: Callable[[], object]) -
         attempt()
     except OSError as error:
         errors[ability] = reason(error)
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _judge_memfd(facts: SharingFacts) -> list[Finding]:

@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from asyncflow.durable import sync
 from asyncflow.run_files import CHECKPOINTS
-from workers.checkpoint.files import sync, sync_tree
+from workers.checkpoint.files import sync_tree
 from workers.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)

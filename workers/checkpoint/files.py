@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from asyncflow.durable import sync
 from asyncflow.errors import CheckpointError
 from asyncflow.run_files import META_FILE
 
@@ -114,15 +115,6 @@ def content_hash(path: Path) -> str:
         while size := file.readinto(buffer):
             digest.update(buffer[:size])
     return str(digest.hexdigest())
-
-
-def sync(path: Path) -> None:
-    """Make a file's content, or a directory's list of names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_tree(directory: Path) -> None:

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncflow.durable import sync
 from asyncflow.errors import AsyncFlowError, CheckpointError, one_line
 from workers.checkpoint.directory import CheckpointDirectory, beside
 from workers.checkpoint.files import (
@@ -36,7 +37,6 @@ from workers.checkpoint.files import (
     FileEntry,
     describe,
     files_below,
-    sync,
 )
 from workers.checkpoint.saved_shards import own_shards, save_shards
 from workers.trainer.actor_critic_channel import ActorCriticChannel
