@@ -1,6 +1,7 @@
 """All that must hold before a run is accepted, shared by `--dry-run` and a real start. Reads; never writes."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -25,6 +26,7 @@ from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
+from workers.data.tokenizer import ChatTemplate
 from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
     BACKBONE,
@@ -181,8 +183,10 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     check_positions(config)
     check_tensor_parallel(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)
-    first_prompt = check_prompts(rows, config.data, model_dir=Path(config.model.path))
-    return len(rows), _check_held_out(config), rows[0], first_prompt
+    model_dir = Path(config.model.path)
+    with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
+        first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template)
+        return len(rows), _check_held_out(config, template), rows[0], first_prompt
 
 
 def _check_evaluate(config: RunConfig) -> None:
@@ -202,13 +206,13 @@ def _check_evaluate(config: RunConfig) -> None:
         )
 
 
-def _check_held_out(config: RunConfig) -> int:
+def _check_held_out(config: RunConfig, template: ChatTemplate | None) -> int:
     """Check the held-out prompts as the training data is checked; return how many are evaluated."""
     if "evaluate" not in config.roles:
         return 0
     data = config.evaluate.prompts(config.data)
     rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
-    check_prompts(rows, data, model_dir=Path(config.model.path))
+    check_prompts(rows, data, model_dir=Path(config.model.path), template=template)
     return len(rows)
 
 

@@ -8,7 +8,6 @@ nearly all models have. For others only the template is checked.
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,11 +51,19 @@ class _Sample:
     tokens: Sequence[int]
 
 
-def check_prompts(rows: list[PromptRow], config: DataConfig, *, model_dir: Path) -> ShownPrompt:
+def check_prompts(
+    rows: list[PromptRow], config: DataConfig, *, model_dir: Path, template: ChatTemplate | None = None
+) -> ShownPrompt:
     """Check the chat template, the number of tokens, and whether they are the prompts'; return the first prompt.
 
     With `overlong: reject` every prompt counts; with `skip` the check ends with the first chunk in which one is short
     enough.
+
+    Args:
+        rows: of the file.
+        config: how they become prompts.
+        model_dir: whose tokenizer.
+        template: the model's, if it is open already, and `config.chat_template`: its child takes seconds to start.
 
     Raises:
         ConfigError: no chat template though `chat_template` is true, a prompt is too long and `overlong` is `reject`,
@@ -64,8 +71,10 @@ def check_prompts(rows: list[PromptRow], config: DataConfig, *, model_dir: Path)
             `MAX_LOST` of its characters.
     """
     check_templates(config)
-    with ChatTemplate(model_dir) if config.chat_template else nullcontext() as template:
-        return _check(rows, config, model_dir, template)
+    if template is None and config.chat_template:
+        with ChatTemplate(model_dir) as template:
+            return _check(rows, config, model_dir, template)
+    return _check(rows, config, model_dir, template)
 
 
 def _check(rows: list[PromptRow], config: DataConfig, model_dir: Path, template: ChatTemplate | None) -> ShownPrompt:
