@@ -273,10 +273,10 @@ class Arrivals:
         return done
 
     def _settled(self, partitions: Iterable[int], rows: Iterable[int]) -> None:
-        """Rows came; some may be that are dead letters, and some partitions complete."""
+        """Rows came: some may belong to groups that leave, and some partitions may be complete."""
         self._book.removals.keep_out(list(rows))
         for partition in partitions:
-            self._book.drop_finished([partition])
+            self._book.drop_finished(partition)
             self._book.recount(partition)
 
 

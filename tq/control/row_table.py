@@ -66,15 +66,14 @@ class RowTable:
     def add(self, partition: int, rows: Sequence[tuple[int, Row]]) -> None:
         """Rows of a partition that were not known are at a unit."""
         state = rows[0][1].unit.row_state
+        some_leave = self.removals.any and state is not _LOST
         for _, row in rows:
-            leaving = self.removals.any and state is not _LOST and self.removals.has(row)
-            row.to(RowState.WITHHELD if leaving else state)
+            row.to(RowState.WITHHELD if some_leave and self.removals.has(row) else state)
         self.rows.add(partition, rows)
         for task in self.tasks.values():
             task.created(partition, rows)
-            fencing = task.leases.fencing
-            for number, row in rows if fencing else ():
-                if number in fencing and row.left & task.bit:
+            for number, row in rows if task.leases.fencing else ():
+                if number in task.leases.fencing and row.left & task.bit:
                     self._fence(task, [number], counts=False)
         for number in [number for number, row in rows if not row.left]:
             self._finish(number)
@@ -143,7 +142,7 @@ class RowTable:
                 for task in self.tasks.values():
                     if task.inputs & mask:
                         task.refresh(number, row)
-        self.drop_finished(partitions, event.task)
+        self._drop_finished_of(event.task, partitions)
 
     def grow(self, row: Row, mask: int, tokens: int, num_bytes: int) -> None:
         """Columns were written."""
@@ -161,7 +160,7 @@ class RowTable:
             if row is not None and row.left & self.rows.bits[task]:
                 self._done(task, number, row)
                 partitions.add(row.partition)
-        self.drop_finished(partitions, task)
+        self._drop_finished_of(task, partitions)
 
     def mark_lost_done(self, task: str, numbers: Iterable[int]) -> None:
         """Another controller knows that a task was done with rows when they were lost; here it may not have been told.
@@ -335,12 +334,14 @@ class RowTable:
             for task in self.tasks.values():
                 task.refresh(number, row)
 
-    def drop_finished(self, partitions: Iterable[int], task: str = "") -> None:
-        """Forget partitions in the served tasks (or this one) that are done with them."""
-        for partition in partitions:
-            for name, state in self.tasks.items():
-                if not task or name == task:
-                    state.drop_finished(partition)
+    def drop_finished(self, partition: int) -> None:
+        """Forget a partition in every served task that is done with it."""
+        for task in self.tasks.values():
+            task.drop_finished(partition)
+
+    def _drop_finished_of(self, name: str, partitions: Iterable[int]) -> None:
+        for partition in partitions if name in self.tasks else ():
+            self.tasks[name].drop_finished(partition)
 
     # Private
 

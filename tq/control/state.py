@@ -229,7 +229,7 @@ class ControlState:
                 if self._recovery is not None and self._recovery.collecting:
                     self._recovery.defer(event)
                 else:
-                    self._mark_done(event)
+                    self._end_lease(event)
             case OpenPartition():
                 self._open(event)
             case RowsLacking():
@@ -247,7 +247,7 @@ class ControlState:
                 self._expire(event.request)
             case RowsFinished():
                 self._registry.count_finished(event.partition, event.rows)
-                self._book.drop_finished([event.partition])
+                self._book.drop_finished(event.partition)
             case RowsLost():
                 self._registry.take_lost(event.records)
             case TellLost():
@@ -321,7 +321,7 @@ class ControlState:
 
     # Consumers
 
-    def _mark_done(self, event: Release | AckLost, *, promised: bool = False) -> None:
+    def _end_lease(self, event: Release | AckLost, *, promised: bool = False) -> None:
         if isinstance(event, AckLost):
             self._book.ack_lost(event, promised=promised)
             return
@@ -385,7 +385,7 @@ class ControlState:
         self._recovery.rebuild()
         for event in self._recovery.deferred():
             with contextlib.suppress(PeerRefused, LeaseFenced):  # it was void, as its sender finds out by itself
-                self._mark_done(event, promised=True)
+                self._end_lease(event, promised=True)
 
     def _recover(self) -> None:
         if self._recovery is None:

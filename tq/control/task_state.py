@@ -110,16 +110,6 @@ class TaskState:
 
     # Rows
 
-    def state_of(self, number: int, row: Row) -> TaskRowState:
-        """Return where a row of the table is."""
-        if not row.left & self.bit:
-            return TaskRowState.DONE
-        if number in self.leases.holders:
-            return TaskRowState.LEASED
-        if number in self.leases.fencing:
-            return TaskRowState.FENCING
-        return TaskRowState.READY if row.queued & self.bit else TaskRowState.WAITING
-
     def refresh(self, number: int, row: Row) -> None:
         """Offer a row when it may be handed out, withdraw it when not."""
         wanted = self._wanted(number, row)
@@ -302,12 +292,34 @@ class TaskState:
         """Rows of void leases wait for a fence."""
         self.leases.fence(token, Fencing(tuple(rows), counts))
 
-    # Private
+    # For those who pick rows
 
     @property
     def picking(self) -> Policy:
         """What chooses rows: the task's policy; in order there is nothing to choose."""
         return Fifo() if self.spec.in_order else self.spec.policy
+
+    def rest_ready(self, number: int) -> bool:
+        """Whether every row of the partition that was not handed out is ready."""
+        part, size = self.partition(number), self._size(number)
+        return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
+
+    def front_ready(self, number: int, num_rows: int) -> bool:
+        """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
+
+        Looks at all rows of the partition: what `in_order` costs.
+        """
+        info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
+        if info is None or not info.all_known or self.partition(number).queue.num_rows < num_rows:
+            return self.rest_ready(number)
+        held = self.leases.holders
+        numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
+        front = numbers[:num_rows]
+        groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
+        front += [n for n in numbers[num_rows:] if rows[n].group in groups]
+        return all(rows[n].queued & bit for n in front)
+
+    # Private
 
     def _wanted(self, number: int, row: Row) -> bool:
         leases = self.leases
@@ -335,26 +347,6 @@ class TaskState:
     def _size(self, number: int) -> int | None:
         info = self._rows.partitions.get(number)
         return None if info is None else info.num_rows
-
-    def rest_ready(self, number: int) -> bool:
-        """Whether every row of the partition that was not handed out is ready."""
-        part, size = self.partition(number), self._size(number)
-        return size is not None and part.num_done + part.num_held + part.queue.num_rows >= size
-
-    def front_ready(self, number: int, num_rows: int) -> bool:
-        """Whether the first so many rows, in ascending order, that are not handed out are ready; or the rest.
-
-        Looks at all rows of the partition: what `in_order` costs.
-        """
-        info, rows, bit = self._rows.partitions.get(number), self._rows.rows, self.bit
-        if info is None or not info.all_known or self.partition(number).queue.num_rows < num_rows:
-            return self.rest_ready(number)
-        held = self.leases.holders
-        numbers = sorted(n for n in self._rows.numbers(number) if rows[n].left & bit and n not in held)
-        front = numbers[:num_rows]
-        groups = {rows[n].group for n in front} if self.spec.whole_groups else set()
-        front += [n for n in numbers[num_rows:] if rows[n].group in groups]
-        return all(rows[n].queued & bit for n in front)
 
     def _may_take(self, number: int, part: TaskPartition) -> bool:
         return part.queue.num_rows > 0 and (not self.spec.barrier or self.rest_ready(number))

@@ -49,7 +49,7 @@ class UnitRegistry:
         self._book.removals.keep_out(sorted(listed))
         partitions = {record.partition for record in event.records} | event.finished.keys()
         for partition in partitions | {group.partition for group in event.removed_groups}:
-            self._book.drop_finished([partition])
+            self._book.drop_finished(partition)
             self._book.recount(partition)
         return reply
 

@@ -6,9 +6,9 @@ from typing import Any
 from asyncflow.errors import LeaseFenced
 from tq import TaskSpec
 from tq.control.events import Fence, FenceAll
-from tq.control.rows import RowState
+from tq.control.rows import Row, RowState
 from tq.control.state import ControlState
-from tq.control.task_state import TASK_TRANSITIONS, TaskRowState
+from tq.control.task_state import TASK_TRANSITIONS, TaskRowState, TaskState
 from tq.messages import OutputsWritten, RegisterUnit, RowRecords
 from tq.task_spec import StepSpec
 
@@ -125,10 +125,21 @@ TaskRows = dict[tuple[str, int], tuple[TaskRowState, int | None]]
 """(Task, row) -> where it is, and the lease that it is in."""
 
 
+def task_state_of(task: TaskState, number: int, row: Row) -> TaskRowState:
+    """Return where a row of the table is, for one task."""
+    if not row.left & task.bit:
+        return TaskRowState.DONE
+    if number in task.leases.holders:
+        return TaskRowState.LEASED
+    if number in task.leases.fencing:
+        return TaskRowState.FENCING
+    return TaskRowState.READY if row.queued & task.bit else TaskRowState.WAITING
+
+
 def task_rows(state: ControlState) -> TaskRows:
     book = state._book
     return {
-        (name, number): (task.state_of(number, row), task.leases.holders.get(number))
+        (name, number): (task_state_of(task, number, row), task.leases.holders.get(number))
         for name, task in book.tasks.items()
         for number, row in book.rows.rows.items()
     }
