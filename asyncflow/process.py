@@ -22,7 +22,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     start children from a thread that lives as long as they should.
 
     Args:
-        parent_pid: the expected parent; when it died before this call, the process ends here. None: whoever it is now.
+        parent_pid: the expected parent; when it died before this call, the process ends here. None: the present one.
     Raises:
         OSError: the kernel refused.
     """

@@ -1,10 +1,10 @@
 """The job store: its server, and how processes of the job use it. What they read was written by one of them, under that
 very key.
 
-PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, whoever reaches the port
-can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's secret, over
-the whole key (with all prefixes) and the value: nothing can be made up, changed, or moved to another key or another
-job. Names of keys are not secret.
+PyTorch's own server would listen on every interface; `serve_store` takes one address. Still, a stranger who reaches
+the port can list, read, write and delete keys. So every value begins with an HMAC, by a key derived from the job's
+secret, over the whole key (with all prefixes) and the value: nothing can be made up, changed, or moved to another key
+or another job. Names of keys are not secret.
 
 What a seal cannot tell is whether a genuine value is the newest of its key, or that a key was deleted. Keys that are
 written once (most are: they carry a lineage, an attempt or a number) have no older value. Imports torch.

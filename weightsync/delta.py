@@ -2,8 +2,8 @@
 
 A small optimiser step leaves most low-precision weights as they were, so the changed elements and where they are take
 far less than the bucket. A sender encodes, a receiver that still has the older version applies. Elements are compared
-and copied as integers: NaN payloads and -0.0 survive. A delta has no checksum and does not know its base: whoever
-carries it vouches for both.
+and copied as integers: NaN payloads and -0.0 survive. A delta has no checksum and does not know its base: its
+carrier vouches for both.
 
     header | gaps: one or more codes each | the changed elements' new values, in order
 
