@@ -42,6 +42,9 @@ class ModelConfig(Settings):
     in the working directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the generating and reference copies; the trainer's master weights are float32."""
+    renderer: str | None = None
+    """How conversations of a `rollout.function` or an agent become tokens and back: a name of the package `renderers`,
+    or a class of yours, `module:Class`; null: by the tokenizer's chat template (docs/agents.md)."""
 
 
 class DataConfig(Settings):
@@ -98,6 +101,43 @@ class RolloutConfig(SamplingConfig):
     """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
+    function: str | None = None
+    """A rollout of yours, with as many turns and samples as it likes: `async def` as `module:function`, or `tools`, which
+    calls `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
+    agent: str | None = None
+    """Instead: `async def agent(task, base_url, api_key)` as `module:function`, which speaks OpenAI's API."""
+    agent_command: tuple[str, ...] = ()
+    """Instead: a program with its arguments, which finds the policy by OPENAI_BASE_URL and OPENAI_API_KEY."""
+    tools: tuple[str, ...] = ()
+    """Typed functions of yours as `module:function`, which the policy may call."""
+    timeout_s: float = Field(600.0, gt=0, le=86400)
+    """Longest time of a rollout (s); then what was drawn is the rollout, truncated."""
+    max_turns: int = Field(0, ge=0)
+    """Most replies in a rollout; then it is truncated. 0: no limit."""
+    max_drawn_tokens: int = Field(0, ge=0)
+    """Most tokens that the policy draws in a rollout, all replies together; then it is truncated. 0: no limit."""
+    max_context_tokens: int = Field(0, ge=0)
+    """Longest prompt and reply together, of one turn; then the rollout is truncated. 0: the model's positions."""
+    max_attempts: int = Field(3, ge=1)
+    """How often a rollout whose function raised or died is begun."""
+    on_failure: Literal["dead_letter", "zero", "absent"] = "dead_letter"
+    """What then: its group leaves and the next prompt takes its place; it has reward 0; or the group goes without it."""
+    num_workers: int = Field(1, ge=1, le=256)
+    """Processes of an instance that run functions of yours, many rollouts in each."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether rollouts are functions or agents of the user's, not one response to each prompt."""
+        return self.function is not None or self.agent is not None or bool(self.agent_command)
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        given = [name for name in ("function", "agent", "agent_command") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; keep one")
+        if self.tools and self.function is None:
+            raise ValueError("tools are given, but no rollout.function to use them; add `function: tools`")
+        return self
 
 
 class TrainingConfig(Settings):

@@ -140,13 +140,17 @@ class DataPlane:
         self._session.held.done(grant, rows)
         self._ask_controller(grant, Release(grant.task, grant.token, list(rows)))
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         """Take the groups of these rows out of the queue. With a void lease nothing changes.
+
+        Args:
+            grant, rows: a lease, and some of its rows.
+            failures: how often the consumer failed on them, which makes the groups dead letters; 0: they are fine.
 
         Raises:
             TransportError: the controller did not answer within `request_timeout_s`.
         """
-        self._ask_controller(grant, Release(grant.task, grant.token, list(rows), filtered=True))
+        self._ask_controller(grant, Release(grant.task, grant.token, list(rows), filtered=not failures, failures=failures))
         self._session.held.done(grant, rows)
 
     def forget(self, grant: LeaseGrant) -> None:

@@ -45,7 +45,7 @@ class LeaseCalls(Protocol):
     def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         """Return rows."""
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         """Take groups out of the queue."""
 
 
@@ -157,17 +157,21 @@ class Lease:
         rows = self.open_rows if rows is None else check_rows_of(self.grant, rows)
         self._finish(rows, lambda: self._calls.release(self.grant, rows))
 
-    def filter(self, rows: Sequence[int]) -> None:
+    def filter(self, rows: Sequence[int], *, failures: int = 0) -> None:
         """Take the groups of these rows out of the queue: no task works on them any more.
 
         Where prompts are admitted, the next one takes each one's place in its step. With a lease that is void by now
         nothing changes: the rows' new owner judges them.
 
+        Args:
+            rows: of the lease.
+            failures: how often work on them failed here, which makes the groups dead letters; 0: they teach nothing.
+
         Raises:
             ConfigError: the lease has no such rows.
         """
         rows = check_rows_of(self.grant, rows)
-        self._finish(rows, lambda: self._calls.filter(self.grant, rows))
+        self._finish(rows, lambda: self._calls.filter(self.grant, rows, failures=failures))
 
     def keep(self) -> "Lease":
         """Let the stream's loop move on without releasing these rows; the caller puts, acks or releases them."""

@@ -208,12 +208,12 @@ class RowTable:
         if here:
             self._fence(task, here, counts=counts)
 
-    def filter_groups(self, task: TaskState, token: int, rows: Iterable[int]) -> None:
-        """The holder of a lease has no use for the groups of some of its rows."""
+    def remove_groups(self, task: TaskState, token: int, rows: Iterable[int], *, failures: int = 0) -> None:
+        """The holder of a lease has no use for the groups of some of its rows, or failed on them so often."""
         for number in task.leases.by_token[token].rows.intersection(rows):
             row = self.rows.rows.get(number)
             if row is not None:
-                self.removals.begin(row, RemovalCause(task.spec.name, filtered=True))
+                self.removals.begin(row, RemovalCause(task.spec.name, failures, filtered=not failures))
 
     def fenced(self, event: Fenced) -> None:
         """A fence holds: its rows are ready again, in their old place in the order."""

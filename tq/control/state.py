@@ -330,8 +330,8 @@ class ControlState:
             raise PeerRefused(f"{event.task} is served by another controller")
         if event.token not in task.leases.by_token or (event.fenced and task.spec.keeps_leases):
             return
-        if event.filtered:
-            self._book.filter_groups(task, event.token, event.rows)
+        if event.filtered or event.failures:
+            self._book.remove_groups(task, event.token, event.rows, failures=event.failures)
         else:
             self._book.release(task, event.token, event.rows, counts=not event.fenced)
 

@@ -262,6 +262,7 @@ class Release(Message):
 
     Attributes:
         filtered: the groups of these rows leave the queue, and admission replaces them.
+        failures: likewise, as dead letters: the consumer failed so often on these rows by itself. 0: it did not.
         fenced: it dropped them since a unit said that the lease is void, which may be so for some of them only. A
             lease that a trainer keeps is left alone: another rank may have it by now.
     """
@@ -270,6 +271,7 @@ class Release(Message):
     token: int
     rows: list[int]
     filtered: bool = False
+    failures: int = 0
     fenced: bool = False
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     """Load the function and serve until the pool is gone."""
     parent_pid, descriptor = (int(text) for text in sys.argv[1:])
     die_with_parent(parent_pid)
-    _outlive_stop_signals()
+    outlive_stop_signals()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     load = receive(connection)
@@ -145,7 +145,7 @@ class Server:
         return Raised(ask.number, one_line(error))
 
 
-def _outlive_stop_signals() -> None:
+def outlive_stop_signals() -> None:
     """Handle stop signals by doing nothing: the pool decides when this process ends.
 
     Programs that the user's code starts would inherit ignored signals, as this process did; a handler is

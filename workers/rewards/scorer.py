@@ -26,6 +26,7 @@ from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
+from workers.rollout.rollouts import FinishedRollout
 from workers.rewards.remote import is_url
 from workers.tasks.dataflow import REWARD_PARTS
 
@@ -61,6 +62,7 @@ class _Work:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     answer: str
+    text: str | None
     scored: "Future[ScoredAnswer]" = field(default_factory=Future)
 
 
@@ -94,14 +96,32 @@ class Scorer:
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"score-{number}", daemon=True).start()
 
-    def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
+    def score(self, rollout: FinishedRollout, answer: str) -> "Future[ScoredAnswer]":
+        """Score a rollout, unless its function did.
+
+        Args:
+            rollout: at its end.
+            answer: reference answer.
+        """
+        if rollout.reward is None and not rollout.failure:
+            return self.submit(rollout.prompt_P, rollout.drawn_A, answer, text=rollout.response)
+        reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
+        correct = bool(rollout.metrics.get("correct", reward >= 1.0))
+        prompt, response = self._decoder.prompt(tuple(rollout.prompt_P.tolist())), rollout.response or ""
+        scored: Future[ScoredAnswer] = Future()
+        parts = dict(rollout.metrics)
+        scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))
+        return scored
+
+    def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str, *, text: str | None = None) -> "Future[ScoredAnswer]":
         """Score one response.
 
         Args:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
+            text: what is scored instead of the decoded response.
         """
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer)
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, text)
         self._work.put(work)
         return work.scored
 
@@ -139,7 +159,8 @@ class Scorer:
             if not work.scored.set_running_or_notify_cancel():
                 continue
             try:
-                prompt, response = self._decoder.prompt(work.prompt), self._decoder.response(work.response)
+                prompt = self._decoder.prompt(work.prompt)
+                response = self._decoder.response(work.response) if work.text is None else work.text
                 score = self._score(prompt, response, work.answer)
                 score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it

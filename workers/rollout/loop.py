@@ -22,12 +22,13 @@ from tq.config import ScheduleMode
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import Scorer
 from workers.rollout.feeder import Feeder
+from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
+from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 from workers.tasks.graph import task_of
 from workers.weight_path import HeldWeights, open_receiver
 
@@ -81,7 +82,8 @@ class Rollout:
         )
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
-        self._feeder = Feeder(self._client, wake=self._wake)
+        self._feeder = Feeder(self._client, columns=prompt_columns(config), wake=self._wake)
+        self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)
         self._outbox = Outbox(
             scorer=self._scorer,
             samples=self._samples,
@@ -90,7 +92,7 @@ class Rollout:
             filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
             failed=self._wake.set,
         )
-        self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()
+        self._waiting: deque[tuple[RolloutLease, RolloutRequest]] = deque()
         self._running: dict[int, RolloutLease] = {}
         self._tickets = itertools.count()
         self._step = 0
@@ -108,13 +110,13 @@ class Rollout:
             self._take_leases()
             self._swap_if_due()
             self._fill()
-            if self._engine.num_running:
+            if self._rollouts.num_running:
                 self._generate()
             elif self._feeder.stopped:
                 break
             else:
                 self._wait()
-        self._engine.abort()
+        self._rollouts.abort()
         self._busy.close()
 
     def close(self) -> None:
@@ -125,6 +127,7 @@ class Rollout:
         if self._scorer is not None:
             self._scorer.close()
         self._client.close()
+        self._rollouts.close()
         self._engine.close()
         self._weights.close()
 
@@ -138,7 +141,7 @@ class Rollout:
         may = partial(
             may_swap,
             self._config.schedule.mode,
-            num_running=self._engine.num_running,
+            num_running=self._rollouts.num_drawing,
             boundary=boundary or self._feeder.needed_version() is not None,
         )
         due = may(interruptible=self._engine.interruptible)
@@ -154,7 +157,7 @@ class Rollout:
         dropped = self._feeder.take()
         number = len(self._running) + len(self._waiting) + sum(len(lease.batch) for lease in dropped)
         logger.warning("the trainer went back to a checkpoint: %d answers are abandoned", number)
-        self._engine.abort()
+        self._rollouts.abort()
         self._running.clear()
         self._waiting.clear()
         self._outbox.abandon()
@@ -182,22 +185,22 @@ class Rollout:
             taken = [self._waiting.popleft() for _ in range(number)]
             self._running |= {request.ticket: lease for lease, request in taken}
             self._note_busy(max(lease.partition for lease, _ in taken))
-            self._engine.submit([request for _, request in taken])
+            self._rollouts.begin([request for _, request in taken])
         version = self._weights.version
         assert version is not None, "no prompts are asked for before there are weights"
         self._feeder.want(self._room() - len(self._waiting), version=version)
 
     def _room(self) -> int:
         """Return how many responses may begin; with `deterministic`, responses that began together share all steps."""
-        if self._engine.num_running and (self._config.deterministic or self._draining):
+        if self._rollouts.num_running and (self._config.deterministic or self._draining):
             return 0
-        return self._engine.free_slots
+        return self._rollouts.free_slots
 
     def _generate(self) -> None:
         self._context.progress()
-        for generation in self._engine.step(self._wake):
-            _check_finite(generation)
-            self._outbox.add(self._running.pop(generation.ticket), generation)
+        for rollout in self._rollouts.step(self._wake, hold=self._draining):
+            _check_finite(rollout)
+            self._outbox.add(self._running.pop(rollout.ticket), rollout)
 
     def _wait(self) -> None:
         """Nothing runs: wait for prompts, or for the weights that they need."""
@@ -225,20 +228,29 @@ class Rollout:
         self._busy.close()
         self._noted = None
 
-    def _requests(self, lease: RolloutLease) -> Iterator[GenerateRequest]:
-        for index, prompt in zip(lease.batch.indices, lease.prompts, strict=True):
-            yield GenerateRequest(index, prompt, _seed(self._config.seed, index), next(self._tickets))
+    def _requests(self, lease: RolloutLease) -> Iterator[RolloutRequest]:
+        rows = zip(lease.batch.indices, lease.prompts, lease.tasks, lease.lease.groups, strict=True)
+        for index, prompt, task, group in rows:
+            yield RolloutRequest(
+                index=index,
+                ticket=next(self._tickets),
+                seed=_seed(self._config.seed, index),
+                prompt_P=prompt,
+                task=task,
+                group=group,
+                member=index % self._config.schedule.n_samples_per_prompt,
+            )
 
 
-def _check_finite(generation: Generation) -> None:
+def _check_finite(rollout: FinishedRollout) -> None:
     """Weights that are not numbers, or overflow, come from an update that went wrong; another start has the same ones.
 
     Raises:
-        TrainingDiverged: the tokens of this response have no probabilities.
+        TrainingDiverged: its tokens have no probabilities.
     """
-    if not bool(generation.log_probs_R.isfinite().all()):
+    if not bool(rollout.log_probs_A.isfinite().all()):
         raise TrainingDiverged(
-            f"the weights of step {int(generation.versions_R[-1])} give probabilities that are not finite; go back to "
+            f"the weights of step {int(rollout.versions_A[-1])} give probabilities that are not finite; go back to "
             f"a checkpoint before it with a smaller actor.lr"
         )
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from workers.algorithms.dapo import uniform_groups
-from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.rollout.rollouts import FinishedRollout
 
 STOP_POLL_S = 0.2
 
@@ -37,7 +37,7 @@ class RolloutLease:
 
     Attributes:
         lease: of the queue.
-        batch: columns `prompts` and `ground_truth` of its rows.
+        batch: columns `prompts`, `ground_truth` and, for functions of the user's, `tasks` of its rows.
     """
 
     lease: Lease
@@ -61,6 +61,11 @@ class RolloutLease:
     def prompts(self) -> Sequence[Tensor]:
         """Their tokens, int64 [P] each."""
         return list(self.batch["prompts"].rows())
+
+    @cached_property
+    def tasks(self) -> Sequence[str]:
+        """The data rows, JSON each; empty objects where no function of the user's reads them."""
+        return self.batch["tasks"].texts() if "tasks" in self.batch.columns else ["{}"] * len(self.batch)
 
     @cached_property
     def ground_truths(self) -> Sequence[str]:
@@ -107,8 +112,8 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def add(self, lease: RolloutLease, generation: Generation) -> None:
-        """Have a response scored and put; returns at once.
+    def add(self, lease: RolloutLease, rollout: FinishedRollout) -> None:
+        """Have a rollout scored and put; returns at once.
 
         Raises:
             Exception: what went wrong with an earlier response; see `close`.
@@ -117,11 +122,10 @@ class Outbox:
         self._num_added += 1
         epoch = self._epoch
         if self._scorer is None:
-            self._done.put(_Finished(lease, generation, None, epoch))
+            self._done.put(_Finished(lease, rollout, None, epoch))
             return
-        k = lease.position[generation.index]
-        future = self._scorer.submit(lease.prompts[k], generation.response_R, lease.ground_truths[k])
-        future.add_done_callback(lambda score: self._done.put(_Finished(lease, generation, score, epoch)))
+        future = self._scorer.score(rollout, lease.ground_truths[lease.position[rollout.index]])
+        future.add_done_callback(lambda score: self._done.put(_Finished(lease, rollout, score, epoch)))
 
     def abandon(self) -> None:
         """Drop what was added and is not put: its leases are void."""
@@ -177,7 +181,7 @@ class Outbox:
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
-        lot = _Lot(one.lease, one.lease.group_of(one.generation.index) if self._filter_size else None)
+        lot = _Lot(one.lease, one.lease.group_of(one.rollout.index) if self._filter_size else None)
         together = self._finished.setdefault(lot, [])
         together.append(one)
         left = self._left.setdefault(lot, lot.num_rows)
@@ -189,17 +193,24 @@ class Outbox:
                 del self._left[lot]
 
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
-        generations = [one.generation for one in finished]
-        rows = [one.index for one in generations]
-        columns = _answer_columns(generations)
-        scores = [one.score.result() for one in finished if one.score is not None]
-        if scores and self._scorer is not None:
-            columns |= self._scorer.columns(scores)
-            self._show(lease, generations, scores)
-        if self._teaches_nothing(lease, rows, scores):
-            lease.lease.filter(rows)
-        else:
-            lease.lease.put(columns, rows)
+        leaving = [one.rollout for one in finished if one.rollout.leaves]
+        finished = [one for one in finished if not one.rollout.leaves]
+        if leaving and self._filter_size:  # they are one group
+            finished = []
+        if finished:
+            rollouts = [one.rollout for one in finished]
+            rows = [one.index for one in rollouts]
+            columns = _columns(rollouts)
+            scores = [one.score.result() for one in finished if one.score is not None]
+            if scores and self._scorer is not None:
+                columns |= self._scorer.columns(scores)
+                self._show(lease, rollouts, scores)
+            if self._teaches_nothing(lease, rows, scores):
+                lease.lease.filter(rows)
+            else:
+                lease.lease.put(columns, rows)
+        for one in leaving:
+            lease.lease.filter([one.index], failures=one.failures)
 
     def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
         """Whether these rows, of one group, are to be filtered out."""
@@ -208,10 +219,9 @@ class Outbox:
         groups = [lease.group_of(row) for row in rows]
         return bool(uniform_groups(groups, [score.reward for score in scores], group_size=self._filter_size))
 
-    def _show(self, lease: RolloutLease, generations: Sequence[Generation], scores: Sequence[ScoredAnswer]) -> None:
-        for generation, score in zip(generations, scores, strict=True):
-            group = lease.group_of(generation.index)
-            self._samples.write(generation, score, step=lease.partition, group=group)
+    def _show(self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]) -> None:
+        for rollout, score in zip(rollouts, scores, strict=True):
+            self._samples.write(rollout, score, step=lease.partition, group=lease.group_of(rollout.index))
 
 
 @dataclass(frozen=True)
@@ -231,16 +241,18 @@ class _Lot:
 @dataclass(frozen=True)
 class _Finished:
     lease: RolloutLease
-    generation: Generation
+    rollout: FinishedRollout
     score: "Future[ScoredAnswer] | None"
     epoch: int
 
 
-def _answer_columns(generations: Sequence[Generation]) -> dict[str, Column]:
+def _columns(rollouts: Sequence[FinishedRollout]) -> dict[str, Column]:
     """Return the outputs of task `actor_rollout`; every token carries the version of the weights that drew it."""
     return {
-        "responses": Column.of_rows([one.response_R for one in generations]),
-        "rollout_log_probs": Column.of_rows([one.log_probs_R for one in generations]),
-        "versions": Column.of_rows([one.versions_R for one in generations]),
-        "truncated": Column.of_scalars(torch.tensor([one.truncated for one in generations])),
+        "tokens": Column.of_rows([one.tokens_T for one in rollouts]),
+        "sample_lengths": Column.of_rows([torch.tensor(one.sample_lengths, dtype=torch.int32) for one in rollouts]),
+        "response_mask": Column.of_rows([one.response_mask_T for one in rollouts]),
+        "rollout_log_probs": Column.of_rows([one.log_probs_A for one in rollouts]),
+        "versions": Column.of_rows([one.versions_A for one in rollouts]),
+        "truncated": Column.of_scalars(torch.tensor([one.truncated for one in rollouts])),
     }

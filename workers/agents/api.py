@@ -1,0 +1,250 @@
+"""What a rollout function is written against: the task, the policy to talk to, and what surrounds them. Torch-free.
+
+    from workers.agents import Chat, Context, Model, Sample, Task
+
+    async def rollout(task: Task, model: Model, context: Context) -> Sample | list[Sample]:
+        chat = model.chat([{"role": "user", "content": task["question"]}], tools=context.tools)
+        while (reply := await chat.reply()).tool_calls:
+            for call in reply.tool_calls:
+                chat.add(await context.call(call))
+        return chat.sample(reward=float(task["answer"] in reply.text))
+
+Every call goes on behind exactly the tokens that were drawn before; what the policy drew is never tokenized again.
+"""
+
+import asyncio
+import contextvars
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from asyncflow.errors import UserCodeFailed
+from workers.agents.messages import Begin, Message
+from workers.agents.tools import Tool, call_tool
+
+T = TypeVar("T")
+
+
+class BudgetSpent(Exception):
+    """The rollout has had all its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
+
+
+class TaskSkipped(Exception):
+    """Raised by `Context.skip`."""
+
+
+class Task(Mapping[str, Any]):
+    """One row of the data: `task["question"]`.
+
+    Attributes:
+        index: global index of the row.
+        group: of the rows that have this task; `member`: which of them this is, from 0.
+        seed: of this rollout's random numbers, 64 bits.
+    """
+
+    def __init__(self, row: Mapping[str, Any], *, index: int, group: int, member: int, seed: int) -> None:
+        self._row = row
+        self.index = index
+        self.group = group
+        self.member = member
+        self.seed = seed
+
+    def __getitem__(self, name: str) -> Any:
+        return self._row[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said.
+
+    Attributes:
+        message: as OpenAI's API has it.
+        finish_reason: `stop`, `length` or `tool_calls`.
+        token_ids: that were drawn.
+        node: names them.
+    """
+
+    message: Message
+    finish_reason: str
+    token_ids: list[int]
+    node: int
+
+    @property
+    def text(self) -> str:
+        """The content, "" for none."""
+        return self.message.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[Message]:
+        """The calls of tools, as OpenAI's API has them."""
+        return list(self.message.get("tool_calls") or ())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is trained: the token sequence that ends with one drawn piece.
+
+    Attributes:
+        node: that piece.
+        reward: of the whole rollout; None: `reward.function` scores the last reply.
+        metrics: numbers by name.
+    """
+
+    node: int
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """Asks the session service, for one rollout."""
+
+    async def ask(
+        self,
+        *,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
+        prompt: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Return the policy's reply to a conversation, or what it draws behind the tokens of `prompt`.
+
+        Raises:
+            BudgetSpent: see there.
+            UserCodeFailed: the request cannot be taken.
+        """
+
+
+class Model:
+    """The policy in training."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def chat(self, messages: Sequence[Message], tools: "Sequence[Tool | Message] | None" = None) -> "Chat":
+        """Begin a conversation; tools as of `context.tools`, or as OpenAI's API has them."""
+        described = [tool.description if isinstance(tool, Tool) else tool for tool in tools or ()]
+        return Chat(self._policy, [dict(message) for message in messages], described)
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
+        """Go on behind tokens; those of an earlier reply and its prompt are continued, not begun anew.
+
+        Args:
+            token_ids: of the whole prompt, at least 1.
+            max_tokens, stop: see `Chat.reply`.
+        """
+        return await self._policy.ask(prompt=list(token_ids), max_tokens=max_tokens, stop=stop)
+
+    def sample(
+        self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Sample:
+        """Return the sample that ends with this reply."""
+        return Sample(reply.node, reward, metrics or {})
+
+
+class Chat:
+    """A conversation.
+
+    Attributes:
+        messages: all of it; replies are appended.
+    """
+
+    def __init__(self, policy: Policy, messages: list[Message], tools: list[Message]) -> None:
+        self.messages = messages
+        self._policy = policy
+        self._tools = tools
+        self._node: int | None = None
+
+    def add(self, *messages: Message) -> None:
+        """Append messages, e.g. `{"role": "tool", "tool_call_id": ..., "content": ...}`."""
+        self.messages.extend(dict(message) for message in messages)
+
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+        """Have the policy reply, and append what it said.
+
+        Args:
+            max_tokens: at most so many; None: `rollout.max_response_tokens`.
+            stop: texts; the reply's text ends before the first of them. What was drawn stays as it is.
+
+        Raises:
+            BudgetSpent: see there.
+            UserCodeFailed: the conversation cannot be rendered.
+        """
+        reply = await self._policy.ask(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
+        self.messages.append(reply.message)
+        self._node = reply.node
+        return reply
+
+    def fork(self) -> "Chat":
+        """Return a conversation that goes on from here by itself."""
+        other = Chat(self._policy, [dict(message) for message in self.messages], self._tools)
+        other._node = self._node
+        return other
+
+    def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
+        """Return the sample that ends with the last reply.
+
+        Raises:
+            UserCodeFailed: there was none.
+        """
+        if self._node is None:
+            raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
+        return Sample(self._node, reward, metrics or {})
+
+
+@dataclass
+class Context:
+    """What surrounds one rollout.
+
+    Attributes:
+        deadline: of the rollout, by `time.monotonic()` (s).
+        scratch: a directory of its own, removed at its end.
+        tools: of `rollout.tools`.
+        attempt: from 0; more where earlier ones failed.
+    """
+
+    deadline: float
+    scratch: Path
+    tools: Sequence[Tool]
+    attempt: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def log(self, name: str, value: float) -> None:
+        """Report a number of this rollout; the last one of a name counts.
+
+        Raises:
+            UserCodeFailed: it is no finite number.
+        """
+        number = float(value)
+        if not math.isfinite(number):
+            raise UserCodeFailed(f"context.log: {name} is {value!r}; give a finite number")
+        self.metrics[name] = number
+
+    def skip(self, reason: str) -> None:
+        """Give this task up: its group leaves the run, and the next prompt takes its place."""
+        raise TaskSkipped(reason)
+
+    async def call(self, tool_call: Message) -> Message:
+        """Call the tool that the policy named; return its result as a message. What it raises is the result, too."""
+        return await call_tool(self.tools, tool_call, run=self.run)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that blocks in a thread, so that other rollouts of this process go on."""
+        surroundings = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(None, surroundings.run, function, *args)
+
+
+def task_of(begin: Begin) -> Task:
+    """Return the task of a row that was sent."""
+    return Task(json.loads(begin.task), index=begin.index, group=begin.group, member=begin.member, seed=begin.seed)

@@ -1,0 +1,75 @@
+"""An agent that is any program: `rollout.agent_command`. Torch-free.
+
+It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in `ASYNCFLOW_TASK`, and a
+directory of its own, removed at its end, in `ASYNCFLOW_SCRATCH`. It ends with code 0, having written `{"reward": 1.0}`, maybe with more numbers,
+into the file `ASYNCFLOW_RESULT`; without one, `reward.function` scores the last reply.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncflow.errors import UserCodeFailed, one_line
+from asyncflow.process import die_with_parent
+from workers.agents.messages import Start
+from workers.rewards.base import as_number
+
+_RESULT = "result.json"
+
+
+async def run_command(command: Sequence[str], start: Start) -> tuple[float | None, dict[str, float]]:
+    """Run the program; cancelled, it is killed with all that it started.
+
+    Returns:
+        Reward and metrics.
+
+    Raises:
+        UserCodeFailed: it cannot be started, fails, or writes no result that can be used.
+    """
+    scratch = Path(start.scratch)
+    scratch.mkdir(parents=True, exist_ok=True)
+    surroundings = {
+        "OPENAI_BASE_URL": f"{start.base_url}/v1",
+        "OPENAI_API_KEY": start.key,
+        "ANTHROPIC_BASE_URL": start.base_url,
+        "ANTHROPIC_API_KEY": start.key,
+        "ASYNCFLOW_TASK": start.rollout.task,
+        "ASYNCFLOW_SCRATCH": start.scratch,
+        "ASYNCFLOW_RESULT": str(scratch / _RESULT),
+    }
+    parent = os.getpid()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | surroundings,
+            process_group=0,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+    except OSError as error:
+        raise UserCodeFailed(f"rollout.agent_command: {command[0]}: {error.strerror}") from error
+    try:
+        code = await process.wait()
+        if code:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise UserCodeFailed(f"rollout.agent_command {how}")
+        return _result(scratch / _RESULT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _result(path: Path) -> tuple[float | None, dict[str, float]]:
+    if not path.exists():
+        return None, {}
+    try:
+        numbers = {str(name): as_number(value) for name, value in json.loads(path.read_text()).items()}
+    except Exception as error:  # noqa: BLE001  the boundary to a user's program
+        raise UserCodeFailed(f"rollout.agent_command: its result is no object of numbers: {one_line(error)}") from error
+    return numbers.pop("reward", None), numbers

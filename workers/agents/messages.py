@@ -1,0 +1,276 @@
+"""What the processes of one instance's rollouts say to each other: msgpack behind four bytes of length. Torch-free.
+
+engine process                session service                       user worker
+Begin 7       ------------->  chooses a worker   ---- Start 1 ---->  calls the function
+              <--- Draw 31 -  renders, records  <---- Ask 2 of 1 --  chat.reply(...)
+Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
+              <- Finished 7 -  checks, cuts      <---- Done 1 -----  returned samples
+
+A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
+"""
+
+from typing import Any
+
+import msgspec
+
+Message = dict[str, Any]
+"""A chat message as OpenAI's API has it."""
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The service's first message.
+
+    Attributes:
+        model_dir: with the tokenizer.
+        renderer: `model.renderer`.
+        function, agent, command, tools: as the configuration's section `rollout` names them; one of the first three.
+        timeout_s: of a rollout.
+        max_turns, max_tokens, max_context: budgets of a rollout: calls, drawn tokens, tokens of one call; 0: none.
+        max_response_tokens: of one call.
+        max_attempts: of a rollout whose function fails.
+        num_workers: processes that run users' code.
+        path: where modules are sought; as the file system spells it.
+        scratch: directory for the rollouts' own files.
+    """
+
+    model_dir: str
+    renderer: str | None
+    function: str | None
+    agent: str | None
+    command: list[str]
+    tools: list[str]
+    timeout_s: float
+    max_turns: int
+    max_tokens: int
+    max_context: int
+    max_response_tokens: int
+    max_attempts: int
+    num_workers: int
+    path: list[bytes]
+    scratch: str
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Run a rollout.
+
+    Attributes:
+        ticket: names it.
+        task: the data row, JSON.
+        index, group, member: of the row; `seed`: of its random numbers.
+    """
+
+    ticket: int
+    task: str
+    index: int
+    group: int
+    member: int
+    seed: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True):
+    """Drop all rollouts: their leases are void."""
+
+
+class Drawn(msgspec.Struct, frozen=True, tag=True):
+    """The engine's response to a `Draw`."""
+
+    call: int
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    truncated: bool
+
+
+class NotDrawn(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot take this prompt; says why."""
+
+    call: int
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The service takes rollouts; agents find it at `base_url` ("": nobody asks for it)."""
+
+    base_url: str
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The user's function cannot be used; says why."""
+
+    text: str
+
+
+class Draw(msgspec.Struct, frozen=True, tag=True):
+    """Have the policy go on behind these tokens."""
+
+    call: int
+    ticket: int
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: list[int]
+    seed: int
+
+
+class Undraw(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for this call any more."""
+
+    call: int
+
+
+class SampleTokens(msgspec.Struct, frozen=True):
+    """One token sequence of a rollout: `response_mask` 1 where the policy drew; a number per drawn token in the others."""
+
+    token_ids: list[int]
+    response_mask: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A rollout came to its end.
+
+    Attributes:
+        ticket: which.
+        samples: at least one with drawn tokens.
+        reward: None: `reward.function` scores `response`, the last reply's text.
+        response: see there.
+        truncated: a budget ended it, or its last reply was cut.
+        metrics: of the function's own.
+        conversations: messages of each sample, for people.
+        turns: calls of the policy; `tool_s`: wall time in which it waited for none of them (s).
+    """
+
+    ticket: int
+    samples: list[SampleTokens]
+    reward: float | None
+    response: str
+    truncated: bool
+    metrics: dict[str, float]
+    conversations: list[list[Message]]
+    turns: int
+    tool_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rollout failed `max_attempts` times, or its function skips the task (then `skipped`); the last reason."""
+
+    ticket: int
+    text: str
+    skipped: bool = False
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Call the user's function.
+
+    Attributes:
+        run: names this attempt at a rollout.
+        rollout: which.
+        attempt: from 0.
+        base_url, key: of the session, for an agent.
+        timeout_s: until the rollout is cancelled.
+        scratch: a directory of its own.
+    """
+
+    run: int
+    rollout: Begin
+    attempt: int
+    base_url: str
+    key: str
+    timeout_s: float
+    scratch: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Cancel a rollout: its time is up, or nobody wants it."""
+
+    run: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Say that the loop runs."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """It runs."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The worker has imported the function and the tools; their descriptions as OpenAI's API has them."""
+
+    tools: list[Message]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Have the policy reply to a conversation, or go on behind tokens.
+
+    Attributes:
+        number: of the call.
+        run: whose.
+        messages, tools: the conversation; or
+        prompt: the tokens.
+        max_tokens: None: `rollout.max_response_tokens`.
+        stop: texts that end the reply.
+    """
+
+    number: int
+    run: int
+    messages: list[Message]
+    tools: list[Message] | None
+    prompt: list[int] | None
+    max_tokens: int | None
+    stop: list[str]
+
+
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """The reply to an `Ask`.
+
+    Attributes:
+        number: of the call.
+        node: names what was drawn; `Done` refers to it.
+        message, finish_reason: as OpenAI's API has them.
+        token_ids: that were drawn.
+    """
+
+    number: int
+    node: int
+    message: Message
+    finish_reason: str
+    token_ids: list[int]
+
+
+class NotTold(msgspec.Struct, frozen=True, tag=True):
+    """There is no reply; `budget`: since the rollout has spent what it may."""
+
+    number: int
+    text: str
+    budget: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The function returned.
+
+    Attributes:
+        run: which attempt.
+        nodes: the last drawn piece of each sample; empty: all that were drawn.
+        reward, metrics: of the rollout.
+    """
+
+    run: int
+    nodes: list[int]
+    reward: float | None
+    metrics: dict[str, float]
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """The function raised; `skipped`, `spent`: by `context.skip`, by a budget that it let through."""
+
+    run: int
+    text: str
+    skipped: bool = False
+    spent: bool = False
+
+
+ToService = Setup | Begin | Abandon | Drawn | NotDrawn
+FromService = Ready | Broken | Draw | Undraw | Finished | Failed
+ToWorker = Setup | Start | Stop | Ping | Told | NotTold
+FromWorker = Loaded | Broken | Pong | Ask | Done | Raised

@@ -1,0 +1,303 @@
+"""A process that runs users' rollout functions: an event loop with many rollouts, started by the session service.
+
+    python -u -P -m workers.agents.worker PARENT_PID SOCKET MARK
+
+It never holds weights or an engine, and imports torch only if the user's module does. Before each step of a rollout's
+coroutines its run is written into the shared page MARK, and taken out behind it: so when the process dies, or its
+loop stands still, the service knows whose code it was.
+"""
+
+import asyncio
+import contextvars
+import importlib
+import inspect
+import mmap
+import os
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
+from asyncflow.process import die_with_parent
+from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
+from workers.agents.channel import Channel
+from workers.agents.messages import (
+    Ask,
+    Broken,
+    Done,
+    FromWorker,
+    Loaded,
+    Message,
+    NotTold,
+    Ping,
+    Pong,
+    Raised,
+    Setup,
+    Start,
+    Stop,
+    Told,
+    ToWorker,
+)
+from workers.agents.tools import Tool, load_tools
+from workers.calls.child import outlive_stop_signals
+from workers.calls.user_function import load_function
+from workers.rewards.base import as_number
+
+NOBODY = -1
+"""In the shared page: no rollout's code runs."""
+MARK = struct.Struct("q")
+BUILT_IN = {"tools": "workers.agents.tools:rollout"}
+"""Rollout functions of ours, by name."""
+
+_run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
+
+Body = Callable[["Worker", Start], Coroutine[Any, Any, "Done"]]
+
+
+def main() -> None:
+    """Serve until the service is gone."""
+    parent_pid, descriptor, page = (int(text) for text in sys.argv[1:])
+    die_with_parent(parent_pid)
+    outlive_stop_signals()
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    os.set_inheritable(page, False)
+    with mmap.mmap(page, MARK.size) as mark:
+        asyncio.run(_serve(connection, mark))
+
+
+async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
+    channel = await Channel.open(connection, ToWorker)
+    setup = await channel.receive()
+    assert isinstance(setup, Setup)
+    sys.path[:] = map(os.fsdecode, setup.path)
+    try:
+        worker = Worker(channel, setup)
+    except ConfigError as error:
+        channel.send(Broken(str(error)))
+        await channel.drain()
+        return
+    asyncio.get_running_loop().set_task_factory(lambda loop, coroutine, **more: _marked(loop, coroutine, mark, **more))
+    channel.send(Loaded([tool.description for tool in worker.tools]))
+    await worker.serve()
+
+
+class Worker:
+    """The rollouts of one process."""
+
+    def __init__(self, channel: Channel[FromWorker, ToWorker], setup: Setup) -> None:
+        """Import the user's function.
+
+        Raises:
+            ConfigError: it, or a tool, cannot be used.
+        """
+        self._channel = channel
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._told = False
+        self.tools: Sequence[Tool] = load_tools(setup.tools)
+        self._rollout, self._body = _body(setup)
+
+    async def serve(self) -> None:
+        """Start and stop rollouts, and pass replies on, until the service is gone."""
+        while (message := await self._channel.receive()) is not None:
+            match message:
+                case Start():
+                    token = _run.set(message.run)
+                    self._running[message.run] = asyncio.create_task(self._run(message))
+                    _run.reset(token)
+                case Stop():
+                    if (task := self._running.get(message.run)) is not None:
+                        task.cancel()
+                case Told():
+                    reply = Reply(message.message, message.finish_reason, message.token_ids, message.node)
+                    self._settle(message.number, reply)
+                case NotTold():
+                    error = BudgetSpent(message.text) if message.budget else UserCodeFailed(message.text)
+                    self._settle(message.number, error)
+                case Ping():
+                    self._channel.send(Pong())
+
+    async def ask(self, run: int, **request: Any) -> Reply:
+        """Send an `Ask` and wait for what it brings."""
+        self._number += 1
+        number = self._number
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(Ask(number=number, run=run, **request))
+            return await reply
+        except (TypeError, ValueError) as error:  # what msgpack has no word for
+            raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
+        finally:
+            self._waiting.pop(number, None)
+
+    def _settle(self, number: int, outcome: Reply | Exception) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(outcome, Reply):
+            waiting.set_result(outcome)
+        else:
+            waiting.set_exception(outcome)
+
+    async def _run(self, start: Start) -> None:
+        outcome: Done | Raised
+        try:
+            outcome = await self._body(self, start)
+        except BudgetSpent as error:
+            outcome = Raised(start.run, str(error), spent=True)
+        except TaskSkipped as error:
+            outcome = Raised(start.run, str(error), skipped=True)
+        except BaseException as error:  # noqa: BLE001  the boundary to a user's code, which may call sys.exit
+            outcome = self._raised(start.run, error)
+        finally:
+            del self._running[start.run]
+            shutil.rmtree(start.scratch, ignore_errors=True)
+        self._channel.send(outcome)
+
+    def _raised(self, run: int, error: BaseException) -> Raised:
+        if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
+            self._told = True
+            traceback.print_exception(error)
+        if isinstance(error, MemoryError):  # what is held here would make the next one fail, too
+            os._exit(1)
+        return Raised(run, one_line(error))
+
+    async def _call_function(self, start: Start) -> Done:
+        scratch = Path(start.scratch)
+        scratch.mkdir(parents=True, exist_ok=True)
+        context = Context(time.monotonic() + start.timeout_s, scratch, self.tools, start.attempt)
+        returned = await self._rollout(task_of(start.rollout), Model(_OneRollout(self, start.run)), context)
+        return _done(start.run, returned, context.metrics)
+
+    async def _call_agent(self, start: Start) -> Done:
+        returned = await self._rollout(task_of(start.rollout), start.base_url, start.key)
+        return Done(start.run, [], *_reward_of(returned))
+
+
+class _OneRollout:
+    """The policy, as one rollout asks for it."""
+
+    def __init__(self, worker: Worker, run: int) -> None:
+        self._worker = worker
+        self._run = run
+
+    async def ask(
+        self,
+        *,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
+        prompt: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """See `workers.agents.api.Policy`."""
+        return await self._worker.ask(
+            self._run,
+            messages=list(messages),
+            tools=list(tools) if tools else None,
+            prompt=None if prompt is None else list(prompt),
+            max_tokens=max_tokens,
+            stop=list(stop),
+        )
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine whose steps are marked with the rollout that they belong to."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], run: int, mark: mmap.mmap) -> None:
+        self._inner = inner
+        self._run = run
+        self._mark = mark
+        self.__name__ = getattr(inner, "__name__", "coroutine")
+        self.__qualname__ = getattr(inner, "__qualname__", "coroutine")
+
+    def send(self, value: Any) -> Any:
+        MARK.pack_into(self._mark, 0, self._run)
+        try:
+            return self._inner.send(value)
+        finally:
+            MARK.pack_into(self._mark, 0, NOBODY)
+
+    def throw(self, *error: Any) -> Any:
+        MARK.pack_into(self._mark, 0, self._run)
+        try:
+            return self._inner.throw(*error)
+        finally:
+            MARK.pack_into(self._mark, 0, NOBODY)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+
+def _marked(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], mark: mmap.mmap, **more: Any
+) -> "asyncio.Task[Any]":
+    """Make a task; one that a rollout's code makes, however deep, inherits its run."""
+    context = more.get("context")
+    run = _run.get() if context is None else context.get(_run, NOBODY)
+    if run != NOBODY and asyncio.iscoroutine(coroutine):
+        coroutine = _Marked(coroutine, run, mark)
+    return asyncio.Task(coroutine, loop=loop, **more)
+
+
+def _body(setup: Setup) -> tuple[Callable[..., Any], Body]:
+    """Return the user's function and what calls it."""
+    if setup.agent is not None:
+        function = load_function(setup.agent, field="rollout.agent", arguments=("task", "base_url", "api_key"))
+        field, body = f"rollout.agent: {setup.agent}", Worker._call_agent
+    else:
+        name = setup.function or "tools"
+        if name in BUILT_IN:
+            module, _, attribute = BUILT_IN[name].partition(":")
+            return getattr(importlib.import_module(module), attribute), Worker._call_function
+        function = load_function(name, field="rollout.function", arguments=("task", "model", "context"))
+        field, body = f"rollout.function: {name}", Worker._call_function
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise ConfigError(f"{field} is no coroutine function; write `async def`")
+    return function, body
+
+
+def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
+    """Return what a rollout function returned, checked.
+
+    Raises:
+        UserCodeFailed: it cannot be used.
+    """
+    samples = returned if isinstance(returned, list) else [returned]
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        kinds = type(returned).__name__ if not isinstance(returned, list) else [type(one).__name__ for one in returned]
+        raise UserCodeFailed(f"the rollout function returned {kinds}; return chat.sample(...), or a list of such")
+    nodes = [sample.node for sample in samples]
+    if len(set(nodes)) < len(nodes):
+        raise UserCodeFailed("the rollout function returned one sample twice")
+    rewards = {as_number(sample.reward) for sample in samples if sample.reward is not None}
+    if len(rewards) > 1:
+        raise UserCodeFailed(f"the samples of one rollout have rewards {sorted(rewards)}; a rollout has one reward")
+    metrics = dict(logged)
+    for sample in samples:
+        metrics |= {str(name): as_number(value) for name, value in sample.metrics.items()}
+    return Done(run, nodes, rewards.pop() if rewards else None, metrics)
+
+
+def _reward_of(returned: Any) -> tuple[float | None, dict[str, float]]:
+    """Return reward and metrics of what an agent returned: a number, {"reward": ..., more}, or None."""
+    if isinstance(returned, Mapping):
+        numbers = {str(name): as_number(value) for name, value in returned.items()}
+        return numbers.pop("reward", None), numbers
+    return (None if returned is None else as_number(returned)), {}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""Rollouts of a user's function or agent, on one engine: the engine process's side of the session service.
+
+    rollout loop   begin ---------> service: calls the function
+                   step <- Draw 31  (a thread reads; `wake` is set)
+                     engine.submit, engine.step
+                        Drawn 31 -> service ... Finished -> step returns it
+
+Calls of rollouts that began earlier go before others', so that what runs comes to its end. A service that dies is
+started again, and its rollouts begin anew; they have no effect but their result.
+"""
+
+import heapq
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed
+from workers.agents.messages import (
+    Abandon,
+    Begin,
+    Broken,
+    Draw,
+    Drawn,
+    Failed,
+    Finished,
+    FromService,
+    NotDrawn,
+    Ready,
+    Setup,
+    ToService,
+    Undraw,
+)
+from workers.calls.frames import LENGTH_BYTES, frame, length_of
+from workers.config import SamplingConfig
+from workers.context import WorkerContext
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from workers.engines.model_files import max_positions
+from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.5
+"""How often a step that has nothing to draw returns (s)."""
+_MOST_RESTARTS = 10
+"""Deaths of the service in a row, without a finished rollout in between, that end the run."""
+
+
+class FunctionRollouts:
+    """See `workers.rollout.rollouts.Rollouts`."""
+
+    def __init__(
+        self, engine: GenerateEngine, setup: Setup, *, max_running: int, on_failure: str, wake: threading.Event
+    ) -> None:
+        """Start the service.
+
+        Args:
+            engine: draws.
+            setup: of the service.
+            max_running: most rollouts at a time.
+            on_failure: `rollout.on_failure`.
+            wake: is set when there is something to do for `step`.
+
+        Raises:
+            ConfigError: the user's function cannot be used.
+        """
+        self._engine = engine
+        self._setup = setup
+        self._max_running = max_running
+        self._on_failure = on_failure
+        self._wake = wake
+        self._running: dict[int, RolloutRequest] = {}
+        self._waiting: list[tuple[int, int, Draw]] = []
+        self._undrawn: set[int] = set()
+        self._drawing: dict[int, Draw] = {}
+        self._deaths = 0
+        self._closed = False
+        self._service = _Service(setup, wake)
+
+    @property
+    def num_running(self) -> int:
+        """See `Rollouts`."""
+        return len(self._running)
+
+    @property
+    def num_drawing(self) -> int:
+        """See `Rollouts`."""
+        return self._engine.num_running
+
+    @property
+    def free_slots(self) -> int:
+        """As many as the engine has room for beyond the calls that wait, and as may run at all."""
+        return max(0, min(self._engine.free_slots - len(self._waiting), self._max_running - len(self._running)))
+
+    def begin(self, requests: Sequence[RolloutRequest]) -> None:
+        """See `Rollouts`."""
+        for one in requests:
+            self._running[one.ticket] = one
+            self._service.send(_begin(one))
+
+    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+        """See `Rollouts`.
+
+        Raises:
+            UserCodeFailed: the function cannot be called any more.
+        """
+        finished = self._heard()
+        if not hold:
+            self._submit()
+        if self._engine.num_running:
+            for generation in self._engine.step(wake):
+                self._drawn(generation)
+        elif not finished:
+            wake.wait(_IDLE_S)
+        return finished
+
+    def abort(self) -> None:
+        """See `Rollouts`."""
+        self._engine.abort()
+        self._running.clear()
+        self._waiting.clear()
+        self._drawing.clear()
+        self._service.send(Abandon())
+
+    def close(self) -> None:
+        """See `Rollouts`."""
+        self._closed = True
+        self._service.kill()
+
+    def _heard(self) -> list[FinishedRollout]:
+        """Take what the service said; return the rollouts that finished."""
+        finished: list[FinishedRollout] = []
+        for message in self._service.heard():
+            match message:
+                case None:
+                    self._restart()
+                case Broken(text=text):
+                    raise UserCodeFailed(text)
+                case Draw():
+                    if message.ticket in self._running:
+                        heapq.heappush(self._waiting, (message.ticket, message.call, message))
+                case Undraw(call=call):
+                    self._undraw(call)
+                case Finished() | Failed():
+                    request = self._running.pop(message.ticket, None)
+                    if request is not None:
+                        self._deaths = 0
+                        finished.append(self._result(request, message))
+        return finished
+
+    def _submit(self) -> None:
+        """Give the engine as many calls as it has room for, those of the oldest rollouts first."""
+        while self._waiting and self._engine.free_slots:
+            _, _, draw = heapq.heappop(self._waiting)
+            if draw.ticket not in self._running or draw.call in self._undrawn:
+                self._undrawn.discard(draw.call)
+                continue
+            request = GenerateRequest(
+                index=self._running[draw.ticket].index,
+                prompt_P=torch.tensor(draw.prompt, dtype=torch.int64),
+                seed=draw.seed,
+                ticket=draw.call,
+                max_tokens=draw.max_tokens,
+                stop_ids=tuple(draw.stop_ids),
+            )
+            try:
+                self._engine.submit([request])
+            except BadRequest as error:
+                self._service.send(NotDrawn(draw.call, str(error)))
+            else:
+                self._drawing[draw.call] = draw
+
+    def _undraw(self, call: int) -> None:
+        if self._drawing.pop(call, None) is not None:
+            self._engine.cancel(call)
+        else:
+            self._undrawn.add(call)
+
+    def _drawn(self, generation: Generation) -> None:
+        if self._drawing.pop(generation.ticket, None) is None:
+            return
+        self._service.send(
+            Drawn(
+                generation.ticket,
+                generation.response_R.tolist(),
+                generation.log_probs_R.tolist(),
+                generation.versions_R.tolist(),
+                generation.truncated,
+            )
+        )
+
+    def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
+        if isinstance(message, Finished):
+            return _finished(request, message)
+        nothing = FinishedRollout.without_tokens(request, why=message.text)
+        if message.skipped:
+            return replace(nothing, leaves=True)
+        logger.warning("rollout of row %d failed: %s", request.index, message.text)
+        if self._on_failure == "zero":
+            return FinishedRollout.without_tokens(request, reward=0.0)
+        if self._on_failure == "dead_letter":
+            return replace(nothing, leaves=True, failures=self._setup.max_attempts)
+        return nothing
+
+    def _restart(self) -> None:
+        """The service is gone: start it again, and what ran."""
+        if self._closed:
+            return
+        self._deaths += 1
+        if self._deaths > _MOST_RESTARTS:
+            raise UserCodeFailed(f"the session service died {self._deaths} times in a row; see this log")
+        logger.warning("the session service died; its %d rollouts begin again", len(self._running))
+        for call in list(self._drawing):
+            self._engine.cancel(call)
+        self._drawing.clear()
+        self._waiting.clear()
+        self._undrawn.clear()
+        self._service.kill()
+        self._service = _Service(self._setup, self._wake)
+        for one in self._running.values():
+            self._service.send(_begin(one))
+
+
+class _Service:
+    """One process of the service, and the thread that reads what it says."""
+
+    def __init__(self, setup: Setup, wake: threading.Event) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ConfigError: the user's function cannot be used.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-m", "workers.agents.service", str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket = ours
+        self._wake = wake
+        self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
+        self._decoder = msgpack_decoder(FromService)
+        self.send(setup)
+        self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
+        self._thread.start()
+        match self._heard.get():
+            case Ready():
+                pass
+            case Broken(text=text):
+                self.kill()
+                raise ConfigError(text)
+            case _:
+                self.kill()
+                raise UserCodeFailed("the session service ended while it started; see this log")
+
+    def send(self, message: ToService) -> None:
+        """Send a message; to a service that is gone it goes nowhere."""
+        try:
+            self._socket.sendall(frame(message))
+        except OSError:
+            self._wake.set()
+
+    def heard(self) -> Sequence[FromService | None]:
+        """Return what it said since the last time; None: it is gone."""
+        messages: list[FromService | None] = []
+        while not self._heard.empty():
+            messages.append(self._heard.get())
+        return messages
+
+    def kill(self) -> None:
+        """End it; idempotent. Its workers die with it."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            stream = self._socket.makefile("rb")
+            while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
+                self._heard.put(self._decoder.decode(stream.read(length_of(header))))
+                self._wake.set()
+        except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
+            logger.debug("the session service's last words: %s", error)
+        self._heard.put(None)
+        self._wake.set()
+
+
+def _begin(one: RolloutRequest) -> Begin:
+    return Begin(one.ticket, one.task, one.index, one.group, one.member, one.seed)
+
+
+def _finished(request: RolloutRequest, message: Finished) -> FinishedRollout:
+    samples = message.samples
+    return FinishedRollout(
+        index=request.index,
+        ticket=request.ticket,
+        tokens_T=torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
+        sample_lengths=[len(one.token_ids) for one in samples],
+        response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
+        log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
+        versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
+        truncated=message.truncated,
+        reward=message.reward,
+        response=message.response,
+        metrics=message.metrics,
+        conversations=message.conversations,
+        turns=message.turns,
+        tool_s=message.tool_s,
+    )
+
+
+def open_rollouts(
+    context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig, *, wake: threading.Event
+) -> Rollouts:
+    """Return what the configuration makes of a prompt: one response, or what the user's function does.
+
+    Args:
+        context: of the process.
+        engine: draws.
+        sampling: its settings.
+        wake: is set when there is something to do for `step`.
+
+    Raises:
+        ConfigError: the user's function cannot be used.
+    """
+    config, own = context.config, context.config.rollout
+    if not own.is_own:
+        return SingleTurn(engine)
+    model_dir = Path(config.model.path)
+    schedule = config.schedule
+    setup = Setup(
+        model_dir=str(model_dir),
+        renderer=config.model.renderer,
+        function=own.function,
+        agent=own.agent,
+        command=list(own.agent_command),
+        tools=list(own.tools),
+        timeout_s=own.timeout_s,
+        max_turns=own.max_turns,
+        max_tokens=own.max_drawn_tokens,
+        max_context=own.max_context_tokens or max_positions(model_dir) or 0,
+        max_response_tokens=sampling.max_response_tokens,
+        max_attempts=own.max_attempts,
+        num_workers=own.num_workers,
+        path=[os.fsencode(place) for place in sys.path],
+        scratch=str(context.run_dir / "scratch" / context.gang.name),
+    )
+    admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
+    return FunctionRollouts(engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake)

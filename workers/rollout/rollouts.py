@@ -1,0 +1,205 @@
+"""Rollouts in progress on one engine: what the rollout loop and the evaluation drive, single-turn or a user's function.
+
+    begin(requests) -> step() ... step() -> finished rollouts, each as soon as it ends
+
+`SingleTurn` generates one response to each prompt. `workers.rollout.functions` runs users' functions and agents.
+
+Legend of shapes: T tokens of all samples of a rollout, A those that the policy drew.
+"""
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutRequest:
+    """One rollout to make.
+
+    Attributes:
+        index: global row index.
+        ticket: names it; a row that was lost may be requested again.
+        seed: of its random numbers, 64 bits.
+        prompt_P: int64 [P], of a single-turn rollout.
+        task: the data row, JSON, of a user's function.
+        group, member: of the row.
+    """
+
+    index: int
+    ticket: int
+    seed: int
+    prompt_P: Tensor
+    task: str = "{}"
+    group: int = 0
+    member: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedRollout:
+    """One rollout at its end.
+
+    Attributes:
+        index, ticket: of the request.
+        tokens_T: int64 [T], one sample after the other.
+        sample_lengths: tokens of each sample.
+        response_mask_T: uint8 [T], 1 where the policy drew.
+        log_probs_A: float32 [A], natural log of the tempered distribution, before top-p and top-k.
+        versions_A: int32 [A], step of the weights that drew each token.
+        truncated: its response was cut, or a budget ended it.
+        reward: of its function; None: `reward.function` says. NaN: there is none.
+        response: text to be scored; None: the drawn tokens' text.
+        metrics: numbers of its function, by name.
+        conversations: messages of each sample, for people.
+        turns: calls of the policy; `tool_s`: the time in which it waited for none of them (s).
+        failure: why there is none; "" if there is one.
+        leaves: its group leaves the run, and the next prompt takes its place.
+        failures: how often it failed, where it leaves for that.
+    """
+
+    index: int
+    ticket: int
+    tokens_T: Tensor
+    sample_lengths: Sequence[int]
+    response_mask_T: Tensor
+    log_probs_A: Tensor
+    versions_A: Tensor
+    truncated: bool
+    reward: float | None = None
+    response: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    conversations: Sequence[Sequence[Mapping[str, Any]]] = ()
+    turns: int = 1
+    tool_s: float = 0.0
+    failure: str = ""
+    leaves: bool = False
+    failures: int = 0
+
+    @cached_property
+    def prompt_P(self) -> Tensor:
+        """int64 [P]: the first sample's tokens before the first that was drawn."""
+        drawn = self.response_mask_T[: self.sample_lengths[0]].nonzero()
+        return self.tokens_T[: int(drawn[0]) if len(drawn) else self.sample_lengths[0]]
+
+    @cached_property
+    def drawn_A(self) -> Tensor:
+        """int64 [A]: the tokens that the policy drew."""
+        return self.tokens_T[self.response_mask_T.bool()]
+
+    @staticmethod
+    def of(prompt_P: Tensor, generation: Generation) -> "FinishedRollout":
+        """Return a single-turn rollout: the sample is prompt and response."""
+        drawn = len(generation.response_R)
+        mask_T = torch.zeros(len(prompt_P) + drawn, dtype=torch.uint8)
+        mask_T[len(prompt_P) :] = 1
+        return FinishedRollout(
+            index=generation.index,
+            ticket=generation.ticket,
+            tokens_T=torch.cat([prompt_P, generation.response_R]),
+            sample_lengths=[len(mask_T)],
+            response_mask_T=mask_T,
+            log_probs_A=generation.log_probs_R,
+            versions_A=generation.versions_R,
+            truncated=generation.truncated,
+        )
+
+    @staticmethod
+    def without_tokens(request: RolloutRequest, *, reward: float = math.nan, why: str = "") -> "FinishedRollout":
+        """Return a rollout in which nothing was drawn that could be trained; it only has a reward, or none (NaN)."""
+        return FinishedRollout(
+            index=request.index,
+            ticket=request.ticket,
+            tokens_T=request.prompt_P[:1],
+            sample_lengths=[1],
+            response_mask_T=torch.zeros(1, dtype=torch.uint8),
+            log_probs_A=torch.zeros(0),
+            versions_A=torch.zeros(0, dtype=torch.int32),
+            truncated=False,
+            reward=reward,
+            response="",
+            failure=why,
+        )
+
+
+class Rollouts(Protocol):
+    """Rollouts in progress; used by one thread."""
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts that began and have not finished."""
+
+    @property
+    def num_drawing(self) -> int:
+        """Responses that the engine is generating."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many rollouts may begin now."""
+
+    def begin(self, requests: Sequence[RolloutRequest]) -> None:
+        """Begin rollouts, at most `free_slots`.
+
+        Raises:
+            BadRequest: see `GenerateEngine.submit`.
+        """
+
+    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+        """Go on until rollouts finish, a token was drawn, or `wake` is set; return those that finished.
+
+        Args:
+            wake: ends the wait.
+            hold: begin no response that has not begun, so that the engine gets idle: weights wait.
+        """
+
+    def abort(self) -> None:
+        """Drop all."""
+
+    def close(self) -> None:
+        """End what runs them, but not the engine; idempotent."""
+
+
+class SingleTurn:
+    """One response to each prompt."""
+
+    def __init__(self, engine: GenerateEngine) -> None:
+        self._engine = engine
+        self._prompts: dict[int, Tensor] = {}
+
+    @property
+    def num_running(self) -> int:
+        """See `Rollouts`."""
+        return self._engine.num_running
+
+    @property
+    def num_drawing(self) -> int:
+        """See `Rollouts`."""
+        return self._engine.num_running
+
+    @property
+    def free_slots(self) -> int:
+        """See `Rollouts`."""
+        return self._engine.free_slots
+
+    def begin(self, requests: Sequence[RolloutRequest]) -> None:
+        """See `Rollouts`."""
+        self._prompts |= {one.ticket: one.prompt_P for one in requests}
+        self._engine.submit([GenerateRequest(one.index, one.prompt_P, one.seed, one.ticket) for one in requests])
+
+    def step(self, wake: threading.Event, *, hold: bool = False) -> list[FinishedRollout]:
+        """See `Rollouts`."""
+        return [FinishedRollout.of(self._prompts.pop(one.ticket), one) for one in self._engine.step(wake)]
+
+    def abort(self) -> None:
+        """See `Rollouts`."""
+        self._engine.abort()
+        self._prompts.clear()
+
+    def close(self) -> None:
+        """See `Rollouts`."""
