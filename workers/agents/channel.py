@@ -9,7 +9,7 @@ import msgspec
 from asyncflow.decoding import msgpack_decoder
 from workers.calls.frames import LENGTH_BYTES, frame, length_of
 
-S = TypeVar("S")
+S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R")
 
 

@@ -70,6 +70,6 @@ def _result(path: Path) -> tuple[float | None, dict[str, float]]:
         return None, {}
     try:
         numbers = {str(name): as_number(value) for name, value in json.loads(path.read_text()).items()}
-    except Exception as error:  # noqa: BLE001  the boundary to a user's program
+    except Exception as error:
         raise UserCodeFailed(f"rollout.agent_command: its result is no object of numbers: {one_line(error)}") from error
     return numbers.pop("reward", None), numbers

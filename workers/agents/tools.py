@@ -63,16 +63,14 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     """
     tools = []
     for name in names:
-        tool = Tool.of(load_function(name, field="rollout.tools", arguments=()))
+        tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
         if any(other.name == tool.name for other in tools):
             raise ConfigError(f"rollout.tools: two are called {tool.name!r}; rename one")
         tools.append(tool)
     return tools
 
 
-async def call_tool(
-    tools: Sequence[Tool], tool_call: Message, *, run: Callable[..., Awaitable[Any]]
-) -> Message:
+async def call_tool(tools: Sequence[Tool], tool_call: Message, *, run: Callable[..., Awaitable[Any]]) -> Message:
     """Call the tool that a reply named and return the result as a message; an error is a result, too.
 
     Args:
@@ -129,4 +127,6 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
         others = [each for each in inner if each is not type(None)]
         if len(others) == 1:
             return {"anyOf": [_schema(others[0], where), {"type": "null"}]}
-    raise ConfigError(f"{where} has type {kind}; use str, int, float, bool, Literal, list, dict, or one of these | None")
+    raise ConfigError(
+        f"{where} has type {kind}; use str, int, float, bool, Literal, list, dict, or one of these | None"
+    )

@@ -113,10 +113,10 @@ class UserWorker:
         try:
             loaded = await asyncio.wait_for(worker._channel.receive(), START_TIMEOUT_S)
         except TimeoutError:
-            worker.kill("did not start in time")
+            await worker.gone()
             raise
         if not isinstance(loaded, Loaded):
-            worker.kill("did not start")
+            await worker.gone()
             why = loaded.text if isinstance(loaded, Broken) else "its process ended while it was imported; see the log"
             raise ConfigError(why)
         worker.tools = loaded.tools
@@ -154,6 +154,15 @@ class UserWorker:
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def gone(self) -> None:
+        """Kill the process and wait until it is gone."""
+        self.kill("was ended")
+        if self._tasks:
+            await asyncio.wait({self._tasks[0]})
+            return
+        await self._process.wait()
+        self._channel.close()
 
     async def _read(self) -> None:
         while (message := await self._channel.receive()) is not None:

@@ -17,7 +17,6 @@ import shutil
 import socket
 import struct
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence

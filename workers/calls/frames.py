@@ -94,7 +94,7 @@ ToChild = Load | Ask | Cancel
 ToPool = Loaded | Refused | Returned | Raised | Unusable | Cancelled
 
 
-def frame(message: ToChild | ToPool) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """Return a message as it travels.
 
     Raises:

@@ -3,7 +3,7 @@
 Written by the rollout as responses are put, and by the evaluation of held-out prompts; nothing reads it back. A full
 disk costs samples, not the run, and so does a directory that is gone.
 
-Legend of shapes: R response tokens.
+Legend of shapes: A drawn tokens of a rollout.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from asyncflow.json_lines import open_spare
 from asyncflow.run_files import SAMPLES
-from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
+from workers.rollout.rollouts import FinishedRollout
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ class SampleLog:
         self._shown = shown
         self._groups_per_step = groups_per_step
 
-    def write(self, generation: Generation, scored: ScoredAnswer, *, step: int, group: int) -> None:
-        """Write one response, if its group is among those shown.
+    def write(self, rollout: FinishedRollout, scored: ScoredAnswer, *, step: int, group: int) -> None:
+        """Write one rollout, if its group is among those shown.
 
         Args:
-            generation, scored: the response.
+            rollout, scored: at its end.
             step, group: that it belongs to.
         """
         if group % self._groups_per_step >= self._shown or self._file.closed:
@@ -46,17 +46,24 @@ class SampleLog:
         line = {
             "step": step,
             "group": group,
-            "index": generation.index,
-            "version": int(generation.versions_R[0]),
-            "versions": version_spans(generation.versions_R),
+            "index": rollout.index,
+            "version": int(rollout.versions_A[0]) if len(rollout.versions_A) else None,
+            "versions": version_spans(rollout.versions_A),
             "prompt": scored.prompt,
             "response": scored.response,
             "answer": scored.answer,
             "reward": None if scored.failure else scored.reward,
             "correct": scored.correct,
-            "response_tokens": generation.response_R.numel(),
-            "truncated": generation.truncated,
+            "response_tokens": rollout.log_probs_A.numel(),
+            "truncated": rollout.truncated,
         }
+        if rollout.conversations:
+            line |= {
+                "conversations": list(rollout.conversations),
+                "turns": rollout.turns,
+                "tool_s": round(rollout.tool_s, 3),
+                "metrics": dict(rollout.metrics),
+            }
         try:
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
@@ -70,11 +77,11 @@ class SampleLog:
             self._file.close()
 
 
-def version_spans(versions_R: Tensor) -> list[list[int]]:
+def version_spans(versions_A: Tensor) -> list[list[int]]:
     """Return [version, tokens] of each run of tokens that the same weights drew, in the order of the response.
 
     Args:
-        versions_R: int32 [R], of the response's tokens.
+        versions_A: int32 [A], of the drawn tokens.
     """
-    versions, counts = versions_R.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+    versions, counts = versions_A.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return [[version, count] for version, count in zip(versions.tolist(), counts.tolist(), strict=True)]

@@ -26,8 +26,8 @@ from workers.rewards.base import Score
 from workers.rewards.config import RewardConfig
 from workers.rewards.load import load_reward
 from workers.rewards.pooled import PooledReward
-from workers.rollout.rollouts import FinishedRollout
 from workers.rewards.remote import is_url
+from workers.rollout.rollouts import FinishedRollout
 from workers.tasks.dataflow import REWARD_PARTS
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ class Scorer:
         scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))
         return scored
 
-    def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str, *, text: str | None = None) -> "Future[ScoredAnswer]":
+    def submit(
+        self, prompt_P: Tensor, response_R: Tensor, answer: str, *, text: str | None = None
+    ) -> "Future[ScoredAnswer]":
         """Score one response.
 
         Args:

@@ -28,13 +28,14 @@ from asyncflow.json_lines import JsonLines
 from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.context import WorkerContext
-from workers.data.prompt_dataset import PromptDataset
+from workers.data.prompt_dataset import Prompt, PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.data.tokenizer import load_tokenizer
-from workers.engines.base import GenerateRequest, Generation
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import ScoredAnswer, Scorer, no_rewards
+from workers.rollout.functions import open_rollouts
+from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 from workers.weight_path import open_receiver
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ _LOOK_S = 0.5
 _STREAM = 1
 """Keeps the random numbers of evaluations apart from those of rollouts."""
 
-Answer = tuple[Generation, "Future[ScoredAnswer]"]
+Answer = tuple[FinishedRollout, "Future[ScoredAnswer]"]
 
 
 def run_evaluate(context: WorkerContext) -> None:
@@ -85,11 +86,14 @@ class Evaluator:
         self._size = config.evaluate.n_samples_per_prompt
         self._dataset = _held_out(context)
         self._requests = [
-            GenerateRequest(index, self._dataset.prompt(index // self._size).tokens, _seed(config.seed, index), index)
+            self._request(index, self._dataset.prompt(index // self._size), _seed(config.seed, index))
             for index in range(len(self._dataset) * self._size)
         ]
         sampling = config.evaluate.sampling(config.rollout)
         self._engine = load_generate_engine(config, sampling, device=context.device)
+        self._wake = threading.Event()
+        context.wake_to_stop(self._wake)
+        self._rollouts = open_rollouts(context, self._engine, sampling, wake=self._wake)
         self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
@@ -146,11 +150,16 @@ class Evaluator:
 
     def close(self) -> None:
         """Leave engine and weight agent; close the files."""
+        self._rollouts.close()
         self._engine.close()
         self._receiver.close()
         self._scorer.close()
         self._samples.close()
         self._lines.close()
+
+    def _request(self, index: int, prompt: Prompt, seed: int) -> RolloutRequest:
+        group, member = divmod(index, self._size)
+        return RolloutRequest(index, index, seed, prompt.tokens, prompt.task, group, member)
 
     def _wants(self, version: Version) -> bool:
         """Return whether a version is this instance's; the receiver's thread asks for one after the other."""
@@ -186,16 +195,17 @@ class Evaluator:
         """Return the responses of all requests, or of some when the run stops, each with its score to come."""
         stopping, waiting = self._context.stopping, deque(self._requests)
         answers: list[Answer] = []
-        while (waiting or self._engine.num_running) and not stopping.is_set():
-            number = min(self._engine.free_slots, len(waiting))
+        while (waiting or self._rollouts.num_running) and not stopping.is_set():
+            self._wake.clear()
+            number = min(self._rollouts.free_slots, len(waiting))
             if number:
-                self._engine.submit([waiting.popleft() for _ in range(number)])
-            for answer in self._engine.step(stopping):
+                self._rollouts.begin([waiting.popleft() for _ in range(number)])
+            for answer in self._rollouts.step(self._wake):
                 prompt = self._dataset.prompt(answer.index // self._size)
-                answers.append((answer, self._scorer.submit(prompt.tokens, answer.response_R, prompt.ground_truth)))
+                answers.append((answer, self._scorer.score(answer, prompt.ground_truth)))
             done = f"{len(answers)}/{len(self._requests)} answers"
             self._context.report("evaluating", done, step=version.step, version=version.step)
-        self._engine.abort()
+        self._rollouts.abort()
         return answers
 
     def _wait_scores(self, answers: list[Answer]) -> bool:
@@ -232,7 +242,7 @@ def wilson_interval(share: float, number: int) -> tuple[float, float]:
 
 
 def evaluation_line(
-    answers: Sequence[Generation],
+    answers: Sequence[FinishedRollout],
     scores: Sequence[ScoredAnswer],
     *,
     version: Version,
@@ -263,7 +273,7 @@ def evaluation_line(
         "accuracy_high": round(high, 6),
         "reward_mean": round(sum(score.reward for score in known) / len(known), 6),
         "reward_failures": num_samples - len(known),
-        "response_tokens_mean": round(sum(answer.response_R.numel() for answer in answers) / num_samples, 3),
+        "response_tokens_mean": round(sum(answer.log_probs_A.numel() for answer in answers) / num_samples, 3),
         "truncated_fraction": round(sum(answer.truncated for answer in answers) / num_samples, 6),
         "num_prompts": num_prompts,
         "num_samples": num_samples,
