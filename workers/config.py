@@ -102,8 +102,8 @@ class RolloutConfig(SamplingConfig):
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
     function: str | None = None
-    """A rollout of yours, with as many turns and samples as it likes: `async def` as `module:function`, or `tools`, which
-    calls `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
+    """A rollout of yours, of any turns and samples: `async def` as `module:function`, or `tools`, which calls
+    `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
     agent: str | None = None
     """Instead: `async def agent(task, base_url, api_key)` as `module:function`, which speaks OpenAI's API."""
     agent_command: tuple[str, ...] = ()
@@ -121,7 +121,8 @@ class RolloutConfig(SamplingConfig):
     max_attempts: int = Field(3, ge=1)
     """How often a rollout whose function raised or died is begun."""
     on_failure: Literal["dead_letter", "zero", "absent"] = "dead_letter"
-    """What then: its group leaves and the next prompt takes its place; it has reward 0; or the group goes without it."""
+    """What then: its group leaves, and the next prompt takes its place; it has reward 0; or the group does without
+    it."""
     num_workers: int = Field(1, ge=1, le=256)
     """Processes of an instance that run functions of yours, many rollouts in each."""
 

@@ -17,9 +17,10 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.process import die_with_parent
@@ -296,11 +297,9 @@ class Service:
         self._deaths += culprit is None
         all_pay = culprit is None and self._deaths > _MOST_DEATHS
         logger.warning("a process of rollout functions %s; its %d rollouts begin again", death.how, len(held))
-                self._keep(self._tasks, self._replace(held, culprit, death.how, all_pay))
+        self._keep(self._tasks, self._replace(held, culprit, death.how, all_pay))
 
-    async def _replace(
-        self, held: Sequence[_Rollout], culprit: _Rollout | None, how: str, all_pay: bool
-    ) -> None:
+    async def _replace(self, held: Sequence[_Rollout], culprit: _Rollout | None, how: str, all_pay: bool) -> None:
         try:
             self._workers.append(await self._new_worker())
         except (ConfigError, OSError, TimeoutError) as error:
@@ -369,7 +368,6 @@ class Service:
             self._returned(rollout, Done(rollout.run, [], reward, metrics))
 
     def _returned(self, rollout: _Rollout, done: Done) -> None:
-        self._deaths = 0
         try:
             self._finish(rollout, done, truncated=rollout.cut)
         except AsyncFlowError as error:
@@ -394,6 +392,7 @@ class Service:
             raise BadAgentRequest("rollout", "the policy was asked for nothing")
         if rollout.num_drawing:
             rollout.model_s += time.monotonic() - rollout.model_since
+        self._deaths = 0
         self._end(rollout)
         self._engine.send(
             Finished(
@@ -435,7 +434,7 @@ class Service:
     def _base_url(self) -> str:
         return "" if self._gateway is None else self._gateway.base_url
 
-    def _keep(self, tasks: "set[asyncio.Task[None]]", work: "asyncio.Coroutine[None, None, None]") -> None:  # type: ignore[name-defined]
+    def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)

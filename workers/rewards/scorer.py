@@ -104,10 +104,10 @@ class Scorer:
             answer: reference answer.
         """
         if rollout.reward is None and not rollout.failure:
-            return self.submit(rollout.prompt_P, rollout.drawn_A, answer, text=rollout.response)
+            return self.submit(rollout.prompt, rollout.drawn, answer, text=rollout.response)
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
-        prompt, response = self._decoder.prompt(tuple(rollout.prompt_P.tolist())), rollout.response or ""
+        prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredAnswer] = Future()
         parts = dict(rollout.metrics)
         scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))

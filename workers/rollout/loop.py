@@ -82,7 +82,7 @@ class Rollout:
         )
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
-        self._feeder = Feeder(self._client, columns=prompt_columns(config), wake=self._wake)
+        self._feeder = Feeder(self._client, columns=task.inputs, wake=self._wake)
         self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)
         self._outbox = Outbox(
             scorer=self._scorer,

@@ -83,13 +83,13 @@ class FinishedRollout:
     failures: int = 0
 
     @cached_property
-    def prompt_P(self) -> Tensor:
+    def prompt(self) -> Tensor:
         """int64 [P]: the first sample's tokens before the first that was drawn."""
         drawn = self.response_mask_T[: self.sample_lengths[0]].nonzero()
         return self.tokens_T[: int(drawn[0]) if len(drawn) else self.sample_lengths[0]]
 
     @cached_property
-    def drawn_A(self) -> Tensor:
+    def drawn(self) -> Tensor:
         """int64 [A]: the tokens that the policy drew."""
         return self.tokens_T[self.response_mask_T.bool()]
 
