@@ -118,7 +118,7 @@ class Undraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleTokens(msgspec.Struct, frozen=True):
-    """One token sequence of a rollout: `response_mask` 1 where the policy drew; a number per drawn token in the others."""
+    """One token sequence of a rollout: `response_mask` is 1 where the policy drew; the others have a number per such token."""
 
     token_ids: list[int]
     response_mask: list[int]

@@ -1,0 +1,171 @@
+"""Processes of users' rollout functions: real ones, with a policy that echoes."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from workers.agents import user_workers
+from workers.agents.messages import Ask, Begin, Done, Raised, Setup, Start, Told
+from workers.agents.user_workers import UserWorker, WorkerDeath
+from workers.agents.worker import NOBODY
+
+MODULE = """
+import asyncio, os, time
+from workers.agents.api import BudgetSpent
+
+async def talk(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["question"]}])
+    replies = await asyncio.gather(*(chat.fork().reply() for _ in range(2)))
+    reply = await chat.reply()
+    context.log("seen", len(replies))
+    return chat.sample(reward=float(len(reply.text)))
+
+async def odd(task, model, context):
+    chat = model.chat([{"role": "user", "content": "x"}])
+    await chat.reply()
+    kind = task["question"]
+    if kind == "die":
+        await asyncio.gather(_die())
+    if kind == "block":
+        time.sleep(1000)
+    if kind == "wait":
+        await asyncio.sleep(1000)
+    if kind == "deaf":
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    if kind == "skip":
+        context.skip("too easy")
+    if kind == "wrong":
+        return 7
+    if kind == "raise":
+        raise RuntimeError("it broke")
+    return chat.sample()
+
+async def _die():
+    await asyncio.sleep(0)
+    os._exit(3)
+
+def plain(task, model, context):
+    return None
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_rollouts.py").write_text(MODULE)
+    yield tmp_path
+
+
+class Owner:
+    """Replies to everything, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[Done | Raised | WorkerDeath] = asyncio.Queue()
+        self.asks: list[Ask] = []
+
+    def asked(self, worker: UserWorker, ask: Ask) -> None:
+        self.asks.append(ask)
+        message = {"role": "assistant", "content": ask.messages[-1]["content"] + "!"}
+        worker.send(Told(ask.number, len(self.asks), message, "stop", [1, 2]))
+
+    def done(self, worker: UserWorker, message: Done) -> None:
+        self.told.put_nowait(message)
+
+    def raised(self, worker: UserWorker, message: Raised) -> None:
+        self.told.put_nowait(message)
+
+    def died(self, worker: UserWorker, death: WorkerDeath) -> None:
+        self.told.put_nowait(death)
+
+
+def setup_of(users: Path, function: str) -> Setup:
+    return Setup(
+        model_dir="", renderer=None, function=f"my_rollouts:{function}", agent=None, command=[], tools=[],
+        timeout_s=60, max_turns=0, max_tokens=0, max_context=0, max_response_tokens=8, max_attempts=1, num_workers=1,
+        path=[str(users).encode(), *(place.encode() for place in sys.path)], scratch=str(users),
+    )  # fmt: skip
+
+
+def start_of(users: Path, run: int, question: str) -> Start:
+    begin = Begin(ticket=run, task=f'{{"question": "{question}"}}', index=run, group=0, member=0, seed=1)
+    return Start(run, begin, 0, "", "", 60.0, str(users / str(run)))
+
+
+async def told_by(users: Path, function: str, *questions: str, number: int = 1) -> tuple[list[object], Owner]:
+    owner = Owner()
+    worker = await UserWorker.start(setup_of(users, function), owner)
+    for run, question in enumerate(questions, start=1):
+        worker.begin(start_of(users, run, question))
+    told: list[object] = [await asyncio.wait_for(owner.told.get(), 60) for _ in range(number)]
+    await worker.gone()
+    return told, owner
+
+
+def test_a_function_talks_and_returns_a_sample_with_its_reward(users: Path) -> None:
+    (done,), owner = asyncio.run(told_by(users, "talk", "hello"))
+    assert isinstance(done, Done)
+    assert (done.run, done.reward, done.metrics) == (1, 6.0, {"seen": 2.0})
+    assert done.nodes == [3]
+    assert [ask.run for ask in owner.asks] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("question", "words"), [("raise", "it broke"), ("wrong", "returned int"), ("skip", "too easy")]
+)
+def test_what_a_function_raises_is_told_with_its_run(users: Path, question: str, words: str) -> None:
+    (raised,), _ = asyncio.run(told_by(users, "odd", question))
+    assert isinstance(raised, Raised)
+    assert raised.run == 1
+    assert words in raised.text
+    assert raised.skipped == (question == "skip")
+
+
+def test_a_process_that_ends_names_the_rollout_whose_code_ran_though_in_a_task_of_its_own(users: Path) -> None:
+    (death,), _ = asyncio.run(told_by(users, "odd", "wait", "die", "wait"))
+    assert isinstance(death, WorkerDeath)
+    assert death.run == 2
+
+
+def test_a_blocked_loop_is_killed_and_the_rollout_that_blocks_it_named(
+    users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_workers, "STALL_S", 2.0)
+    (death,), _ = asyncio.run(told_by(users, "odd", "wait", "block"))
+    assert isinstance(death, WorkerDeath)
+    assert death.run == 2
+    assert "event loop" in death.how
+
+
+def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
+    async def run() -> object:
+        owner = Owner()
+        worker = await UserWorker.start(setup_of(users, "odd"), owner)
+        worker.begin(start_of(users, 1, "wait"))
+        worker.begin(start_of(users, 2, "deaf"))
+        while len(owner.asks) < 2:
+            await asyncio.sleep(0.01)
+        worker.end(1, within_s=30)
+        while worker.num_rollouts == 2:
+            await asyncio.sleep(0.01)
+        assert worker.alive
+        worker.end(2, within_s=0.2)
+        death = await asyncio.wait_for(owner.told.get(), 60)
+        await worker.gone()
+        return death
+
+    death = asyncio.run(run())
+    assert isinstance(death, WorkerDeath)
+    assert death.run == NOBODY
+    assert "cancelled" in death.how
+
+
+def test_a_function_that_is_no_coroutine_function_is_refused(users: Path) -> None:
+    with pytest.raises(ConfigError, match="async def"):
+        asyncio.run(told_by(users, "plain", "x"))

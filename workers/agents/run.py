@@ -1,0 +1,151 @@
+"""One attempt at a rollout, as the session service keeps it: its session, its budgets, and what came of it."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncflow.errors import AsyncFlowError
+from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.messages import Begin, Done, Drawn, Finished, SampleTokens, Setup
+from workers.agents.rendering import Renderer
+from workers.agents.requests import ChatRequest, Completion
+from workers.agents.session import Session, call_seed
+
+DrawCall = Callable[[int, Sequence[int], int, int], Awaitable[Drawn]]
+"""(ticket, prompt ids, most tokens, seed) -> what the policy drew behind them."""
+
+
+class BudgetIsSpent(AsyncFlowError):
+    """The rollout may draw no more; says what it has spent."""
+
+
+class Run:
+    """One attempt; used in the service's event loop.
+
+    Attributes:
+        number: names it.
+        begin: the rollout.
+        key: of its session, void at its end.
+        attempt: from 0.
+        ended: nothing more comes of it.
+    """
+
+    def __init__(self, number: int, begin: Begin, *, key: str, attempt: int, setup: Setup, renderer: Renderer) -> None:
+        """See the attributes; `setup` has the budgets."""
+        self.number = number
+        self.begin = begin
+        self.key = key
+        self.attempt = attempt
+        self.ended = False
+        self._setup = setup
+        self._session = Session(renderer)
+        self._began = time.monotonic()
+        self._turns = 0
+        self._num_drawn = 0
+        self._num_drawing = 0
+        self._model_s = 0.0
+        self._drawing_since = 0.0
+        self._cut = False
+        self._response = ""
+
+    async def complete(
+        self, request: ChatRequest, token_ids: Sequence[int] | None, *, draw: DrawCall
+    ) -> tuple[int, Completion]:
+        """Have the policy reply to a conversation, or go on behind tokens; return the name of what was drawn, too.
+
+        Raises:
+            BudgetIsSpent: the rollout may draw no more.
+            ContextLengthExceeded: the prompt leaves no room.
+            BadAgentRequest: the conversation cannot be rendered.
+            SessionGone: it ended meanwhile.
+        """
+        session = self._session
+        if token_ids is None:
+            prompt = session.prompt(request.messages, request.tools)
+        else:
+            prompt = session.prompt_of_tokens(token_ids)
+        room = self._room(len(prompt.ids), request.max_tokens)
+        self._turns += 1
+        seed = call_seed(self.begin.seed + self.attempt, prompt.ids, session.repetition(prompt.ids))
+        self._count_time(+1)
+        try:
+            drawn = await draw(self.begin.ticket, prompt.ids, room, seed)
+        finally:
+            self._count_time(-1)
+        if self.ended:
+            raise SessionGone("this rollout has ended")
+        self._num_drawn += len(drawn.token_ids)
+        recorded = session.record(
+            prompt,
+            token_ids=drawn.token_ids,
+            log_probs=drawn.log_probs,
+            versions=drawn.versions,
+            truncated=drawn.truncated,
+            stop=request.stop,
+        )
+        self._cut = drawn.truncated
+        self._response = recorded.message.get("content") or ""
+        return recorded.node, Completion(
+            message=recorded.message,
+            finish_reason=recorded.finish_reason,
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(drawn.token_ids),
+            token_ids=drawn.token_ids,
+            log_probs=drawn.log_probs,
+        )
+
+    def result(self, done: Done, *, spent: bool) -> Finished:
+        """Return what came of it.
+
+        Args:
+            done: what its function returned.
+            spent: a budget ended it.
+
+        Raises:
+            BadAgentRequest: nothing was drawn, or it names what was not.
+        """
+        nodes = done.nodes or None
+        samples = [
+            SampleTokens(one.token_ids, one.response_mask, one.log_probs, one.versions)
+            for one in self._session.samples(nodes)
+        ]
+        if not any(sample.log_probs for sample in samples):
+            raise BadAgentRequest("rollout", "the policy was asked for nothing")
+        tool_s = time.monotonic() - self._began - self._model_s
+        if self._num_drawing:
+            tool_s -= time.monotonic() - self._drawing_since
+        return Finished(
+            ticket=self.begin.ticket,
+            samples=samples,
+            reward=done.reward,
+            response=self._response,
+            truncated=spent or self._cut,
+            metrics=done.metrics,
+            conversations=self._session.conversations(nodes),
+            turns=self._turns,
+            tool_s=max(0.0, tool_s),
+        )
+
+    def _room(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Return how many tokens a call may draw."""
+        setup = self._setup
+        if setup.max_turns and self._turns >= setup.max_turns:
+            raise BudgetIsSpent(f"rollout.max_turns: this rollout has had its {setup.max_turns} turns")
+        room = min(max_tokens or setup.max_response_tokens, setup.max_response_tokens)
+        if setup.max_tokens:
+            room = min(room, setup.max_tokens - self._num_drawn)
+            if room <= 0:
+                raise BudgetIsSpent(f"rollout.max_drawn_tokens: this rollout has drawn its {setup.max_tokens} tokens")
+        if setup.max_context:
+            room = min(room, setup.max_context - num_prompt)
+            if room <= 0:
+                raise ContextLengthExceeded(
+                    f"this model's maximum context length is {setup.max_context} tokens; the messages have {num_prompt}"
+                )
+        return room
+
+    def _count_time(self, change: int) -> None:
+        if not self._num_drawing:
+            self._drawing_since = time.monotonic()
+        self._num_drawing += change
+        if not self._num_drawing:
+            self._model_s += time.monotonic() - self._drawing_since
