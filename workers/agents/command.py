@@ -1,8 +1,8 @@
 """An agent that is any program: `rollout.agent_command`. Torch-free.
 
 It finds the policy by `OPENAI_BASE_URL` and `OPENAI_API_KEY`, its task (the data row, JSON) in `ASYNCFLOW_TASK`, and a
-directory of its own, removed at its end, in `ASYNCFLOW_SCRATCH`. It ends with code 0, having written `{"reward": 1.0}`, maybe with more numbers,
-into the file `ASYNCFLOW_RESULT`; without one, `reward.function` scores the last reply.
+directory of its own, removed at its end, in `ASYNCFLOW_SCRATCH`. It ends with code 0 and writes `{"reward": 1.0}`,
+maybe with more numbers, into the file `ASYNCFLOW_RESULT`; without one, `reward.function` scores the last reply.
 """
 
 import asyncio

@@ -118,7 +118,10 @@ class Undraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleTokens(msgspec.Struct, frozen=True):
-    """One token sequence of a rollout: `response_mask` is 1 where the policy drew; the others have a number per such token."""
+    """One token sequence of a rollout; `response_mask` is 1 where the policy drew.
+
+    Log-probabilities and versions have a number per drawn token.
+    """
 
     token_ids: list[int]
     response_mask: list[int]

@@ -270,6 +270,19 @@ def test_filtered_groups_leave_and_the_rest_of_the_lease_goes_on(make_world: Wor
     assert world.granted(whole_step).rows == [2, 3, 8, 9]
 
 
+def test_a_consumer_that_fails_on_a_row_by_itself_makes_its_group_a_dead_letter(make_world: World) -> None:
+    world = make_world(REF, TRAIN, refill=True)
+    world.open(4)
+    world.create(range(4), size=2)
+    granted = world.granted(world.ask("ref", 4))
+    world.handle(Release(granted.task, granted.token, [1], failures=3))
+    (removal,) = world.removals
+    assert (removal.rows, removal.cause) == ({"storage-0": (0, 1)}, RemovalCause("ref", deliveries=3))
+    world.remove([0, 1], reason="group_left")
+    stats = world.state.stats()
+    assert (stats.filtered_groups, stats.dead_letter_groups, stats.live_rows) == (0, 1, 2)
+
+
 def test_whoever_has_a_void_lease_filters_nothing(make_world: World) -> None:
     world = make_world(LOOK, TRAIN, refill=True)
     world.open(2)
