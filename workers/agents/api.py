@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class BudgetSpent(Exception):
-    """The rollout has had all its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
+    """The rollout has had its turns, tokens, context or time; let through, it ends a finished, truncated rollout."""
 
 
 class TaskSkipped(Exception):
