@@ -17,6 +17,7 @@ from launcher.checks.models import (
     check_tensor_parallel,
     ranks_per_instance,
 )
+from launcher.checks.rollouts import check_own_rollouts, check_rollout_code
 from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
@@ -148,6 +149,7 @@ def _check_settings(config: RunConfig) -> tuple[PlacedTask, ...]:
     _check_gspo(config)
     check_reward_role(config)
     _check_evaluate(config)
+    check_own_rollouts(config)
     return tasks
 
 
@@ -180,6 +182,7 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     if config.algorithm.has_critic and config.critic.path is not None:
         check_other_model_dir(Path(config.critic.path), BACKBONE, key="critic.path")
     check_reward_model(config)
+    check_rollout_code(config)
     check_positions(config)
     check_tensor_parallel(config)
     rows = read_prompt_rows(Path(config.data.path), config.data)

@@ -9,7 +9,6 @@ loop stands still, the service knows whose code it was.
 
 import asyncio
 import contextvars
-import importlib
 import inspect
 import mmap
 import os
@@ -57,8 +56,6 @@ BUILT_IN = {"tools": "workers.agents.tools:rollout"}
 
 _run: contextvars.ContextVar[int] = contextvars.ContextVar("run", default=NOBODY)
 
-Body = Callable[["Worker", Start], Coroutine[Any, Any, "Done"]]
-
 
 def main() -> None:
     """Serve until the service is gone."""
@@ -103,7 +100,8 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = False
         self.tools: Sequence[Tool] = load_tools(setup.tools)
-        self._rollout, self._body = _body(setup)
+        self._rollout = load_rollout(setup.function, setup.agent)
+        self._body = self._call_function if setup.agent is None else self._call_agent
 
     async def serve(self) -> None:
         """Start and stop rollouts, and pass replies on, until the service is gone."""
@@ -150,7 +148,7 @@ class Worker:
     async def _run(self, start: Start) -> None:
         outcome: Done | Raised
         try:
-            outcome = await self._body(self, start)
+            outcome = await self._body(start)
         except BudgetSpent as error:
             outcome = Raised(start.run, str(error), spent=True)
         except TaskSkipped as error:
@@ -251,21 +249,25 @@ def _marked(
     return asyncio.Task(coroutine, loop=loop, **more)
 
 
-def _body(setup: Setup) -> tuple[Callable[..., Any], Body]:
-    """Return the user's function and what calls it."""
-    if setup.agent is not None:
-        function = load_function(setup.agent, field="rollout.agent", arguments=("task", "base_url", "api_key"))
-        field, body = f"rollout.agent: {setup.agent}", Worker._call_agent
+def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
+    """Import what makes a rollout.
+
+    Args:
+        function: `rollout.function`.
+        agent: `rollout.agent`; one of the two.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if agent is not None:
+        field, name, arguments = "rollout.agent", agent, ("task", "base_url", "api_key")
     else:
-        name = setup.function or "tools"
-        if name in BUILT_IN:
-            module, _, attribute = BUILT_IN[name].partition(":")
-            return getattr(importlib.import_module(module), attribute), Worker._call_function
-        function = load_function(name, field="rollout.function", arguments=("task", "model", "context"))
-        field, body = f"rollout.function: {name}", Worker._call_function
-    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise ConfigError(f"{field} is no coroutine function; write `async def`")
-    return function, body
+        assert function is not None, "an agent's program is not called from here"
+        field, name, arguments = "rollout.function", BUILT_IN.get(function, function), ("task", "model", "context")
+    found = load_function(name, field=field, arguments=arguments)
+    if not any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
+        raise ConfigError(f"{field}: {name} is no coroutine function; write `async def`")
+    return found
 
 
 def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:

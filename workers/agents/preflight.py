@@ -1,0 +1,26 @@
+"""Whether a run's rollouts can be made, found out in a child before anything starts: an entry of `workers.calls`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from workers.agents.rendering import load_renderer
+from workers.agents.tools import load_tools
+from workers.agents.worker import load_rollout
+from workers.calls.user_function import Callee
+
+
+def usable(
+    *, model_dir: str, renderer: str | None, function: str | None, agent: str | None, tools: Sequence[str]
+) -> Callee:
+    """Import the user's function, tools and renderer.
+
+    Raises:
+        ConfigError: one of them cannot be used, or the model's template ignores tools.
+    """
+    if function is not None or agent is not None:
+        load_rollout(function, agent)
+    described = [tool.description for tool in load_tools(tools)]
+    rendering = load_renderer(Path(model_dir), renderer)
+    if described:
+        rendering.check_tools(described)
+    return Callee(lambda: None)
