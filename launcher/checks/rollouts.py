@@ -26,12 +26,12 @@ def check_own_rollouts(config: RunConfig) -> None:
         )
     if not config.actor.max_tokens_per_micro_batch and config.actor.engine != "sim":
         raise ConfigError(
-            f"actor.max_tokens_per_micro_batch: is 0, but with rollout.{what} a rollout may have any number of samples; "
-            f"set it to the tokens that fit a forward-backward, at least the longest sample"
+            f"actor.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} has any number of samples; "
+            f"set it to the tokens that fit a forward-backward"
         )
     if "reward" in config.roles:
         raise ConfigError(
-            f"roles: 'reward' cannot be with rollout.{what}, whose rollouts are scored where they are made; leave it out"
+            f"roles: 'reward' cannot be with rollout.{what}, whose rollouts are scored where they are made"
         )
 
 

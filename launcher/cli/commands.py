@@ -136,4 +136,20 @@ def timeline_command(run_dir: Path | None, *, width: int) -> None:
         click.echo(recording_text(timeline, measure_span_cost()))
 
 
+@main.command("samples", cls=OneLineCommand)
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), help="Step.  [default: the newest]")
+@click.option("--worst", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the lowest rewards.")
+@click.option("--best", type=click.IntRange(min=0), default=0, metavar="N", help="The N with the highest rewards.")
+@click.option("--number", type=click.IntRange(min=1), default=4, help="Without these: the first so many.")
+def samples_command(run_dir: Path | None, *, step: int | None, worst: int, best: int, number: int) -> None:
+    """Print conversations of a run with their rewards. RUN_DIR: default the newest."""
+    with errors_as_exits():
+        from launcher.cli.samples import samples_text
+        from launcher.run.rundir import newest_run
+
+        directory = run_dir or newest_run("RUN_DIR", "name a run directory")
+        click.echo(samples_text(directory, step=step, worst=worst, best=best, number=number))
+
+
 main.add_command(sbatch_command)

@@ -1,0 +1,54 @@
+"""`asyncflow samples`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncflow.errors import ConfigError
+from launcher.cli.samples import samples_text
+
+
+def line(step: int, index: int, reward: float | None, **more: object) -> dict[str, object]:
+    return {
+        "step": step, "group": 0, "index": index, "version": 0, "versions": [[0, 2]], "prompt": f"question {index}",
+        "response": f"says \x1b[2J{index}", "answer": "4", "reward": reward, "correct": False, "response_tokens": 2,
+        "truncated": False,
+    } | more  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "samples").mkdir()
+    call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 2}'}}
+    talk = [[
+        {"role": "user", "content": "how much"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "eight"},
+    ]]  # fmt: skip
+    lines = [line(1, 0, 1.0), line(2, 1, 0.5), line(2, 2, -1.0), line(2, 3, None), line(2, 4, 2.0, conversations=talk)]
+    texts = [json.dumps(one) for one in lines]
+    (tmp_path / "samples" / "rollout-0.jsonl").write_text("\n".join(texts) + '\n{"step": 2, "gro')
+    return tmp_path
+
+
+def shown(text: str) -> list[int]:
+    return [int(each.split("row ")[1].split(":")[0]) for each in text.splitlines() if each.startswith("group ")]
+
+
+def test_the_worst_and_the_best_of_the_newest_step_are_shown(run_dir: Path) -> None:
+    text = samples_text(run_dir, step=None, worst=2, best=1, number=4)
+    assert shown(text) == [2, 1, 4]
+    assert "-> multiply" in text
+    assert "[tool] eight" in text
+
+
+def test_a_step_shows_its_first_ones_and_no_text_commands_the_terminal(run_dir: Path) -> None:
+    text = samples_text(run_dir, step=2, worst=0, best=0, number=2)
+    assert shown(text) == [1, 2]
+    assert "\x1b" not in text
+    assert "says \\x1b[2J1" in text
+
+
+def test_a_step_without_samples_is_named(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--step: 7 has no samples; there are steps 1 to 2"):
+        samples_text(run_dir, step=7, worst=0, best=0, number=1)
