@@ -396,6 +396,11 @@ class RunConfig(Settings):
         return updated or self.algorithm.has_reward_penalty
 
     @property
+    def has_reward_parts(self) -> bool:
+        """Whether the metrics show what rewards are made of, or what rollouts report of themselves."""
+        return self.reward.is_users or self.rollout.is_own
+
+    @property
     def num_old_policies(self) -> int:
         """Earlier versions of the policy that `actor.tri_model` keeps: the one that a step of several updates found,
         and those that drew tokens, where they are PPO's old policy."""

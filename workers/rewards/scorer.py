@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -63,6 +63,9 @@ class _Work:
     response: tuple[int, ...]
     answer: str
     text: str | None
+    """What is scored instead of the decoded response."""
+    parts: Mapping[str, float]
+    """Numbers that go with the reward's own parts."""
     scored: "Future[ScoredAnswer]" = field(default_factory=Future)
 
 
@@ -78,12 +81,15 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         failed: Callable[[str], None] = lambda why: None,
+        has_parts: bool | None = None,
     ) -> None:
         """Args:
         failed: is told of every response that could not be scored, in one line, by any thread.
+        has_parts: of what rewards are made, or what rollouts report of themselves, goes into a column; None: as
+            the function says.
         """
         self._function = load_reward(config)
-        self._has_parts = config.is_users
+        self._has_parts = config.is_users if has_parts is None else has_parts
         self._failed = failed
         self._most_failures = config.max_failures_in_a_row
         self._failures = 0
@@ -103,27 +109,37 @@ class Scorer:
             rollout: at its end.
             answer: reference answer.
         """
+        parts = dict(rollout.metrics)
+        if rollout.conversations:
+            parts |= {"turns": float(rollout.turns), "tool_s": rollout.tool_s}
         if rollout.reward is None and not rollout.failure:
-            return self.submit(rollout.prompt, rollout.drawn, answer, text=rollout.response)
+            return self._submit(rollout.prompt, rollout.drawn, answer, text=rollout.response, parts=parts)
         reward = math.nan if rollout.failure or rollout.reward is None else rollout.reward
         correct = bool(rollout.metrics.get("correct", reward >= 1.0))
         prompt, response = self._decoder.prompt(tuple(rollout.prompt.tolist())), rollout.response or ""
         scored: Future[ScoredAnswer] = Future()
-        parts = dict(rollout.metrics)
         scored.set_result(ScoredAnswer(prompt, response, answer, reward, correct, parts, rollout.failure))
         return scored
 
-    def submit(
-        self, prompt_P: Tensor, response_R: Tensor, answer: str, *, text: str | None = None
-    ) -> "Future[ScoredAnswer]":
+    def submit(self, prompt_P: Tensor, response_R: Tensor, answer: str) -> "Future[ScoredAnswer]":
         """Score one response.
 
         Args:
             prompt_P, response_R: int64 tokens.
             answer: reference answer.
-            text: what is scored instead of the decoded response.
         """
-        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, text)
+        return self._submit(prompt_P, response_R, answer)
+
+    def _submit(
+        self,
+        prompt_P: Tensor,
+        response_R: Tensor,
+        answer: str,
+        *,
+        text: str | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> "Future[ScoredAnswer]":
+        work = _Work(tuple(prompt_P.tolist()), tuple(response_R.tolist()), answer, text, parts or {})
         self._work.put(work)
         return work.scored
 
@@ -164,7 +180,7 @@ class Scorer:
                 prompt = self._decoder.prompt(work.prompt)
                 response = self._decoder.response(work.response) if work.text is None else work.text
                 score = self._score(prompt, response, work.answer)
-                score.add_done_callback(partial(self._settle, work.scored, prompt, response, work.answer))
+                score.add_done_callback(partial(self._settle, work, prompt, response))
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the caller of `result` raises it
                 work.scored.set_exception(error)
 
@@ -178,13 +194,12 @@ class Scorer:
             score.set_exception(error)
         return score
 
-    def _settle(
-        self, scored: "Future[ScoredAnswer]", prompt: str, response: str, answer: str, done: "Future[Score]"
-    ) -> None:
+    def _settle(self, work: _Work, prompt: str, response: str, done: "Future[Score]") -> None:
         try:
-            scored.set_result(self._scored(prompt, response, answer, done))
+            scored = self._scored(prompt, response, work.answer, done)
+            work.scored.set_result(replace(scored, parts={**scored.parts, **work.parts}) if work.parts else scored)
         except Exception as error:  # noqa: BLE001 - as above
-            scored.set_exception(error)
+            work.scored.set_exception(error)
 
     def _scored(self, prompt: str, response: str, answer: str, done: "Future[Score]") -> ScoredAnswer:
         try:

@@ -69,7 +69,9 @@ class Rollout:
         task = task_of("rollout", config, context.job)
         self._scorer = None
         if "rewards" in task.fused:
-            self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
+            tokenizer = load_tokenizer(Path(config.model.path))
+            parts = config.has_reward_parts
+            self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, has_parts=parts)
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
@@ -198,6 +200,9 @@ class Rollout:
 
     def _generate(self) -> None:
         self._context.progress()
+        if self._config.rollout.is_own:
+            drawing = self._rollouts.num_drawing
+            self._context.report("generating", f"{len(self._running)} rollouts, {drawing} of them drawing")
         for rollout in self._rollouts.step(self._wake, hold=self._draining):
             _check_finite(rollout)
             self._outbox.add(self._running.pop(rollout.ticket), rollout)

@@ -41,7 +41,7 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
         ConfigError: a task of the user's own cannot be in this graph.
     """
     graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
-    if config.reward.is_users:
+    if config.has_reward_parts:
         graph = with_reward_parts(graph)
     if config.actor.tri_model:
         graph = without_models(graph, config)
