@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncflow.errors import UserCodeFailed
-from workers.agents.messages import Begin, Message
+from workers.agents.wire import Begin, Message
 from workers.agents.tools import Tool, call_tool
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncflow.errors import UserCodeFailed, one_line
 from asyncflow.process import die_with_parent
-from workers.agents.messages import Start
+from workers.agents.wire import Start
 from workers.rewards.base import as_number
 
 _RESULT = "result.json"

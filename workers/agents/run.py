@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncflow.errors import AsyncFlowError
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.messages import Begin, Done, Drawn, Finished, SampleTokens, Setup
+from workers.agents.wire import Begin, Done, Drawn, Finished, Message, SampleTokens, Setup
 from workers.agents.rendering import Renderer
 from workers.agents.requests import ChatRequest, Completion
-from workers.agents.session import Session, call_seed
+from workers.agents.session import DrawnTokens, Session
 
 DrawCall = Callable[[int, Sequence[int], int, int], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed) -> what the policy drew behind them."""
@@ -37,7 +37,9 @@ class Run:
         self.attempt = attempt
         self.ended = False
         self._setup = setup
-        self._session = Session(renderer)
+        self._renderer = renderer
+        self._session = Session(renderer, seed=begin.seed + attempt)
+        self._conversations: dict[int, list[Message]] = {}
         self._began = time.monotonic()
         self._turns = 0
         self._num_drawn = 0
@@ -62,31 +64,27 @@ class Run:
         if token_ids is None:
             prompt = session.prompt(request.messages, request.tools)
         else:
-            prompt = session.prompt_of_tokens(token_ids)
+            prompt = session.prompt_of_ids(token_ids)
         room = self._room(len(prompt.ids), request.max_tokens)
         self._turns += 1
-        seed = call_seed(self.begin.seed + self.attempt, prompt.ids, session.repetition(prompt.ids))
         self._count_time(+1)
         try:
-            drawn = await draw(self.begin.ticket, prompt.ids, room, seed)
+            drawn = await draw(self.begin.ticket, prompt.ids, room, prompt.seed)
         finally:
             self._count_time(-1)
         if self.ended:
             raise SessionGone("this rollout has ended")
         self._num_drawn += len(drawn.token_ids)
-        recorded = session.record(
-            prompt,
-            token_ids=drawn.token_ids,
-            log_probs=drawn.log_probs,
-            versions=drawn.versions,
-            truncated=drawn.truncated,
-            stop=request.stop,
-        )
+        tokens = DrawnTokens(drawn.token_ids, drawn.log_probs, drawn.versions)
+        recorded = session.record(prompt, tokens, stop=request.stop)
+        message = recorded.message or self._renderer.parse(drawn.token_ids)
+        self._conversations.pop(-1 if prompt.parent is None else prompt.parent, None)
+        self._conversations[recorded.node] = [*request.messages, message]
         self._cut = drawn.truncated
-        self._response = recorded.message.get("content") or ""
+        self._response = message["content"]
         return recorded.node, Completion(
-            message=recorded.message,
-            finish_reason=recorded.finish_reason,
+            message=message,
+            finish_reason="length" if drawn.truncated else "tool_calls" if message.get("tool_calls") else "stop",
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(drawn.token_ids),
             token_ids=drawn.token_ids,
@@ -120,7 +118,7 @@ class Run:
             response=self._response,
             truncated=spent or self._cut,
             metrics=done.metrics,
-            conversations=self._session.conversations(nodes),
+            conversations=[talk for node, talk in self._conversations.items() if nodes is None or node in nodes],
             turns=self._turns,
             tool_s=max(0.0, tool_s),
         )

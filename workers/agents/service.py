@@ -25,7 +25,7 @@ from workers.agents.channel import Channel
 from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
 from workers.agents.gateway import Gateway
-from workers.agents.messages import (
+from workers.agents.wire import (
     Abandon,
     Ask,
     Begin,

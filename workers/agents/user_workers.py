@@ -12,7 +12,7 @@ from typing import Protocol
 
 from asyncflow.errors import ConfigError
 from workers.agents.channel import Channel
-from workers.agents.messages import (
+from workers.agents.wire import (
     Ask,
     Broken,
     Done,

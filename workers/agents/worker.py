@@ -26,7 +26,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent
 from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
 from workers.agents.channel import Channel
-from workers.agents.messages import (
+from workers.agents.wire import (
     Ask,
     Broken,
     Done,

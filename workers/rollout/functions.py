@@ -26,7 +26,7 @@ import torch
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed
-from workers.agents.messages import (
+from workers.agents.wire import (
     Abandon,
     Begin,
     Broken,
