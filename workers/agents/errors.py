@@ -1,0 +1,46 @@
+"""What a session answers to an agent's bad request. The gateway turns each into an HTTP status."""
+
+from typing import ClassVar
+
+from asyncflow.errors import AsyncFlowError
+
+
+class AgentError(AsyncFlowError):
+    """Base of errors that go back to the agent; the run goes on.
+
+    Attributes:
+        status: of HTTP.
+        code: in the body of the HTTP answer.
+    """
+
+    status: ClassVar[int] = 400
+    code: ClassVar[str] = "invalid_request_error"
+
+
+class SessionGone(AgentError):
+    """The session has ended, or the run was restored since it began."""
+
+    status = 410
+    code = "session_gone"
+
+
+class ContextLengthExceeded(AgentError):
+    """The conversation leaves no room for a reply."""
+
+    code = "context_length_exceeded"
+
+
+class BadAgentRequest(AgentError):
+    """A field of the request cannot be used.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, field: str, why: str) -> None:
+        """Args:
+        field: name of the field.
+        why: what is wrong with it, and what to do.
+        """
+        super().__init__(f"{field}: {why}")
+        self.field = field

@@ -1,0 +1,305 @@
+"""Turns conversations into token ids and drawn ids into messages. Torch-free; reads the tokenizer and nothing else.
+
+What the model drew is never tokenized again: the next turn's prompt is the earlier ids, letter by letter, and the
+template's text of the new messages alone behind them (the bridge):
+
+    render    <|im_start|>user 6*7?<|im_end|> <|im_start|>assistant
+    drawn                                                           42<|im_end|>
+    bridge    earlier prompt + drawn                                             <|im_start|>user Sure?<|im_end|> ...
+
+So what a template would strip from the history, as most do with reasoning, stays in the model's sight.
+`workers.agents.session` calls a renderer, from any thread.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncflow.errors import ConfigError, one_line
+from workers.agents.errors import BadAgentRequest
+from workers.agents.messages import Message, Tools, call_id, normalized
+from workers.agents.parsing import MARKS, read_reply
+from workers.calls.user_function import load_function
+from workers.data.tokenizer import load_tokenizer
+from workers.engines.model_files import eos_token_ids
+
+logger = logging.getLogger(__name__)
+
+
+class Renderer(Protocol):
+    """Knows how a model writes conversations. Any thread may call it."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end an assistant's message; the template's own first."""
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the prompt of a conversation: up to where the assistant's next message begins.
+
+        Raises:
+            BadAgentRequest: the template refuses the messages.
+        """
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """Return the assistant's message that drawn tokens are: content, tool_calls, reasoning_content."""
+
+    def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
+        """Return the next turn's prompt, which begins with exactly `previous_ids`; None: that cannot be done.
+
+        Args:
+            previous_ids: the earlier prompt and what was drawn, perhaps cut before its end mark.
+            new_messages: what followed; none is the assistant's.
+        """
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+SHAPES = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
+"""Roles of new messages that a proof tries."""
+_MARK = "qzReplyEndsHereqz"
+
+
+class TemplateRenderer:
+    """Renders with the tokenizer's chat template, whichever it is.
+
+    The bridge is what the template writes behind the assistant's end mark when the new messages follow a dummy
+    conversation. For each sequence of roles it is first proven on another dummy conversation: there, the same text
+    must follow the end mark, be tokenized the same on its own, and leave what came before as it was.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int] = ()) -> None:
+        """Args:
+            tokenizer: of transformers; it is this renderer's alone, since fast tokenizers are not safe across threads.
+            stop_ids: tokens that end a response besides the tokenizer's end of sequence.
+
+        Raises:
+            ConfigError: there is no chat template, or it cannot render one user's message.
+        """
+        self._tokenizer = tokenizer
+        self._lock = threading.RLock()
+        self._proven: dict[tuple[tuple[str, ...], bool], bool] = {}
+        self._takes_tools: bool | None = None
+        if not tokenizer.chat_template:
+            raise ConfigError(f"model.path: the tokenizer of {tokenizer.name_or_path} has no chat template; add one")
+        try:
+            self._opening = self._text([_user("x")], None, prompt=True)
+        except BadAgentRequest as error:
+            raise ConfigError(f"model.path: {error}") from error
+        self._thinks = self._opening.rstrip().endswith("<think>")
+        self._stop_ids = self._find_stop_ids(stop_ids)
+        names = {mark: tokenizer.decode([mark], skip_special_tokens=False) for mark in self._stop_ids}
+        self._stop_texts = [text for text in names.values() if text]
+        marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+        self._hidden = (set(tokenizer.all_special_ids) | set(self._stop_ids)) - marks
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """The template's end mark first."""
+        return self._stop_ids
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """See `Renderer`.
+
+        Raises:
+            ConfigError: there are tools, but the template ignores them.
+        """
+        if tools:
+            self._check_tools()
+        return self._encode(self._text(messages, tools, prompt=True))
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """See `Renderer`."""
+        shown = [token for token in token_ids if token not in self._hidden]
+        with self._lock:
+            text = str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return read_reply(text, thinks=self._thinks, bare_json='"parameters"' in str(self._tokenizer.chat_template))
+
+    def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
+        """See `Renderer`. A reply that was cut gets the template's end mark, which is not trained."""
+        roles = tuple(str(message["role"]) for message in new_messages)
+        if not roles or "assistant" in roles or not previous_ids or not self._is_proven(roles, bool(tools)):
+            return None
+        suffix = self._suffix(new_messages, tools)
+        if suffix is None:
+            return None
+        return [*previous_ids, *(suffix[1:] if previous_ids[-1] in self._stop_ids else suffix)]
+
+    def _suffix(self, new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
+        """Return the ids from the end mark of a dummy reply on, if new messages follow it."""
+        mark = _MARK
+        while mark in str(new_messages):
+            mark += "z"
+        dummies = [_user("x"), _reply(new_messages, mark)]
+        try:
+            return self._behind(self._text([*dummies, *new_messages], tools, prompt=True), mark)[1]
+        except BadAgentRequest:
+            return None
+
+    def _behind(self, text: str, mark: str) -> tuple[str, list[int] | None]:
+        """Cut a rendered conversation at the end mark of the reply that holds `mark`; return the first part and the
+        ids of the second, None: there is no end mark."""
+        before, found, behind = text.rpartition(mark)
+        cuts = [cut for cut in map(behind.find, self._stop_texts) if cut >= 0]
+        if not found or not cuts:
+            return text, None
+        ids = self._encode(behind[min(cuts) :])
+        return before + mark + behind[: min(cuts)], ids if ids[0] in self._stop_ids else None
+
+    def _is_proven(self, roles: tuple[str, ...], with_tools: bool) -> bool:
+        key = tuple(role for at, role in enumerate(roles) if roles[at - 2 : at] != (role, role)), with_tools
+        with self._lock:
+            if key not in self._proven:
+                self._proven[key] = self._prove(*key)
+            return self._proven[key]
+
+    def _prove(self, roles: Sequence[str], with_tools: bool) -> bool:
+        tools = [TOOL] if with_tools else None
+        asked = [_user("What is 6*7?"), {"role": "assistant", "content": "42."}, _user("And 37*64?")]
+        new = dummy_messages(roles)
+        try:
+            histories = tuple(self._text(asked, tools, prompt=prompt) for prompt in (True, False))
+            whole = self._text([*asked, _reply(new, f"Well, {_MARK}"), *new], tools, prompt=True)
+        except BadAgentRequest:
+            return False
+        first, suffix = self._behind(whole, _MARK)
+        if suffix is None or suffix != self._suffix(new, tools) or not whole.startswith(histories):
+            return False
+        says_all = all(message["content"] in whole[len(first) :] for message in new)
+        return says_all and self._encode(whole) == [*self._encode(first), *suffix]
+
+    def _find_stop_ids(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the end mark of a dummy reply, and the other tokens that end a response."""
+        tokenizer = self._tokenizer
+        ends = dict.fromkeys([*given, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
+        try:
+            whole = self._text([_user("x"), _reply([], _MARK)], None, prompt=False)
+        except BadAgentRequest:
+            whole = ""
+        behind = self._encode(whole.rpartition(_MARK)[2])
+        special = ends.keys() | set(tokenizer.all_special_ids)
+        own = next((token for token in behind if token in special), None)
+        if own is None and not ends:
+            raise ConfigError(
+                f"model.path: the chat template of {tokenizer.name_or_path} writes no end mark behind the assistant's "
+                f"message, and the tokenizer has no eos_token; add one"
+            )
+        return tuple(dict.fromkeys([*([] if own is None else [own]), *ends]))
+
+    def _check_tools(self) -> None:
+        if self._takes_tools is None:
+            plain = [_user("x")]
+            self._takes_tools = self._text(plain, [TOOL], prompt=True) != self._text(plain, None, prompt=True)
+        if not self._takes_tools:
+            raise ConfigError(
+                f"model.path: the chat template of {self._tokenizer.name_or_path} ignores tools, so the model would "
+                f"not hear of them; describe them in a system message, or give the model a template that writes them"
+            )
+
+    def _text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
+        with self._lock:
+            try:
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        normalized(messages, arguments="object"),
+                        tools=list(tools) if tools else None,
+                        add_generation_prompt=prompt,
+                        tokenize=False,
+                    )
+                )
+            except BadAgentRequest:
+                raise
+            except Exception as error:  # (a stranger's template raises what it likes)
+                where = self._tokenizer.name_or_path
+                raise BadAgentRequest("messages", f"the chat template of {where} fails: {one_line(error)}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_renderer(model_path: Path, name: str | None) -> Renderer:
+    """Return the renderer of a model directory.
+
+    Args:
+        name: `model.renderer`: one of the package `renderers`, or `module:Class`, called with the tokenizer; None: the
+            chat template.
+
+    Raises:
+        ConfigError: there is no such renderer, or the tokenizer or its template cannot be used.
+    """
+    tokenizer = load_tokenizer(model_path)
+    if name is None:
+        return TemplateRenderer(tokenizer, eos_token_ids(model_path))
+    if ":" not in name:
+        from workers.agents.package_renderer import PackageRenderer
+
+        return PackageRenderer(tokenizer, name)
+    made: Callable[[Any], Renderer] = load_function(name, field="model.renderer", arguments=["tokenizer"])
+    return made(tokenizer)
+
+
+def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
+    """Compare bridges with full renders on dummy conversations; at preflight, for any renderer.
+
+    Args:
+        tokenizer: the renderer's.
+        tools: that rollouts will offer.
+
+    Returns:
+        What cannot be bridged, in words: there each turn begins a new sample.
+
+    Raises:
+        ConfigError: the template ignores tools, or a bridge writes what a full render would not.
+    """
+    asked, missing = [_user("What is 6*7?")], []
+    prompt = renderer.render(asked, tools)
+    for roles in SHAPES:
+        new = dummy_messages(roles)
+        drawn = [*tokenizer.encode("42.", add_special_tokens=False), renderer.stop_ids[0]]
+        bridged = renderer.bridge([*prompt, *drawn], new, tools)
+        if bridged is None:
+            missing.append(" and ".join(roles))
+            continue
+        whole = renderer.render([*asked, _reply(new, "42."), *new], tools)
+        added = bridged[len(prompt) + len(drawn) :]
+        if bridged[: len(prompt) + len(drawn)] != [*prompt, *drawn] or not added or whole[-len(added) :] != added:
+            shown = [tokenizer.decode(ids) for ids in (added, whole[-len(added) :])]
+            raise ConfigError(
+                f"model.renderer: the bridge of {type(renderer).__name__} writes {shown[0]!r} for new messages of "
+                f"{' and '.join(roles)}, where a full render ends with {shown[1]!r}; repair its bridge()"
+            )
+    return missing
+
+
+def dummy_messages(roles: Sequence[str]) -> list[Message]:
+    """Return messages of these roles, as they may follow a reply."""
+    return [
+        {"role": role, "content": f"A{at} b: {{1}}"} | ({"tool_call_id": call_id([7], at)} if role == "tool" else {})
+        for at, role in enumerate(roles)
+    ]
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _reply(followers: Sequence[Message], content: str) -> Message:
+    """Return a reply which these messages may follow: with one call for each tool's."""
+    ids = [message.get("tool_call_id") or call_id([0], at) for at, message in enumerate(followers)]
+    calls = [
+        {"id": ids[at], "type": "function", "function": {"name": message.get("name") or "probe_tool", "arguments": ""}}
+        for at, message in enumerate(followers)
+        if message["role"] == "tool"
+    ]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps({"key": content})
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,260 @@
+"""The calls of one rollout as a tree of tokens. Pure: no engine, no clock; its owner is one thread.
+
+A node is one call of the model: the ids that its prompt adds to its parent's, and what was drawn.
+
+    prompt p1 | drawn d1 --- tool result t | drawn d2          appended: p1 d1 t d2 is one sample
+                        \\-- tool result t | drawn d3           the same request again: a fork
+    prompt p4 | drawn d4                                       a sub-agent, or a rewritten history: another tree
+
+Every path from a root to a leaf is a sample, and each drawn token is trained in exactly one: the first that holds it.
+Ids that came from the engine are only ever copied. `workers.agents.api` and the gateway call it.
+"""
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.agents.messages import Message, Tools, call_id, canonical, normalized
+from workers.agents.rendering import Renderer
+
+
+@dataclass(frozen=True)
+class PromptOf:
+    """A call that may be sent to the engine.
+
+    Attributes:
+        ids: the whole prompt.
+        parent: the node that it extends: `ids` begin with all of that node's; None: a new sample begins.
+        seed: of the engine's random numbers.
+        history: names the conversation before the reply; None: a call by token ids.
+    """
+
+    ids: list[int]
+    parent: int | None
+    seed: int
+    history: bytes | None = None
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """What the engine drew, end mark included; one number per token each.
+
+    Attributes:
+        versions: step of the weights that drew each.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A call that was answered.
+
+    Attributes:
+        node: its place in the tree.
+        message: the assistant's, for the agent; None: a call by token ids.
+    """
+
+    node: int
+    message: Message | None
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """One sequence to train on.
+
+    Attributes:
+        token_ids: [T].
+        response_mask: [T], 1: the policy drew it in this rollout, and it is trained here.
+        log_probs: one per 1, in order.
+        versions: likewise.
+    """
+
+    token_ids: list[int]
+    response_mask: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+@dataclass
+class _Node:
+    parent: int | None
+    prompt_ids: list[int]
+    drawn: DrawnTokens
+    children: list[int] = field(default_factory=list)
+    num_extended: int = 0
+
+
+class Session:
+    """Records the calls of one rollout.
+
+    prompt(messages) -> the engine draws -> record(prompt, drawn) ... samples()
+
+    Attributes:
+        num_turns: calls that were recorded.
+        num_bridge_failures: prompts that go on from a recorded reply, but had to be rendered afresh.
+    """
+
+    def __init__(self, renderer: Renderer, *, seed: int) -> None:
+        """Args:
+        seed: of the rollout.
+        """
+        self.num_turns = 0
+        self.num_bridge_failures = 0
+        self._renderer = renderer
+        self._seed = seed
+        self._nodes: list[_Node] = []
+        self._roots: list[int] = []
+        self._replies: dict[bytes, list[int]] = {}
+        self._asked: Counter[bytes] = Counter()
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> PromptOf:
+        """Return the prompt of a conversation.
+
+        It extends the longest recorded history that these messages begin with; where that cannot be done, and for a
+        conversation that is new, it is rendered afresh.
+
+        Raises:
+            BadAgentRequest: a message cannot be used, or the template refuses them.
+        """
+        messages = normalized(messages)
+        histories, goes_on = _histories(messages, tools), False
+        for end in range(len(messages) - 1, 0, -1):
+            nodes = self._replies.get(histories[end])
+            if nodes is None:
+                continue
+            node = min(nodes, key=lambda each: self._nodes[each].num_extended)
+            ids = self._renderer.bridge(self.ids(node), messages[end:], tools)
+            if ids is not None:
+                self._nodes[node].num_extended += 1
+                return PromptOf(ids, node, self._next_seed(ids), histories[-1])
+            goes_on = True
+            break
+        ids = self._renderer.render(messages, tools)
+        parent = self._extended_by(ids)
+        self.num_bridge_failures += int(goes_on and parent is None)
+        return PromptOf(ids, parent, self._next_seed(ids), histories[-1])
+
+    def prompt_of_ids(self, token_ids: Sequence[int]) -> PromptOf:
+        """Return the prompt that these ids are; it extends the longest recorded path that they begin with."""
+        ids = list(token_ids)
+        return PromptOf(ids, self._extended_by(ids), self._next_seed(ids))
+
+    def record(self, prompt: PromptOf, drawn: DrawnTokens, *, stop: Sequence[str] = ()) -> Recorded:
+        """Add what was drawn for a prompt.
+
+        Args:
+            stop: texts at which the message's content ends; the drawn tokens stay as they are.
+        """
+        assert len(drawn.token_ids) == len(drawn.log_probs) == len(drawn.versions), "one number per token each"
+        node = len(self._nodes)
+        known = 0
+        if prompt.parent is None:
+            self._roots.append(node)
+        else:
+            self._nodes[prompt.parent].children.append(node)
+            known = len(self.ids(prompt.parent))
+        self._nodes.append(_Node(prompt.parent, prompt.ids[known:], drawn))
+        self.num_turns += 1
+        if prompt.history is None:
+            return Recorded(node, None)
+        message = _cut(self._renderer.parse(drawn.token_ids), stop)
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = call_id([*prompt.ids, *drawn.token_ids, prompt.seed], index)
+        self._replies.setdefault(_after(prompt.history, message), []).append(node)
+        return Recorded(node, message)
+
+    def ids(self, node: int) -> list[int]:
+        """Return all ids of a node: its prompt, and what was drawn."""
+        return [token for each in self._path(node) for token in (*each.prompt_ids, *each.drawn.token_ids)]
+
+    def samples(self, nodes: Sequence[int] | None = None) -> list[TokenSample]:
+        """Return a sample per path from a root to one of these nodes.
+
+        All samples of a rollout come from one call: a drawn token is trained in the first that holds it. Nodes on the
+        way to others of them, and the same node again, give no sample of their own.
+
+        Args:
+            nodes: where the paths end; None: all leaves.
+        """
+        if nodes is None:
+            nodes = [number for number, node in enumerate(self._nodes) if not node.children]
+        inner = {id(node) for end in nodes for node in self._path(end)[:-1]}
+        trained: set[int] = set()
+        ends = [end for end in dict.fromkeys(nodes) if id(self._nodes[end]) not in inner]
+        return [self._sample(end, trained) for end in ends]
+
+    def _sample(self, end: int, trained: set[int]) -> TokenSample:
+        sample = TokenSample([], [], [], [])
+        for node in self._path(end):
+            mine = id(node) not in trained
+            trained.add(id(node))
+            sample.token_ids.extend([*node.prompt_ids, *node.drawn.token_ids])
+            sample.response_mask.extend([0] * len(node.prompt_ids) + [int(mine)] * len(node.drawn.token_ids))
+            if mine:
+                sample.log_probs.extend(node.drawn.log_probs)
+                sample.versions.extend(node.drawn.versions)
+        return sample
+
+    def _path(self, node: int) -> list[_Node]:
+        """Return the nodes from the root to this one."""
+        path, at = [], self._nodes[node]
+        while at.parent is not None:
+            path.append(at)
+            at = self._nodes[at.parent]
+        return [at, *reversed(path)]
+
+    def _extended_by(self, ids: list[int]) -> int | None:
+        """Return the node with the longest path that these ids begin with."""
+        longest: tuple[int, int | None] = (0, None)
+        waiting = [(node, 0) for node in self._roots]
+        while waiting:
+            number, at = waiting.pop()
+            node = self._nodes[number]
+            own = [*node.prompt_ids, *node.drawn.token_ids]
+            end = at + len(own)
+            if ids[at:end] == own:
+                waiting.extend((child, end) for child in node.children)
+                longest = max(longest, (end, number), key=lambda each: each[0])
+        return longest[1]
+
+    def _next_seed(self, ids: list[int]) -> int:
+        key = _digest(ids)
+        self._asked[key] += 1
+        return call_seed(self._seed, ids, self._asked[key] - 1)
+
+
+def call_seed(rollout_seed: int, prompt_ids: Sequence[int], repetition: int) -> int:
+    """Mix (rollout's seed, prompt, how often this prompt was asked before) into 64 bits.
+
+    Calls that run at the same time draw the same in whatever order they come.
+    """
+    head = struct.pack("<QQ", rollout_seed % 2**64, repetition)
+    return int.from_bytes(hashlib.blake2b(head + _digest(prompt_ids), digest_size=8).digest())
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(struct.pack(f"<{len(ids)}Q", *ids), digest_size=16).digest()
+
+
+def _histories(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """Return names of the conversations that are none, the first, the first two ... of these messages."""
+    names = [json.dumps(tools or [], sort_keys=True).encode()]
+    for message in messages:
+        names.append(_after(names[-1], message))
+    return names
+
+
+def _after(history: bytes, message: Message) -> bytes:
+    return hashlib.blake2b(history + canonical(message).encode(), digest_size=16).digest()
+
+
+def _cut(message: Message, stop: Sequence[str]) -> Message:
+    content = message["content"]
+    cuts = [content.find(text) for text in stop if text and text in content]
+    return message | ({"content": content[: min(cuts)]} if cuts else {})
