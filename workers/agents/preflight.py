@@ -20,7 +20,5 @@ def usable(
     if function is not None or agent is not None:
         load_rollout(function, agent)
     described = [tool.description for tool in load_tools(tools)]
-    rendering = load_renderer(Path(model_dir), renderer)
-    if described:
-        rendering.check_tools(described)
+    load_renderer(Path(model_dir), renderer).render([{"role": "user", "content": "?"}], described or None)
     return Callee(lambda: None)

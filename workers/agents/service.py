@@ -224,10 +224,7 @@ class Service:
             self._engine.send(Broken(f"a process of rollout functions did not start again: {one_line(error)}"))
 
     async def _add_worker(self) -> None:
-        worker = await UserWorker.start(self._setup, self)
-        if worker.tools:
-            self._renderer.check_tools(worker.tools)
-        self._workers.append(worker)
+        self._workers.append(await UserWorker.start(self._setup, self))
         self._worker_came.set()
 
     # A run's life.
