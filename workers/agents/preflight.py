@@ -20,5 +20,7 @@ def usable(
     if function is not None or agent is not None:
         load_rollout(function, agent)
     described = [tool.description for tool in load_tools(tools)]
-    load_renderer(Path(model_dir), renderer).render([{"role": "user", "content": "?"}], described or None)
+    rendering = load_renderer(Path(model_dir), renderer)
+    if renderer is None or ":" not in renderer:  # a class of the user's may know few words
+        rendering.render([{"role": "user", "content": "?"}], described or None)
     return Callee(lambda: None)
