@@ -27,6 +27,7 @@ class Run:
         key: of its session, void at its end.
         attempt: from 0.
         ended: nothing more comes of it.
+        spent: it was refused a call since it has had its turns, tokens or context.
     """
 
     def __init__(self, number: int, begin: Begin, *, key: str, attempt: int, setup: Setup, renderer: Renderer) -> None:
@@ -36,6 +37,7 @@ class Run:
         self.key = key
         self.attempt = attempt
         self.ended = False
+        self.spent = False
         self._setup = setup
         self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
@@ -65,7 +67,11 @@ class Run:
             prompt = session.prompt(request.messages, request.tools)
         else:
             prompt = session.prompt_of_ids(token_ids)
-        room = self._room(len(prompt.ids), request.max_tokens)
+        try:
+            room = self._room(len(prompt.ids), request.max_tokens)
+        except (BudgetIsSpent, ContextLengthExceeded):
+            self.spent = True
+            raise
         self._turns += 1
         self._count_time(+1)
         try:

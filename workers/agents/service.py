@@ -12,7 +12,6 @@ for nothing. It dies with the engine process, and its workers with it.
 import asyncio
 import logging
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
@@ -118,9 +117,14 @@ class Service:
         """Have the policy reply in the session of `key`; see `Run.complete`.
 
         Raises:
-            SessionGone: it has ended.
+            SessionGone: it has ended, also since the rollout may draw no more.
         """
-        return (await self._run_of(key).complete(request, None, draw=self._draw))[1]
+        run = self._run_of(key)
+        try:
+            return (await run.complete(request, None, draw=self._draw))[1]
+        except BudgetIsSpent as error:
+            self._cut(run)
+            raise SessionGone(str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
         """Return the tokens of a conversation.
@@ -193,7 +197,7 @@ class Service:
         run = self._runs.get(message.run)
         if run is None:
             return
-        if message.spent:
+        if message.spent or run.spent:
             self._cut(run)
         elif message.skipped:
             self._end(run)
@@ -231,9 +235,11 @@ class Service:
 
     def _start(self, begin: Begin, *, attempt: int) -> None:
         self._num_runs += 1
-        key = secrets.token_urlsafe(24)
+        key = "" if self._gateway is None else self._gateway.open()
         run = Run(self._num_runs, begin, key=key, attempt=attempt, setup=self._setup, renderer=self._renderer)
-        self._runs[run.number] = self._keys[key] = run
+        self._runs[run.number] = run
+        if self._gateway is not None:
+            self._keys[key] = run
         self._work[run] = set()
         self._deadlines[run] = asyncio.get_running_loop().call_later(self._setup.timeout_s, self._cut, run)
         scratch = str(Path(self._setup.scratch) / f"{begin.index}-{run.number}")
@@ -252,7 +258,10 @@ class Service:
         try:
             reward, metrics = await run_command(self._setup.command, start)
         except AsyncFlowError as error:
-            self._fail(run, str(error))
+            if run.spent:
+                self._cut(run)
+            else:
+                self._fail(run, str(error))
         else:
             self._finish(run, Done(run.number, _NO_NODES, reward, metrics))
 
@@ -286,7 +295,10 @@ class Service:
     def _end(self, run: Run) -> None:
         """Leave nothing of it: its key is void, its calls and its program end, its function is told to stop."""
         run.ended = True
-        del self._runs[run.number], self._keys[run.key]
+        del self._runs[run.number]
+        if self._gateway is not None:
+            del self._keys[run.key]
+            self._gateway.close(run.key)
         self._deadlines.pop(run).cancel()
         for task in self._work.pop(run):
             if task is not asyncio.current_task():
