@@ -28,12 +28,20 @@ class GenerateRequest:
         prompt_P: int64 [P].
         seed: of this response's random numbers; the same seed gives the same draws whatever else is in the batch.
         ticket: tells requests of one caller apart: a row that was lost may be requested again.
+        max_tokens: longest response, at most `rollout.max_response_tokens`, which None means.
+        stop_ids: tokens that end the response besides the model's own; the one that was drawn is part of it.
     """
 
     index: int
     prompt_P: Tensor
     seed: int
     ticket: int = 0
+    max_tokens: int | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    def limit(self, max_response_tokens: int) -> int:
+        """Return how long the response may be (tokens), in a run with this `rollout.max_response_tokens`."""
+        return max_response_tokens if self.max_tokens is None else min(self.max_tokens, max_response_tokens)
 
     @property
     def signed_seed(self) -> int:
@@ -47,10 +55,10 @@ class Generation:
 
     Attributes:
         index: the request's row index.
-        response_R: int64 [R], with the end-of-sequence token when it was produced.
+        response_R: int64 [R], with the end-of-sequence or stop token when it was produced.
         log_probs_R: float32 [R], natural log of the tempered distribution, before top-p and top-k.
         versions_R: int32 [R], step of the weights that drew each token.
-        truncated: cut at `max_response_tokens`.
+        truncated: cut at the request's limit.
         ticket: the request's.
     """
 
@@ -112,12 +120,16 @@ class GenerateEngine(Protocol):
         """Begin responses, at most `free_slots`.
 
         Raises:
-            BadRequest: a prompt is empty, leaves no room for `max_response_tokens`, or has tokens unknown to the
-                model; nothing was begun. See `check_request`.
+            BadRequest: a prompt is empty, leaves no room for its response, or has tokens unknown to the model; nothing
+                was begun. See `check_request`.
         """
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Go on until responses finish, a token was drawn, or `wake` is set; return those that finished."""
+
+    def cancel(self, ticket: int) -> None:
+        """Drop the running request with this ticket and free its place; `step` will not return it. Others go on as they
+        were. A ticket that does not run, or not any more, changes nothing."""
 
     def abort(self) -> None:
         """Drop all running requests."""
@@ -139,23 +151,28 @@ class GenerateEngine(Protocol):
         """Free processes and device memory; idempotent. No other method may be called afterwards."""
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, max_tokens: int | None) -> None:
+def check_request(
+    request: GenerateRequest, *, vocab_size: int, max_length: int | None, max_response_tokens: int
+) -> None:
     """Refuse a request that the model cannot answer.
 
     Args:
         request: to check.
         vocab_size: of the model.
-        max_tokens: longest prompt: the model's positions less `max_response_tokens`; None: no limit.
+        max_length: longest prompt with its response: the model's positions, or fewer; None: no limit.
+        max_response_tokens: of the run.
     Raises:
         BadRequest: see `GenerateEngine.submit`.
     """
-    prompt_P = request.prompt_P
+    prompt_P, limit = request.prompt_P, request.limit(max_response_tokens)
     if not prompt_P.numel():
         raise BadRequest(f"the prompt of row {request.index} has no tokens")
-    if max_tokens is not None and prompt_P.numel() > max_tokens:
+    if limit < 1:
+        raise BadRequest(f"max_tokens of row {request.index} is {limit}; a response has at least 1 token")
+    if max_length is not None and prompt_P.numel() + limit > max_length:
         raise BadRequest(
-            f"the prompt of row {request.index} has {prompt_P.numel()} tokens; the model's positions less "
-            f"rollout.max_response_tokens are {max_tokens}; lower data.max_prompt_tokens"
+            f"the prompt of row {request.index} has {prompt_P.numel()} tokens and its response up to {limit}; the "
+            f"engine has positions for {max_length} together; lower data.max_prompt_tokens or the response's max_tokens"
         )
     lowest, highest = int(prompt_P.min()), int(prompt_P.max())
     if lowest < 0 or highest >= vocab_size:

@@ -142,12 +142,6 @@ def max_positions(path: Path) -> int | None:
     return None
 
 
-def longest_prompt(path: Path, max_response_tokens: int) -> int | None:
-    """Return the longest prompt (tokens) that leaves the model positions for its response; None: no limit is known."""
-    positions = max_positions(path)
-    return None if positions is None else positions - max_response_tokens
-
-
 def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Return the tokens that end a response: those of generation_config.json, else of config.json.
 

@@ -30,9 +30,9 @@ class ResponseTasks(Generic[T]):
         self._loop = asyncio.new_event_loop()
         self._news = threading.Event()
         self._lock = threading.Lock()
-        self._finished: list[T] = []
+        self._finished: list[tuple[int, T]] = []
         self._failure: BaseException | None = None
-        self._running: set[Future[T]] = set()
+        self._running: dict[Future[T], int] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -42,12 +42,12 @@ class ResponseTasks(Generic[T]):
         with self._lock:
             return len(self._running) + len(self._finished) + (self._failure is not None)
 
-    def start(self, responses: Sequence[Coroutine[Any, Any, T]]) -> None:
-        """Begin coroutines."""
-        for response in responses:
+    def start(self, responses: Sequence[tuple[int, Coroutine[Any, Any, T]]]) -> None:
+        """Begin coroutines, each under a ticket."""
+        for ticket, response in responses:
             future = asyncio.run_coroutine_threadsafe(response, self._loop)
             with self._lock:
-                self._running.add(future)
+                self._running[future] = ticket
             future.add_done_callback(self._done)
 
     def progress(self) -> None:
@@ -68,7 +68,16 @@ class ResponseTasks(Generic[T]):
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        return finished
+        return [result for _, result in finished]
+
+    def cancel(self, ticket: int) -> None:
+        """Cancel what runs under a ticket, wait until it has ended, and forget its result; nothing else changes."""
+        with self._lock:
+            running = [future for future, own in self._running.items() if own == ticket]
+            for future in running:
+                del self._running[future]
+            self._finished = [(own, result) for own, result in self._finished if own != ticket]
+        self._end(running)
 
     def abort(self) -> None:
         """Cancel what runs, wait until it has ended, and forget what finished."""
@@ -77,11 +86,7 @@ class ResponseTasks(Generic[T]):
             self._running.clear()
             self._finished.clear()
             self._failure = None
-        for future in running:
-            future.cancel()
-        if running:
-            longer_than_itself_s = 2 * _CLOSE_S
-            self.run(self._settle(), what="responses to be cancelled", timeout_s=longer_than_itself_s)
+        self._end(running)
 
     def run(self, coroutine: Coroutine[Any, Any, R], *, what: str, timeout_s: float) -> R:
         """Return what a coroutine returns.
@@ -119,14 +124,22 @@ class ResponseTasks(Generic[T]):
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    def _end(self, running: Sequence["Future[T]"]) -> None:
+        """Cancel futures, which are no more in `_running`, and wait until their coroutines have ended."""
+        for future in running:
+            future.cancel()
+        if running:
+            longer_than_itself_s = 2 * _CLOSE_S
+            self.run(self._settle(), what="responses to be cancelled", timeout_s=longer_than_itself_s)
+
     def _done(self, future: "Future[T]") -> None:
         with self._lock:
             if future not in self._running:
                 return  # aborted
-            self._running.discard(future)
+            ticket = self._running.pop(future)
             failure = CancelledError() if future.cancelled() else future.exception()
             if failure is None:
-                self._finished.append(future.result())
+                self._finished.append((ticket, future.result()))
             else:
                 self._failure = self._failure or failure
         self._news.set()

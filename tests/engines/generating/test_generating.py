@@ -1,6 +1,7 @@
 """What every generating engine does alike; see the package's docstring for how another one joins."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,14 +141,74 @@ def test_requests_of_one_row_are_told_apart_by_their_tickets(lab: Lab) -> None:
     assert [(answer.index, answer.ticket) for answer in answers] == [(5, 10), (5, 11)]
 
 
+def test_each_request_has_its_own_limit(lab: Lab) -> None:
+    requests = lab.requests(24)
+    whole = lab.drain(requests)
+    limits = [(1, 3, 9, 1000)[row % 4] for row in range(24)]
+    answers = lab.drain([replace(request, max_tokens=limit) for request, limit in zip(requests, limits, strict=True)])
+    assert {answer.truncated for answer in answers} == {True, False}
+    for one, answer, limit in zip(whole, answers, limits, strict=True):
+        assert len(answer.response_R) <= min(limit, lab.sampling.max_response_tokens)
+        if lab.adapter.draws_ignore_batch:
+            assert answer.response_R.equal(one.response_R[:limit])
+            assert answer.truncated == (one.truncated or len(one.response_R) > limit)
+
+
+def test_stop_tokens_end_an_answer_and_are_part_of_it(lab: Lab) -> None:
+    requests, stops = lab.requests(40), (5, 7)
+    whole = lab.drain(requests)
+    # the last ones have none, and share the batch
+    answers = lab.drain([replace(request, stop_ids=stops) for request in requests[:30]] + requests[30:])
+    last = [int(answer.response_R[-1]) for answer in answers]
+    assert set(stops) & set(last[:30])
+    for one, answer, token in zip(whole[:30], answers, last, strict=False):
+        assert not set(stops) & set(answer.response_R[:-1].tolist())
+        assert answer.truncated == (token not in {*stops, EOS})
+        if lab.adapter.families and lab.adapter.draws_ignore_batch:
+            assert answer.response_R.equal(one.response_R[: len(answer.response_R)])
+    if lab.adapter.draws_ignore_batch:
+        assert all(one.response_R.equal(other.response_R) for one, other in zip(whole[30:], answers[30:], strict=True))
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the first step", "while they run"])
+def test_cancel_frees_places_and_leaves_the_others_as_they_were(lab: Lab, early: bool) -> None:
+    slots = lab.sampling.batch_size
+    requests, late = lab.requests(slots), lab.requests(3, first=slots)
+    alone = lab.drain([*requests, *late])
+    lab.engine.submit(requests)
+    answers = [] if early else lab.step_until_some()
+    running = sorted({request.ticket for request in requests} - {answer.ticket for answer in answers})
+    cancelled, left = running[:3], running[3:]
+    assert left, "all answers are of one length"
+    for ticket in [*cancelled, *cancelled, 12345]:  # those that do not run change nothing
+        lab.engine.cancel(ticket)
+    assert (lab.engine.num_running, lab.engine.free_slots) == (len(left), slots - len(left))
+    lab.engine.submit(late)
+    answers += lab.drain()
+    assert sorted(answer.ticket for answer in answers) == sorted(
+        {request.ticket for request in [*requests, *late]} - set(cancelled)
+    )
+    if lab.adapter.draws_ignore_batch:
+        assert all(answer.response_R.equal(alone[answer.ticket].response_R) for answer in answers)
+
+
+def test_cancel_of_all_that_runs_leaves_an_idle_engine(lab: Lab) -> None:
+    lab.engine.submit(lab.requests(2))
+    lab.engine.step(_set())
+    for ticket in (0, 1):
+        lab.engine.cancel(ticket)
+    assert (lab.engine.num_running, lab.engine.step(threading.Event())) == (0, [])
+    if lab.adapter.loads_weights:
+        lab.swap(lab.old, version=0)  # which some engines do only while nothing runs
+    assert [answer.ticket for answer in lab.drain(lab.requests(2))] == [0, 1]
+
+
 def test_abort_forgets_what_runs(lab: Lab) -> None:
     lab.engine.submit(lab.requests(16))
     lab.step_until_some()
     lab.engine.abort()
     assert (lab.engine.num_running, lab.engine.free_slots) == (0, lab.sampling.batch_size)
-    woken = threading.Event()
-    woken.set()
-    assert lab.engine.step(woken) == []
+    assert lab.engine.step(_set()) == []
     assert [answer.ticket for answer in lab.drain(lab.requests(4, first=40))] == [40, 41, 42, 43]
 
 
@@ -159,6 +220,27 @@ def test_more_requests_than_places_are_answered_one_after_another(lab: Lab) -> N
     requests = lab.requests(3 * lab.sampling.batch_size + 1)
     answers = list(generate(lab.engine, requests))
     assert sorted(answer.ticket for answer in answers) == [request.ticket for request in requests]
+
+
+def test_long_and_short_prompts_run_together(model_lab: Lab) -> None:
+    """As when later turns of one conversation run beside first turns of others."""
+    lengths = (1, 60, 2, 44, 40, 61, 20, 3)
+    requests = [
+        GenerateRequest(row, 2 + torch.arange(length) % 11, seed=row, ticket=row, max_tokens=MAX_POSITIONS - length)
+        for row, length in enumerate(lengths)
+    ]
+    for request, answer in zip(requests, model_lab.drain(requests), strict=True):
+        model_lab.assert_like_reference(request, answer)
+
+
+def test_prompt_and_limit_fit_the_positions(model_lab: Lab) -> None:
+    longest = GenerateRequest(77, torch.full((MAX_POSITIONS - 3,), 3), seed=0, max_tokens=3)
+    (answer,) = model_lab.drain([longest])
+    assert 0 < len(answer.response_R) <= 3
+    for limit, reason in ((4, f"row 77 has {MAX_POSITIONS - 3} tokens .* up to 4; .* {MAX_POSITIONS} "), (0, "is 0")):
+        with pytest.raises(BadRequest, match=reason):
+            model_lab.engine.submit([replace(longest, max_tokens=limit)])
+    assert model_lab.engine.num_running == 0
 
 
 @pytest.mark.parametrize(
@@ -177,3 +259,10 @@ def test_bad_request_is_refused_and_nothing_begins(model_lab: Lab, prompt: torch
         model_lab.engine.submit([good[0], GenerateRequest(77, prompt, seed=0, ticket=77)])
     assert model_lab.engine.num_running == 0
     assert [answer.ticket for answer in model_lab.drain(good)] == [0, 1]
+
+
+def _set() -> threading.Event:
+    """Return a wake that lets no step wait."""
+    event = threading.Event()
+    event.set()
+    return event

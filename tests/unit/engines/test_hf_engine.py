@@ -191,8 +191,8 @@ def test_answers_of_very_different_lengths_are_not_padded_to_each_other(model_di
     engine = make_engine(model_dir)
     engine.submit([GenerateRequest(row, torch.full((length,), 3), seed=row) for row, length in enumerate((1, 2, 50))])
     engine.step(threading.Event())
-    widths = sorted(lane.column for lane in engine._batch._lanes)
-    assert widths == [2, 50], "a lane for the short ones, and one for the long one"
+    lanes = sorted((lane.column, lane._store.shape[2]) for lane in engine._batch._lanes)
+    assert lanes == [(2, 2), (50, 1)], "a lane for the short ones, and one for the long one, with room for itself alone"
 
 
 def test_long_documents_enter_in_several_steps(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,44 @@ def test_answer_has_tokens_log_probs_and_version(
     # else a model's generation_config.json would change what is drawn
     names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     assert [body[name] for name in names] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_limit_and_stop_tokens_of_a_request_reach_the_server(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    server.answer = stream([[5], [9]])
+    request = GenerateRequest(0, torch.tensor([3, 4]), seed=1, max_tokens=2, stop_ids=(9, EOS))
+    engine = make_engine()
+    (found,) = generate(engine, [request])
+    assert (server.bodies[0]["max_tokens"], server.bodies[0]["stop_token_ids"]) == (2, [EOS, 9])
+    assert found.response_R.tolist() == [5, 9] and not found.truncated
+    server.answer = stream([[5, 6, 7]], reason="length")
+    with pytest.raises(EngineFailed, match="returned 3 tokens, where 1 to 2 were asked for"):
+        list(generate(engine, [request]))
+
+
+def test_cancelled_answer_closes_its_connection_and_leaves_the_others(
+    make_engine: Callable[..., OpenAIEngine], server: CompletionsServer
+) -> None:
+    begun, gone = threading.Event(), threading.Event()
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if body["prompt"] != [7]:
+            stream([[5, EOS]])(handler, body)
+            return
+        begun.set()
+        with suppress(ConnectionError):
+            handler.connection.recv(1)  # returns when the client closes it
+        gone.set()
+
+    server.answer = answer
+    engine = make_engine()
+    engine.submit([GenerateRequest(k, torch.tensor([prompt]), 0, ticket=k) for k, prompt in enumerate((7, 3))])
+    assert begun.wait(60)
+    engine.cancel(0)
+    assert gone.wait(60)
+    assert [each.ticket for each in generate(engine, [])] == [1]
+    assert (engine.num_running, engine.free_slots) == (0, 4)
 
 
 def test_cut_answer_is_flagged(make_engine: Callable[..., OpenAIEngine], server: CompletionsServer) -> None:

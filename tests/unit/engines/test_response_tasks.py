@@ -49,7 +49,7 @@ def collect(tasks: ResponseTasks[int]) -> list[int]:
 
 
 def test_results_come_in_any_order_and_count_until_they_are_taken(tasks: ResponseTasks[int]) -> None:
-    tasks.start([give(1), give(2), give(3)])
+    tasks.start([(0, give(1)), (0, give(2)), (1, give(3))])
     assert tasks.num_running == 3
     assert collect(tasks) == [1, 2, 3]
     assert tasks.num_running == 0 and tasks.step(threading.Event()) == []
@@ -78,7 +78,7 @@ def test_answer_that_comes_just_after_the_deadline_counts(
 
 def test_progress_ends_a_step_without_results(tasks: ResponseTasks[int]) -> None:
     gate = Gate()
-    tasks.start([gate.give(7)])
+    tasks.start([(0, gate.give(7))])
     tasks.progress()
     assert tasks.step(threading.Event()) == [] and tasks.num_running == 1
     gate.open.set()
@@ -87,7 +87,7 @@ def test_progress_ends_a_step_without_results(tasks: ResponseTasks[int]) -> None
 
 def test_wake_ends_a_step(tasks: ResponseTasks[int]) -> None:
     gate, wake = Gate(), threading.Event()
-    tasks.start([gate.give(7)])
+    tasks.start([(0, gate.give(7))])
     wake.set()
     assert tasks.step(wake) == []
     gate.open.set()
@@ -98,24 +98,50 @@ def test_failure_is_raised_by_step_once(tasks: ResponseTasks[int]) -> None:
     async def fail() -> int:
         raise ValueError("broken")
 
-    tasks.start([fail()])
+    tasks.start([(0, fail())])
     assert tasks.num_running == 1, "also when it has failed already"
     with pytest.raises(ValueError, match="broken"):
         collect(tasks)
-    tasks.start([give(1)])
+    tasks.start([(0, give(1))])
     assert collect(tasks) == [1]
 
 
 def test_abort_cancels_and_forgets(tasks: ResponseTasks[int]) -> None:
     gate = Gate()
-    tasks.start([gate.give(7), give(8)])
+    tasks.start([(0, gate.give(7)), (1, give(8))])
     assert gate.entered.wait(60)
     tasks.abort()
     assert tasks.num_running == 0
     assert gate.cancelled.is_set()
     gate.open.set()
-    tasks.start([give(1)])
+    tasks.start([(0, give(1))])
     assert collect(tasks) == [1]
+
+
+def test_cancel_ends_one_and_forgets_it_and_no_other(tasks: ResponseTasks[int]) -> None:
+    gate, other = Gate(), Gate()
+    tasks.start([(3, gate.give(7)), (4, other.give(8))])
+    assert gate.entered.wait(60) and other.entered.wait(60)
+    tasks.cancel(3)
+    assert tasks.num_running == 1
+    assert gate.cancelled.is_set() and not other.cancelled.is_set()
+    tasks.cancel(3)
+    other.open.set()
+    assert collect(tasks) == [8]
+
+
+def test_cancel_forgets_a_result_that_was_not_taken_yet(tasks: ResponseTasks[int]) -> None:
+    ended = threading.Event()
+
+    async def tell() -> int:
+        ended.set()
+        return 7
+
+    tasks.start([(3, tell()), (4, give(8))])
+    assert ended.wait(60)
+    tasks.run(give(0), what="the loop to come round", timeout_s=60)
+    tasks.cancel(3)
+    assert collect(tasks) == [8]
 
 
 def test_deadline_of_a_call_names_what_was_waited_for(tasks: ResponseTasks[int]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.engines.base import GenerateRequest
 from workers.engines.hf.attention import Bucket, Entry, StepPlan
-from workers.engines.hf.lanes import KeyShape, Lane
+from workers.engines.hf.lanes import KeyShape, Lane, alike
 
 MAX_ENTERING_TOKENS = 4096
 """Tokens of documents that enter in one step, or one document: bounds memory, and how long running responses wait."""
@@ -110,14 +110,13 @@ class RunningBatch:
         taken = self._take_entering()
         kept = {tokens: taken.pop(tokens) for tokens in list(taken) if tokens in self._kept}
         documents = sorted(taken.items(), key=lambda document: len(document[0]))
-        num_entering = sum(map(len, taken.values())) + sum(map(len, kept.values()))
-        entries = [self._place(responses, len(tokens), num_entering) for tokens, responses in documents]
-        for tokens, responses in kept.items():
-            entry = self._place(responses, len(tokens), num_entering)
+        to_place = [*documents, *kept.items()]
+        entries = [self._place(to_place[number:]) for number in range(len(to_place))]
+        for tokens, entry in zip(kept, entries[len(documents) :], strict=True):
             entry.lane.paste(entry.rows, self._kept[tokens].keys)
         # masks last: a lane may have moved when responses joined it
         running = tuple((lane, num_rows, lane.mask(num_rows)) for lane, num_rows in segments)
-        inputs = StepInputs(StepPlan(_buckets(documents, entries), running))
+        inputs = StepInputs(StepPlan(_buckets(documents, entries[: len(documents)]), running))
         self._add_documents(inputs, documents)
         self._add_running(inputs, segments)
         for tokens, responses in kept.items():
@@ -151,6 +150,14 @@ class RunningBatch:
         for slot in slots:
             del self._running[slot]
 
+    def cancel(self, ticket: int) -> list[Response]:
+        """Take out the response with this ticket, whether it runs or waits to enter; return it, if there is one."""
+        entering = [response for response in self._entering if response.request.ticket == ticket]
+        running = [response for response in self._running.values() if response.request.ticket == ticket]
+        self._entering = [response for response in self._entering if response.request.ticket != ticket]
+        self.leave(running)
+        return entering + running
+
     def enter_again(self) -> None:
         """Compute the keys and values of running responses anew."""
         self._entering[:0] = self._running.values()
@@ -183,11 +190,17 @@ class RunningBatch:
         del self._entering[:number]
         return taken
 
-    def _place(self, responses: list[Response], length: int, num_entering: int) -> Entry:
-        """Give responses of the same tokens rows of a lane, an old or a new one."""
+    def _place(self, to_place: list[tuple[tuple[int, ...], list[Response]]]) -> Entry:
+        """Give the responses of the first document rows of a lane, an old one, or a new one with room for those of the
+        next documents that will join it."""
+        length, responses = len(to_place[0][0]), to_place[0][1]
         lane = next((lane for lane in self._lanes if lane.fits(length)), None)
         if lane is None:
-            lane = Lane(self._shape, num_rows=num_entering, length=length, max_new_tokens=self._max_new_tokens)
+            longest, num_rows = length, 0
+            for tokens, joining in to_place:
+                if alike(len(tokens), longest):
+                    longest, num_rows = max(longest, len(tokens)), num_rows + len(joining)
+            lane = Lane(self._shape, num_rows=num_rows, length=longest, max_new_tokens=self._max_new_tokens)
             self._lanes.append(lane)
         first = lane.join([response.slot for response in responses], length)
         return Entry(lane, slice(first, first + len(responses)))

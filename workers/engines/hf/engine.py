@@ -35,7 +35,7 @@ from workers.engines.hf.model import (
     vocab_size,
     weight_needs,
 )
-from workers.engines.model_files import eos_token_ids, longest_prompt
+from workers.engines.model_files import eos_token_ids, max_positions
 
 
 class HfEngine:
@@ -59,7 +59,7 @@ class HfEngine:
         self._model = cast(Any, model.requires_grad_(False))
         self._parameters = dict(self._model.named_parameters())
         self._vocab_size = vocab_size(self._model)
-        self._longest_prompt = longest_prompt(model_dir, sampling.max_response_tokens)
+        self._max_length = max_positions(model_dir)
         self._eos = torch.tensor(eos_token_ids(model_dir), device=device)
         self._loaded = False
         size = sampling.batch_size, sampling.max_response_tokens
@@ -98,7 +98,12 @@ class HfEngine:
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
-            check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
+            check_request(
+                request,
+                vocab_size=self._vocab_size,
+                max_length=self._max_length,
+                max_response_tokens=self._sampling.max_response_tokens,
+            )
         for request in requests:
             response = Response(request, self._free.pop(), request.prompt_P.tolist())
             self._uniforms_SM[response.slot] = torch.from_numpy(_uniforms(request.seed, self._uniforms_SM.shape[1]))
@@ -112,6 +117,10 @@ class HfEngine:
         inputs = self._batch.next_inputs()
         logits_UV = self._batch.note_logits(inputs, self._forward(inputs) if inputs.tokens else None)
         return [self._finish(response, truncated=cut) for response, cut in self._draw(inputs, logits_UV)]
+
+    @torch.inference_mode()
+    def cancel(self, ticket: int) -> None:
+        self._free += [response.slot for response in self._batch.cancel(ticket)]
 
     def abort(self) -> None:
         self._batch.clear()
@@ -165,8 +174,9 @@ class HfEngine:
         ended = []
         for response, token, is_eos in zip(inputs.responses, tokens, at_end, strict=True):
             response.tokens.append(token)
-            if is_eos or response.num_tokens == self._sampling.max_response_tokens:
-                ended.append((response, not is_eos))
+            stops = is_eos or token in response.request.stop_ids
+            if stops or response.num_tokens == response.request.limit(self._sampling.max_response_tokens):
+                ended.append((response, not stops))
         self._batch.leave([response for response, _ in ended])
         return ended
 

@@ -46,7 +46,7 @@ class Lane:
         Args:
             shape: of the model's keys.
             num_rows: initial room; the lane grows when more join.
-            length: of its first response (tokens).
+            length: of the longest of its first responses (tokens).
             max_new_tokens: most that a response gets.
         """
         self._shape = shape
@@ -66,7 +66,7 @@ class Lane:
     def fits(self, length: int) -> bool:
         """Return whether a response of `length` tokens may join."""
         longest = self.column - min(self._starts, default=self.column)
-        return abs(longest - length) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(longest, length))
+        return alike(longest, length)
 
     def advance(self) -> None:
         """Open a column for the next token of every row."""
@@ -157,3 +157,8 @@ class Lane:
         s = self._shape
         size = s.num_layers, 2, num_rows, s.num_heads, columns, s.head_dim
         return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+
+def alike(length: int, other: int) -> bool:
+    """Return whether responses of these lengths (tokens) may share a lane."""
+    return abs(length - other) <= max(SPREAD_TOKENS, SPREAD_SHARE * max(length, other))

@@ -28,7 +28,7 @@ from workers.config import ModelConfig, SamplingConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
-from workers.engines.model_files import eos_token_ids, longest_prompt
+from workers.engines.model_files import eos_token_ids, max_positions
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
@@ -69,7 +69,7 @@ class OpenAIEngine:
         self._needs = weight_needs(skeleton)
         self._dtype = DTYPES[model.dtype]
         self._vocab_size = vocab_size(skeleton)
-        self._longest_prompt = longest_prompt(model_dir, sampling.max_response_tokens)
+        self._max_length = max_positions(model_dir)
         self._loaded = False
         self._updates: CallPool | None = None
         self.version = 0
@@ -95,8 +95,15 @@ class OpenAIEngine:
         assert self._loaded, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
         for request in requests:
-            check_request(request, vocab_size=self._vocab_size, max_tokens=self._longest_prompt)
-        self._tasks.start([self._generate(request, *next(self._turn), self.version) for request in requests])
+            check_request(
+                request,
+                vocab_size=self._vocab_size,
+                max_length=self._max_length,
+                max_response_tokens=self._sampling.max_response_tokens,
+            )
+        self._tasks.start(
+            [(request.ticket, self._generate(request, *next(self._turn), self.version)) for request in requests]
+        )
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
@@ -105,6 +112,10 @@ class OpenAIEngine:
             EngineFailed: a server refused a request, or stays away.
         """
         return self._tasks.step(wake)
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a response; its closed connection tells the server."""
+        self._tasks.cancel(ticket)
 
     def abort(self) -> None:
         """Forget what runs; closed connections tell the servers."""
@@ -162,11 +173,12 @@ class OpenAIEngine:
     async def _generate(
         self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
     ) -> Generation:
-        sampling = self._sampling
+        sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
+        ends = sorted({*self._eos, *request.stop_ids})
         body = {
             "model": self._served,
             "prompt": request.prompt_P.tolist(),
-            "max_tokens": sampling.max_response_tokens,
+            "max_tokens": limit,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -177,17 +189,11 @@ class OpenAIEngine:
             "frequency_penalty": 0.0,
             "seed": request.signed_seed,
             "ignore_eos": True,  # the server's own setting; `stop_token_ids` counts
-            "stop_token_ids": self._eos,
+            "stop_token_ids": ends,
             "skip_special_tokens": False,
         }
         completion = await server.complete(body, self._tasks.progress, weights.unchanged)
-        check_completion(
-            server.url,
-            completion,
-            eos=self._eos,
-            vocab_size=self._vocab_size,
-            max_tokens=sampling.max_response_tokens,
-        )
+        check_completion(server.url, completion, ends=ends, vocab_size=self._vocab_size, max_tokens=limit)
         return Generation.of(
             request,
             tokens=completion.tokens,
@@ -218,7 +224,7 @@ class OpenAIEngine:
 
 
 def check_completion(
-    server: str, completion: Completion, *, eos: Sequence[int], vocab_size: int, max_tokens: int
+    server: str, completion: Completion, *, ends: Sequence[int], vocab_size: int, max_tokens: int
 ) -> None:
     """Refuse responses that cannot be trained on: of another model, or of a server with other stop rules.
 
@@ -231,12 +237,12 @@ def check_completion(
         wrong = f"returned {len(tokens)} tokens, where 1 to {max_tokens} were asked for"
     elif unknown:
         wrong = f"returned token {unknown[0]}, but the model has {vocab_size} tokens: it serves another one"
-    elif not set(eos).isdisjoint(tokens[:-1]):
+    elif not set(ends).isdisjoint(tokens[:-1]):
         wrong = "went on after an end token of the model; it must heed `stop_token_ids`"
-    elif not completion.truncated and tokens[-1] not in eos:
+    elif not completion.truncated and tokens[-1] not in ends:
         wrong = (
             f"ended a response with token {tokens[-1]}, which is no end token of the model (those are "
-            f"{', '.join(map(str, eos))}); it must return the token that ends a response, and have no stop rules of "
+            f"{', '.join(map(str, ends))}); it must return the token that ends a response, and have no stop rules of "
             f"its own"
         )
     if wrong:

@@ -9,6 +9,7 @@ Legend of shapes: R response tokens, A response tokens of a packed micro-batch.
 """
 
 import heapq
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,7 +91,8 @@ class _Running:
 
 
 class SimGenerateEngine:
-    """Responses with a token over and over; implements `GenerateEngine`."""
+    """Responses with a token over and over, and the request's first stop token at the end of one that is not cut;
+    implements `GenerateEngine`."""
 
     adopts_weights = True
     interruptible = True
@@ -145,7 +147,7 @@ class SimGenerateEngine:
         assert len(requests) <= self.free_slots
         for request in requests:
             started = self._clock() + self._config.prefill_s_per_token * request.prompt_P.numel()
-            num_tokens = min(self._longest, self._lengths.tokens(request.index))
+            num_tokens = min(request.limit(self._longest), self._lengths.tokens(request.index))
             ends = started + self._config.decode_s_per_token * num_tokens
             heapq.heappush(self._running, _Running(ends, request, num_tokens, started))
 
@@ -157,6 +159,10 @@ class SimGenerateEngine:
         while self._running and self._running[0].ends <= now:
             finished.append(self._generation(heapq.heappop(self._running)))
         return finished
+
+    def cancel(self, ticket: int) -> None:
+        self._running = [one for one in self._running if one.request.ticket != ticket]
+        heapq.heapify(self._running)
 
     def abort(self) -> None:
         self._running = []
@@ -172,17 +178,21 @@ class SimGenerateEngine:
         """There is nothing to release."""
 
     def _generation(self, one: _Running) -> Generation:
-        size = one.num_tokens
+        size, stop_ids = one.num_tokens, one.request.stop_ids
+        truncated = size < self._lengths.tokens(one.request.index)
+        response_R = torch.full((size,), next(token for token in itertools.count(_TOKEN) if token not in stop_ids))
+        if stop_ids and not truncated:
+            response_R[-1] = stop_ids[0]
         versions_R = torch.full((size,), self._swaps[0][1] if self._swaps else self._version, dtype=torch.int32)
         for moment, version in self._swaps:
             drawn = (moment - one.started) / max(1e-9, self._config.decode_s_per_token)
             versions_R[min(size, max(0, int(drawn))) :] = version
         return Generation(
             index=one.request.index,
-            response_R=torch.full((size,), _TOKEN),
+            response_R=response_R,
             log_probs_R=torch.full((size,), -1.0),
             versions_R=versions_R,
-            truncated=size < self._lengths.tokens(one.request.index),
+            truncated=truncated,
             ticket=one.request.ticket,
         )
 

@@ -42,7 +42,7 @@ class _Response:
 
     Attributes:
         tokens, log_probs: one per token.
-        truncated: cut at the longest length.
+        truncated: cut at the request's limit.
         spans: (number of the load whose weights drew them, tokens), in order.
     """
 
@@ -137,10 +137,14 @@ class VllmEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         assert self._load_number, "submit() before load_weights()"
         assert len(requests) <= self.free_slots
-        longest = self._max_len - self._sampling.max_response_tokens
         for request in requests:
-            check_request(request, vocab_size=self._vocab_size, max_tokens=longest)
-        self._tasks.start([self._generate(request, self._load_number) for request in requests])
+            check_request(
+                request,
+                vocab_size=self._vocab_size,
+                max_length=self._max_len,
+                max_response_tokens=self._sampling.max_response_tokens,
+            )
+        self._tasks.start([(request.ticket, self._generate(request, self._load_number)) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens were drawn, or `wake` is set; returns those that finished.
@@ -149,6 +153,9 @@ class VllmEngine:
             EngineFailed: vLLM's process ended, or refused a request.
         """
         return [self._generation(response) for response in self._tasks.step(wake)]
+
+    def cancel(self, ticket: int) -> None:
+        self._tasks.cancel(ticket)
 
     def abort(self) -> None:
         self._tasks.abort()
@@ -193,7 +200,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"type": "token", "prompt_token_ids": request.prompt_P.tolist(), "cache_salt": str(load_number)}
-        parameters = self._parameters(request.signed_seed)
+        parameters = self._parameters(request)
         name = f"{load_number}-{request.index}-{request.ticket}"
         try:
             async for output in self._llm.generate(prompt, parameters, name):
@@ -210,19 +217,19 @@ class VllmEngine:
             spans=_spans(getattr(completion, "weight_versions", None), len(tokens), load_number),
         )
 
-    def _parameters(self, seed: int) -> Any:
+    def _parameters(self, request: GenerateRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._sampling
         return SamplingParams(
-            seed=seed,
+            seed=request.signed_seed,
             temperature=self._plan.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=sampling.max_response_tokens,
+            max_tokens=request.limit(sampling.max_response_tokens),
             ignore_eos=True,  # the tokenizer's; `stop_token_ids` counts
-            stop_token_ids=self._eos,
+            stop_token_ids=sorted({*self._eos, *request.stop_ids}),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
