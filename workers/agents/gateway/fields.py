@@ -119,12 +119,13 @@ class Fields:
     def end_of_body(self, **neutral: object) -> None:
         """Refuse what is left of a whole request."""
         if any(field in self._left for field in _SAMPLING):
-            _warn_of_sampling()
+            warn_of_sampling()
         self.end("model", *_SAMPLING, *_IGNORED, **neutral)
 
 
 @functools.cache
-def _warn_of_sampling() -> None:
+def warn_of_sampling() -> None:
+    """Say once that requests' sampling is overridden."""
     logger.warning("agents set %s; the run's own are used (rollout.sampling), here and later", ", ".join(_SAMPLING))
 
 

@@ -106,9 +106,9 @@ def _messages(turn: Fields, memory: Memory) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise BadAgentRequest(turn.name("role"), f"{role!r} is none of user, assistant, system")
     if turn.peek("content", list) is None:
-        message = {"role": role, "content": turn.need("content", str)}
+        text = turn.need("content", str)
         turn.end()
-        return [message]
+        return [{"role": role, "content": text}]
     texts, calls, results = [], [], []
     for block in turn.each("content"):
         kind = block.peek("type", str)
