@@ -130,6 +130,17 @@ def test_sessions_share_no_answers() -> None:
     run(body)
 
 
+def test_answers_are_kept_for_retries_but_not_for_ever() -> None:
+    async def body(agent: Agent, sessions: ScriptedSessions, gateway: Gateway) -> None:
+        bodies = [{**HELLO, "max_tokens": number + 1} for number in range(50)]
+        for each in bodies:
+            await agent.ask(each)
+        assert text(await agent.ask(bodies[40], **RETRY)) == "41"
+        assert text(await agent.ask(bodies[0], **RETRY)) == "51"
+
+    run(body)
+
+
 def test_failed_turn_is_drawn_again_by_its_retry() -> None:
     async def body(agent: Agent, sessions: ScriptedSessions, gateway: Gateway) -> None:
         def fail(_: ChatRequest) -> Completion:

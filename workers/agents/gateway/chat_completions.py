@@ -13,6 +13,8 @@ from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.requests import ChatRequest, Message, Tool
 
+NAMES_ANSWERS = False
+
 
 def read(body: Body, memory: Memory) -> ChatRequest:
     """Translate a request."""

@@ -42,21 +42,28 @@ class Memory:
     """What later requests of one session refer to.
 
     Attributes:
-        answers: finished turns by id.
+        answers: finished turns by id, of APIs whose requests name them.
         arguments: of each tool call by its id, letter by letter as the model drew them.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
 
-    def add(self, answer: Answer) -> None:
-        """Remember a finished turn."""
-        self.answers[answer.id] = answer
+    def add(self, answer: Answer, *, named: bool) -> None:
+        """Remember a finished turn; `named`: a later request may name it."""
+        if named:
+            self.answers[answer.id] = answer
         self.arguments.update((call["id"], call["function"]["arguments"]) for call in answer.tool_calls())
 
 
 class Dialect(Protocol):
-    """Translates one API."""
+    """Translates one API.
+
+    Attributes:
+        NAMES_ANSWERS: its requests name earlier answers.
+    """
+
+    NAMES_ANSWERS: bool
 
     def read(self, body: Body, memory: Memory) -> ChatRequest:
         """Return the turn that a request asks for. Raises BadAgentRequest."""

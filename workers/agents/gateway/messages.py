@@ -16,6 +16,7 @@ from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.requests import ChatRequest, Message
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NAMES_ANSWERS = False
 
 
 def read(body: Body, memory: Memory) -> ChatRequest:

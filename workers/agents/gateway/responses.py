@@ -13,9 +13,10 @@ from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
 from workers.agents.gateway.fields import Fields, function_tool, tool_call
 from workers.agents.requests import ChatRequest, Message
 
-__all__ = ["error", "events", "read", "write"]
+__all__ = ["NAMES_ANSWERS", "error", "events", "read", "write"]
 
 _PREFIX = "resp_"
+NAMES_ANSWERS = True
 
 
 def read(body: Body, memory: Memory) -> ChatRequest:

@@ -27,6 +27,8 @@ from workers.agents.requests import ChatRequest, Sessions
 
 _IDEMPOTENCY = "Idempotency-Key"
 _RETRY = "x-stainless-retry-count"
+_KEPT = 32
+"""Answers of a session that are kept for retries, which come in seconds: each has its whole history."""
 
 
 @dataclass(eq=False)
@@ -69,6 +71,8 @@ class SessionTurns:
         idempotency_key = headers.get(_IDEMPOTENCY)
         name = idempotency_key or digest
         known = self._turns.get(name)
+        if known is not None and known.task.cancelling():
+            known = None
         if known is not None and known.digest != digest:
             raise BadAgentRequest(_IDEMPOTENCY, "came with another body before")
         if known is not None and (idempotency_key or headers.get(_RETRY, "0") != "0" or not known.task.done()):
@@ -76,7 +80,9 @@ class SessionTurns:
         body = parsed(raw)
         body.setdefault("model", self._model)
         asked = replace(dialect.read(body, self.memory), repeat_key=idempotency_key)
-        task = asyncio.ensure_future(self._draw(body, asked))
+        task = asyncio.ensure_future(self._draw(dialect, body, asked))
+        self._turns.pop(name, None)  # so that the new turn is the youngest
+        self._forget_old()
         turn = self._turns[name] = Turn(name, digest, task, streamed=bool(body.get("stream")))
         task.add_done_callback(lambda _: self._ended(turn))
         return turn
@@ -108,13 +114,18 @@ class SessionTurns:
         for turn in list(self._turns.values()):
             turn.task.cancel()
 
-    async def _draw(self, body: Body, asked: ChatRequest) -> Answer:
+    async def _draw(self, dialect: Dialect, body: Body, asked: ChatRequest) -> Answer:
         answer_id, created = secrets.token_hex(12), int(time.time())
         request = replace(asked, messages=one_system_message(asked.messages))
         completion = await self._sessions.complete(self._key, request)
         answer = Answer(answer_id, created, body, asked, completion)
-        self.memory.add(answer)
+        self.memory.add(answer, named=dialect.NAMES_ANSWERS)
         return answer
+
+    def _forget_old(self) -> None:
+        done = [name for name, turn in self._turns.items() if turn.task.done()]
+        for name in done[:-_KEPT]:
+            del self._turns[name]
 
     def _ended(self, turn: Turn) -> None:
         failed = turn.task.cancelled() or turn.task.exception() is not None
