@@ -113,9 +113,10 @@ class Gateway:
         return key, turns
 
     async def _draw(self, http: web.Request) -> web.StreamResponse:
+        raw = await http.read()  # first: the session may end meanwhile
         _, turns = self._session(http)
         dialect = _DIALECTS[http.path]
-        turn = turns.turn(dialect, http.path, await http.read(), http.headers)
+        turn = turns.turn(dialect, http.path, raw, http.headers)
         with turns.waiting(turn):
             if turn.streamed:
                 return await self._stream(http, dialect, turns, turn)
@@ -139,8 +140,9 @@ class Gateway:
         return stream
 
     async def _count(self, http: web.Request) -> web.Response:
+        raw = await http.read()
         key, turns = self._session(http)
-        request = messages.read_count(parsed(await http.read()), turns.memory)
+        request = messages.read_count(parsed(raw), turns.memory)
         num_tokens = await self._sessions.count(key, one_system_message(request.messages), request.tools)
         return _json({"input_tokens": num_tokens})
 
