@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.requests import ChatRequest, Completion, Message, Tool
+from workers.agents.requests import ChatRequest, Completion, Message
 
 _SESSIONS = 32
 _TURNS = 24
@@ -33,7 +33,7 @@ async def _measure() -> dict[str, float]:
     await gateway.start()
     try:
         keys = [gateway.open() for _ in range(_SESSIONS)]
-        plan = {"url": f"{gateway.url}/v1", "keys": keys}
+        plan = {"url": f"{gateway.base_url}/v1", "keys": keys}
         agents = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--agents", stdin=asyncio.subprocess.PIPE
         )
@@ -69,7 +69,7 @@ class _Sessions:
         message: Message = {"role": "assistant", "content": _REPLY, "tool_calls": [call]}
         return Completion(message, "tool_calls", 2000, 64, [1] * 64, [-1.0] * 64)
 
-    async def count(self, key: str, messages: list[Message], tools: list[Tool] | None) -> int:
+    def count(self, key: str, request: ChatRequest) -> int:
         return 2000
 
 

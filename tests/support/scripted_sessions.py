@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.requests import ChatRequest, Completion, Message, Tool
+from workers.agents.requests import ChatRequest, Completion, Message
 
 Draw = Callable[[ChatRequest], Completion]
 DEADLINE_S = 30
@@ -42,8 +42,8 @@ class ScriptedSessions:
             raise
         return self.draw(request)
 
-    async def count(self, key: str, messages: list[Message], tools: list[Tool] | None) -> int:
-        return sum(len(message["content"]) for message in messages)
+    def count(self, key: str, request: ChatRequest) -> int:
+        return sum(len(message["content"]) for message in request.messages)
 
 
 def completion(text: str = "", *calls: tuple[str, str, str], reason: Any = None, num_tokens: int = 3) -> Completion:

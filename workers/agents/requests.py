@@ -57,5 +57,5 @@ class Sessions(Protocol):
             SessionGone, ContextLengthExceeded, BadAgentRequest: see `workers.agents.errors`.
         """
 
-    async def count(self, key: str, messages: list[Message], tools: list[Tool] | None) -> int:
-        """Return how many tokens the prompt of these messages would have. Raises as `complete` does."""
+    def count(self, key: str, request: ChatRequest) -> int:
+        """Return how many tokens the request's prompt would have. Raises as `complete` does."""

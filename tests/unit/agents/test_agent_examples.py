@@ -34,7 +34,7 @@ def test_openai_agent_is_rewarded_for_the_right_answer(answer: str, reward: floa
     async def body() -> float:
         async with serving(ScriptedSessions(multiplying)) as gateway:
             task = {**TASK, "answer": answer}
-            return float(await module.agent(task, f"{gateway.url}/v1", gateway.open()))
+            return float(await module.agent(task, f"{gateway.base_url}/v1", gateway.open()))
 
     assert asyncio.run(asyncio.wait_for(body(), DEADLINE_S)) == reward
 
@@ -48,7 +48,8 @@ def test_shell_agent_writes_its_reward(tmp_path: Path) -> None:
                 "PATH": os.defpath,
                 "ASYNCFLOW_TASK": json.dumps(TASK),
                 "ASYNCFLOW_RESULT": str(tmp_path / "result.json"),
-                **gateway.environment(gateway.open()),
+                "OPENAI_BASE_URL": f"{gateway.base_url}/v1",
+                "OPENAI_API_KEY": gateway.open(),
             }
             program = EXAMPLES / "agent_command" / "shell_agent.py"
             process = await asyncio.create_subprocess_exec(sys.executable, str(program), env=environment)

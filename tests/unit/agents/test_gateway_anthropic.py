@@ -25,7 +25,7 @@ def run(body: Body, draw: Draw = lambda _: completion("hi")) -> None:
         sessions = ScriptedSessions(draw)
         async with serving(sessions) as gateway:
             key = gateway.open()
-            async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
+            async with anthropic.AsyncAnthropic(base_url=gateway.base_url, api_key=key, max_retries=0) as client:
                 await body(client, sessions)
 
     asyncio.run(asyncio.wait_for(connected(), DEADLINE_S))

@@ -27,7 +27,7 @@ def run(body: Body, draw: Draw = lambda _: completion("hi"), **settings: Any) ->
     async def connected() -> None:
         sessions = ScriptedSessions(draw)
         async with serving(sessions, **settings) as gateway:
-            base_url, key = f"{gateway.url}/v1", gateway.open()
+            base_url, key = f"{gateway.base_url}/v1", gateway.open()
             async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
                 await body(client, sessions)
 

@@ -1,7 +1,7 @@
 """The gateway's HTTP server, on this host's loopback only. Runs in the session service's event loop.
 
     open() -> key                 a session's random key, void once it is closed
-    environment(key)              what SDKs of both vendors read: base URL and key
+    base_url                      Anthropic's SDK takes it as it is, OpenAI's with `/v1`
 
 Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session is gone;
 413 a body over the limit. A stream's answer comes when the turn is finished, with comments every `keep_alive_s` before.
@@ -10,6 +10,7 @@ Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no s
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 from aiohttp import web
@@ -38,7 +39,7 @@ class Gateway:
     gateway = Gateway(sessions)
     await gateway.start()
     key = gateway.open()
-    ...                           # the agent runs with gateway.environment(key)
+    ...                           # an agent runs with gateway.base_url and key
     gateway.close(key)
     await gateway.stop()
     """
@@ -68,14 +69,14 @@ class Gateway:
         app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
         app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
-        self.url = ""
+        self.base_url = ""
 
     async def start(self) -> None:
-        """Listen on a free port; `url` has it then."""
+        """Listen on a free port; `base_url` has it then."""
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.base_url = f"http://{host}:{port}"
 
     async def stop(self) -> None:
         """Close all sessions, then the server."""
@@ -94,15 +95,6 @@ class Gateway:
         turns = self._turns.pop(key, None)
         if turns is not None:
             turns.close()
-
-    def environment(self, key: str) -> dict[str, str]:
-        """Return the variables from which SDKs learn of the gateway."""
-        return {
-            "OPENAI_BASE_URL": f"{self.url}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": self.url,
-            "ANTHROPIC_API_KEY": key,
-        }
 
     def _session(self, http: web.Request) -> tuple[str, SessionTurns]:
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -143,8 +135,8 @@ class Gateway:
         raw = await http.read()
         key, turns = self._session(http)
         request = messages.read_count(parsed(raw), turns.memory)
-        num_tokens = await self._sessions.count(key, one_system_message(request.messages), request.tools)
-        return _json({"input_tokens": num_tokens})
+        request = replace(request, messages=one_system_message(request.messages))
+        return _json({"input_tokens": self._sessions.count(key, request)})
 
     async def _models(self, http: web.Request) -> web.Response:
         self._session(http)
