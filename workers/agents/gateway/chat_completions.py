@@ -1,0 +1,144 @@
+"""OpenAI's `/v1/chat/completions`.
+
+Served: messages (text; roles system, developer, user, assistant, tool), tools (functions), max_tokens or
+max_completion_tokens, stop, stream, stream_options.include_usage, logprobs (a token is called `token_id:N`; no
+top_logprobs). `developer` is `system`; the system messages that a history begins with are joined.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from workers.agents.errors import BadAgentRequest
+from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
+from workers.agents.gateway.fields import Fields, function_tool, tool_call
+from workers.agents.requests import ChatRequest, Message, Tool
+
+NAMES_ANSWERS = False
+
+
+def read(body: Body, memory: Memory) -> ChatRequest:
+    """Translate a request."""
+    fields = Fields(body)
+    messages = [_message(message) for message in fields.each("messages")]
+    if not messages:
+        raise BadAgentRequest("messages", "must hold a message")
+    tools = [_tool(tool) for tool in fields.each("tools")]
+    max_tokens, old_name = fields.limit("max_completion_tokens"), fields.limit("max_tokens")
+    stop = fields.texts("stop")
+    fields.take("stream", bool)
+    options = Fields(fields.take("stream_options", dict) or {}, "stream_options")
+    options.take("include_usage", bool)
+    options.end(include_obfuscation=False)
+    fields.take("logprobs", bool)
+    fields.end_of_body(
+        n=1,
+        top_logprobs=0,
+        logit_bias={},
+        presence_penalty=0,
+        frequency_penalty=0,
+        repetition_penalty=1,
+        response_format={"type": "text"},
+        modalities=["text"],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+    )
+    return ChatRequest(messages, tools or None, max_tokens or old_name, stop)
+
+
+def write(answer: Answer) -> Body:
+    """Return a `chat.completion`."""
+    choice = {
+        "index": 0,
+        "message": _assistant(answer),
+        "logprobs": _logprobs(answer),
+        "finish_reason": _reason(answer),
+    }
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def events(answer: Answer) -> Iterator[bytes]:
+    """Return its `chat.completion.chunk`s."""
+    head = _head(answer, "chat.completion.chunk")
+
+    def chunk(delta: Body, reason: str | None = None, logprobs: Body | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice]})
+
+    message = _assistant(answer)
+    yield chunk({"role": "assistant", "content": ""})
+    for field in ("reasoning_content", "content"):
+        yield from (chunk({field: piece}) for piece in pieces(message.get(field) or ""))
+    for place, call in enumerate(answer.tool_calls()):
+        yield chunk({"tool_calls": [{"index": place, **call}]})
+    yield chunk({}, _reason(answer), _logprobs(answer))
+    if (answer.body.get("stream_options") or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": _usage(answer)})
+    yield b"data: [DONE]\n\n"
+
+
+def error(message: str, *, kind: str, param: str | None, code: str | None) -> Body:
+    """Return OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.need("role", str)
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise BadAgentRequest(fields.name("role"), f"{role!r} is none of system, developer, user, assistant, tool")
+    message: Message = {"role": "system" if role == "developer" else role, "content": fields.text("content", "text")}
+    if role == "assistant":
+        if reasoning := fields.take("reasoning_content", str):
+            message["reasoning_content"] = reasoning
+        if calls := [_call(call) for call in fields.each("tool_calls")]:
+            message["tool_calls"] = calls
+    elif role == "tool":
+        message["tool_call_id"] = fields.need("tool_call_id", str)
+    if (name := fields.take("name", str)) is not None:
+        message["name"] = name
+    fields.end(annotations=[])
+    return message
+
+
+def _call(fields: Fields) -> Any:
+    fields.take("index", int)  # clients that join a stream's pieces leave it there
+    call_id = fields.need("id", str)
+    function = Fields(fields.need("function", dict), fields.name("function"))
+    call = tool_call(call_id, function.need("name", str), function.need("arguments", str))
+    function.end()
+    fields.end(type="function")
+    return call
+
+
+def _tool(fields: Fields) -> Tool:
+    tool = function_tool(Fields(fields.need("function", dict), fields.name("function")), "parameters")
+    fields.end(type="function")
+    return tool
+
+
+def _assistant(answer: Answer) -> Message:
+    message = answer.completion.message
+    kept = {field: message[field] for field in ("reasoning_content", "tool_calls") if message.get(field)}
+    return {"role": "assistant", "content": answer.text(), "refusal": None, **kept}
+
+
+def _head(answer: Answer, kind: str) -> Body:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.body.get("model")}
+
+
+def _reason(answer: Answer) -> str:
+    return answer.completion.finish_reason
+
+
+def _logprobs(answer: Answer) -> Body | None:
+    if not answer.body.get("logprobs"):
+        return None
+    drawn = zip(answer.completion.token_ids, answer.completion.log_probs, strict=True)
+    tokens: list[Body] = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in drawn
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _usage(answer: Answer) -> Body:
+    prompt, drawn = answer.completion.prompt_tokens, answer.completion.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

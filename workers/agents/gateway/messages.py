@@ -1,0 +1,148 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
+
+Served: system, messages (text, tool_use, tool_result), tools (own functions), max_tokens, stop_sequences, stream;
+cache_control is ignored. No thinking blocks: reasoning stays with the session. A response that a stop sequence cut has
+`end_turn`. Arguments of a call that are no JSON object are given as `{"unreadable": text}`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from workers.agents.errors import BadAgentRequest
+from workers.agents.gateway.dialect import Answer, Body, Memory, event, pieces
+from workers.agents.gateway.fields import Fields, function_tool, tool_call
+from workers.agents.requests import ChatRequest, Message
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NAMES_ANSWERS = False
+
+
+def read(body: Body, memory: Memory) -> ChatRequest:
+    """Translate a request."""
+    fields = Fields(body)
+    max_tokens = fields.limit("max_tokens")
+    if max_tokens is None:
+        raise BadAgentRequest("max_tokens", "is missing")
+    stop = fields.texts("stop_sequences")
+    fields.take("stream", bool)
+    request = _conversation(fields, memory)
+    return ChatRequest(request.messages, request.tools, max_tokens, stop)
+
+
+def read_count(body: Body, memory: Memory) -> ChatRequest:
+    """Translate a request to count tokens."""
+    return _conversation(Fields(body), memory)
+
+
+def write(answer: Answer) -> Body:
+    """Return a `message`."""
+    blocks: list[Body] = [{"type": "text", "text": answer.text()}] if answer.text() else []
+    for call in answer.tool_calls():
+        name, drawn = call["function"]["name"], call["function"]["arguments"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _input(drawn)})
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.body.get("model"),
+        "content": blocks,
+        "stop_reason": _REASONS[answer.completion.finish_reason],
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": answer.completion.prompt_tokens,
+            "output_tokens": answer.completion.completion_tokens,
+        },
+    }
+
+
+def events(answer: Answer) -> Iterator[bytes]:
+    """Return the events of a `message`."""
+    whole = write(answer)
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield event({"type": "message_start", "message": begun})
+    for place, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            start = {**block, "text": ""}
+            deltas = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+        else:
+            start = {**block, "input": {}}
+            drawn = msgspec.json.encode(block["input"]).decode()
+            deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(drawn)]
+        yield event({"type": "content_block_start", "index": place, "content_block": start})
+        yield from (event({"type": "content_block_delta", "index": place, "delta": delta}) for delta in deltas)
+        yield event({"type": "content_block_stop", "index": place})
+    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield event({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
+    yield event({"type": "message_stop"})
+
+
+def error(message: str, *, kind: str, param: str | None, code: str | None) -> Body:
+    """Return Anthropic's error object, which has no place for a code but the message."""
+    return {"type": "error", "error": {"type": kind, "message": f"{code}: {message}" if code else message}}
+
+
+def _conversation(fields: Fields, memory: Memory) -> ChatRequest:
+    messages: list[Message] = []
+    if system := fields.text("system", "text"):
+        messages.append({"role": "system", "content": system})
+    turns = fields.each("messages")
+    if not turns:
+        raise BadAgentRequest("messages", "must hold a message")
+    for turn in turns:
+        messages += _messages(turn, memory)
+    tools = []
+    for tool in fields.each("tools"):
+        if (kind := tool.take("type", str)) not in (None, "custom"):
+            raise BadAgentRequest(tool.name("type"), f"{kind!r} is not served; declare tools of your own")
+        tools.append(function_tool(tool, "input_schema"))
+    fields.end_of_body(tool_choice={"type": "auto"}, thinking={"type": "disabled"})
+    return ChatRequest(messages, tools or None)
+
+
+def _messages(turn: Fields, memory: Memory) -> list[Message]:
+    """Return what one message of theirs is in OpenAI's format: each tool's result is a message there."""
+    role = turn.need("role", str)
+    if role not in ("user", "assistant", "system"):
+        raise BadAgentRequest(turn.name("role"), f"{role!r} is none of user, assistant, system")
+    if turn.peek("content", list) is None:
+        text = turn.need("content", str)
+        turn.end()
+        return [{"role": role, "content": text}]
+    texts, calls, results = [], [], []
+    for block in turn.each("content"):
+        kind = block.peek("type", str)
+        if kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, memory))
+        elif kind == "tool_result" and role == "user":
+            results.append(_result(block))
+        else:
+            texts.append(block.block_text("text"))
+    turn.end()
+    message: Message = {"role": role, "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    return [*results, message] if texts or calls or not results else results
+
+
+def _call(block: Fields, memory: Memory) -> Any:
+    call_id, name, given = block.need("id", str), block.need("name", str), block.need("input", dict)
+    block.end("type", "cache_control", "caller")
+    drawn = memory.arguments.get(call_id)
+    same = drawn is not None and _input(drawn) == given
+    return tool_call(call_id, name, drawn if same and drawn is not None else msgspec.json.encode(given).decode())
+
+
+def _result(block: Fields) -> Message:
+    result = {"role": "tool", "tool_call_id": block.need("tool_use_id", str), "content": block.text("content", "text")}
+    block.end("type", "cache_control", "is_error")
+    return result
+
+
+def _input(arguments: str) -> Body:
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"unreadable": arguments}

@@ -1,0 +1,178 @@
+"""The gateway's HTTP server, on this host's loopback only. Runs in the session service's event loop.
+
+    open() -> key                 a session's random key, void once it is closed
+    base_url                      Anthropic's SDK takes it as it is, OpenAI's with `/v1`
+
+Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session is gone;
+413 a body over the limit. A stream's answer comes when the turn is finished, with comments every `keep_alive_s` before.
+"""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import msgspec
+from aiohttp import web
+
+from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.gateway import chat_completions, messages, responses
+from workers.agents.gateway.dialect import Body, Dialect, event
+from workers.agents.gateway.fields import one_system_message
+from workers.agents.gateway.turns import SessionTurns, Turn, parsed
+from workers.agents.requests import Sessions
+
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/messages": messages,
+    "/v1/responses": responses,
+}
+_COUNT = "/v1/messages/count_tokens"
+_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_REFUSALS = (BadAgentRequest, ContextLengthExceeded, SessionGone)
+_GOODBYE_S = 2.0
+
+
+class Gateway:
+    """Serves agents' sessions.
+
+    gateway = Gateway(sessions)
+    await gateway.start()
+    key = gateway.open()
+    ...                           # an agent runs with gateway.base_url and key
+    gateway.close(key)
+    await gateway.stop()
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        *,
+        model: str = "policy",
+        keep_alive_s: float = 10.0,
+        retry_wait_s: float = 20.0,
+        max_body_bytes: int = 2**24,
+    ) -> None:
+        """Args:
+        sessions: draws turns.
+        model: name that is listed; requests may say any.
+        keep_alive_s: pause between comments in a stream that waits.
+        retry_wait_s: how long a turn goes on after its client went away; SDKs retry within 8 s.
+        max_body_bytes: of a request.
+        """
+        self._sessions = sessions
+        self._model = model
+        self._keep_alive_s = keep_alive_s
+        self._retry_wait_s = retry_wait_s
+        self._turns: dict[str, SessionTurns] = {}
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_refusals])
+        app.add_routes([web.post(path, self._draw) for path in _DIALECTS])
+        app.add_routes([web.post(_COUNT, self._count), web.get("/v1/models", self._models)])
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_GOODBYE_S)
+        self.base_url = ""
+
+    async def start(self) -> None:
+        """Listen on a free port; `base_url` has it then."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close all sessions, then the server."""
+        for key in list(self._turns):
+            self.close(key)
+        await self._runner.cleanup()
+
+    def open(self) -> str:
+        """Return the key of a new session."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._turns[key] = SessionTurns(key, self._sessions, model=self._model, retry_wait_s=self._retry_wait_s)
+        return key
+
+    def close(self, key: str) -> None:
+        """Void a key, and cancel what its session draws. Idempotent."""
+        turns = self._turns.pop(key, None)
+        if turns is not None:
+            turns.close()
+
+    def _session(self, http: web.Request) -> tuple[str, SessionTurns]:
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = http.headers.get("x-api-key", bearer)
+        turns = self._turns.get(key)
+        if turns is None:
+            raise web.HTTPUnauthorized(reason="no session has this key, or it has ended")
+        return key, turns
+
+    async def _draw(self, http: web.Request) -> web.StreamResponse:
+        raw = await http.read()  # first: the session may end meanwhile
+        _, turns = self._session(http)
+        dialect = _DIALECTS[http.path]
+        turn = turns.turn(dialect, http.path, raw, http.headers)
+        with turns.waiting(turn):
+            if turn.streamed:
+                return await self._stream(http, dialect, turns, turn)
+            answer = await turns.answer(turn)
+            assert answer is not None  # there was no deadline
+            return _json(dialect.write(answer))
+
+    async def _stream(self, http: web.Request, dialect: Dialect, turns: SessionTurns, turn: Turn) -> web.StreamResponse:
+        """Send a finished turn in pieces. One that is refused before the first comment has its own status."""
+        answer = await turns.answer(turn, timeout_s=self._keep_alive_s)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await stream.prepare(http)
+        try:
+            while answer is None:
+                await stream.write(b": keep-alive\n\n")
+                answer = await turns.answer(turn, timeout_s=self._keep_alive_s)
+            await stream.write(b"".join(dialect.events(answer)))
+        except _REFUSALS as refusal:
+            await stream.write(event(_refusal(http.path, refusal)[1]))
+        await stream.write_eof()
+        return stream
+
+    async def _count(self, http: web.Request) -> web.Response:
+        raw = await http.read()
+        key, turns = self._session(http)
+        request = messages.read_count(parsed(raw), turns.memory)
+        request = replace(request, messages=one_system_message(request.messages))
+        return _json({"input_tokens": self._sessions.count(key, request)})
+
+    async def _models(self, http: web.Request) -> web.Response:
+        self._session(http)
+        model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "asyncflow"}
+        return _json({"object": "list", "data": [model]})
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (*_REFUSALS, web.HTTPException) as refusal:
+        status, body = _refusal(request.path, refusal)
+        return _json(body, status)
+
+
+def _refusal(path: str, error: Exception) -> tuple[int, Body]:
+    """Return status and body of an error, as the path's API has them."""
+    param = code = None
+    message = str(error)
+    match error:
+        case BadAgentRequest():
+            status, param = 400, error.field
+        case ContextLengthExceeded():
+            status, code = 400, "context_length_exceeded"
+        case SessionGone():
+            status, code = 410, "session_gone"
+        case web.HTTPException():
+            status, message = error.status, error.reason
+        case _:
+            raise error
+    dialect = messages if path in ("/v1/messages", _COUNT) else chat_completions
+    return status, dialect.error(message, kind=_KINDS.get(status, "invalid_request_error"), param=param, code=code)
+
+
+def _json(body: Body, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
