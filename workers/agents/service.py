@@ -16,14 +16,13 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
 from asyncflow.process import die_with_parent
 from workers.agents.channel import Channel
 from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
-from workers.agents.gateway import Gateway
 from workers.agents.wire import (
     Abandon,
     Ask,
@@ -50,6 +49,9 @@ from workers.agents.run import BudgetIsSpent, Run
 from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.calls.child import outlive_stop_signals
 
+if TYPE_CHECKING:
+    from workers.agents.gateway import Gateway
+
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 2.0
@@ -72,7 +74,7 @@ class Service:
         self._engine = engine
         self._setup = setup
         self._renderer = load_renderer(Path(setup.model_dir), setup.renderer)
-        self._gateway = Gateway(self) if setup.agent is not None or setup.command else None
+        self._gateway = self._open_gateway() if setup.agent is not None or setup.command else None
         self._workers: list[UserWorker] = []
         self._worker_came = asyncio.Event()
         self._runs: dict[int, Run] = {}
@@ -134,6 +136,15 @@ class Service:
         """
         self._run_of(key)
         return len(self._renderer.render(request.messages, request.tools))
+
+    def _open_gateway(self) -> "Gateway":
+        try:
+            from workers.agents.gateway import Gateway
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout: agents need {error.name}, which is not installed; pip install 'asyncflow-rl[agents]'"
+            ) from error
+        return Gateway(self)
 
     def _run_of(self, key: str) -> Run:
         run = self._keys.get(key)

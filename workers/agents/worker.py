@@ -176,7 +176,7 @@ class Worker:
         return _done(start.run, returned, context.metrics)
 
     async def _call_agent(self, start: Start) -> Done:
-        returned = await self._rollout(task_of(start.rollout), start.base_url, start.key)
+        returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
         return Done(start.run, [], *_reward_of(returned))
 
 
