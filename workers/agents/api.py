@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncflow.errors import UserCodeFailed
-from workers.agents.wire import Begin, Message
 from workers.agents.tools import Tool, call_tool
+from workers.agents.wire import Begin, Message
 
 T = TypeVar("T")
 

@@ -23,6 +23,10 @@ from asyncflow.process import die_with_parent
 from workers.agents.channel import Channel
 from workers.agents.command import run_command
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.rendering import load_renderer
+from workers.agents.requests import ChatRequest, Completion
+from workers.agents.run import BudgetIsSpent, Run
+from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.agents.wire import (
     Abandon,
     Ask,
@@ -43,10 +47,6 @@ from workers.agents.wire import (
     ToService,
     Undraw,
 )
-from workers.agents.rendering import load_renderer
-from workers.agents.requests import ChatRequest, Completion
-from workers.agents.run import BudgetIsSpent, Run
-from workers.agents.user_workers import UserWorker, WorkerDeath
 from workers.calls.child import outlive_stop_signals
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent
 from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
 from workers.agents.channel import Channel
+from workers.agents.tools import Tool, load_tools
 from workers.agents.wire import (
     Ask,
     Broken,
@@ -43,7 +44,6 @@ from workers.agents.wire import (
     Told,
     ToWorker,
 )
-from workers.agents.tools import Tool, load_tools
 from workers.calls.child import outlive_stop_signals
 from workers.calls.user_function import load_function
 from workers.rewards.base import as_number

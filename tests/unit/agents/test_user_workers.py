@@ -9,8 +9,8 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from workers.agents import user_workers
-from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
 from workers.agents.user_workers import UserWorker, WorkerDeath
+from workers.agents.wire import Ask, Begin, Done, Raised, Setup, Start, Told
 from workers.agents.worker import NOBODY
 
 MODULE = """
