@@ -27,6 +27,7 @@ from workers.algorithms.dapo import uniform_groups
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.tasks.rollouts import sample_columns
 
 STOP_POLL_S = 0.2
 
@@ -191,7 +192,7 @@ class Outbox:
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
         generations = [one.generation for one in finished]
         rows = [one.index for one in generations]
-        columns = _answer_columns(generations)
+        columns = _answer_columns([lease.prompts[lease.position[row]] for row in rows], generations)
         scores = [one.score.result() for one in finished if one.score is not None]
         if scores and self._scorer is not None:
             columns |= self._scorer.columns(scores)
@@ -236,10 +237,10 @@ class _Finished:
     epoch: int
 
 
-def _answer_columns(generations: Sequence[Generation]) -> dict[str, Column]:
-    """Return the outputs of task `actor_rollout`; every token carries the version of the weights that drew it."""
+def _answer_columns(prompts: Sequence[Tensor], generations: Sequence[Generation]) -> dict[str, Column]:
+    """Return the outputs of task `actor_rollout`; every drawn token has the version of the weights that drew it."""
     return {
-        "responses": Column.of_rows([one.response_R for one in generations]),
+        **sample_columns(prompts, [one.response_R for one in generations]),
         "rollout_log_probs": Column.of_rows([one.log_probs_R for one in generations]),
         "versions": Column.of_rows([one.versions_R for one in generations]),
         "truncated": Column.of_scalars(torch.tensor([one.truncated for one in generations])),
