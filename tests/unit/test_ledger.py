@@ -13,12 +13,13 @@ from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
 from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
+from workers.tasks.rollouts import sample_columns
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
     columns = {
         "prompts": Column.of_rows([torch.tensor(row) for row in prompts]),
-        "responses": Column.of_rows([torch.tensor(row) for row in responses]),
+        **sample_columns([torch.tensor(row) for row in prompts], [torch.tensor(row) for row in responses]),
         "versions": Column.of_rows([torch.tensor(row, dtype=torch.int32) for row in versions]),
         "epochs": Column.of_scalars(torch.tensor([2] * len(prompts), dtype=torch.int32)),
     }

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.batch import Column, PackedBatch
+from tq.batch import PackedBatch
 from workers.config import ActorConfig
+from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import drawn_per_row, sample_columns, samples_of
 from workers.trainer.batching import micro_batches
 
 
@@ -15,16 +17,16 @@ def rows_of(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedBatch:
     """(prompt tokens, tokens of its answers) -> their rows; prompts differ."""
     prompts = [torch.full((p,), number) for number, (p, answers) in enumerate(groups) for _ in answers]
     responses = [torch.zeros(length, dtype=torch.int64) for _, answers in groups for length in answers]
-    columns = {"prompts": Column.of_rows(prompts), "responses": Column.of_rows(responses)}
-    return PackedBatch(tuple(range(len(prompts))), columns)
+    return samples_of(PackedBatch(tuple(range(len(prompts))), sample_columns(prompts, responses)))
 
 
 def tokens_of(batch: PackedBatch, positions: Sequence[int], *, shared: bool) -> int:
     """What a forward pass computes."""
     chosen = batch.select(list(positions))
-    prompts = [tuple(row.tolist()) for row in chosen["prompts"].rows()]
+    before = sequences_of(chosen).prompt_lengths.tolist()
+    prompts = [tuple(row[:size].tolist()) for row, size in zip(chosen["tokens"].rows(), before, strict=True)]
     counted = set(prompts) if shared else prompts
-    return sum(map(len, counted)) + int(chosen["responses"].lengths.sum())
+    return sum(map(len, counted)) + int(chosen["tokens"].lengths.sum()) - sum(before)
 
 
 def test_without_a_budget_rows_are_cut_by_number() -> None:
@@ -61,5 +63,5 @@ def test_every_row_is_in_one_micro_batch_and_those_of_several_rows_fit(
     cuts = micro_batches(batch, ActorConfig(max_tokens_per_micro_batch=budget, shared_prompt=shared))
     assert sorted(row for cut in cuts for row in cut) == list(range(len(batch)))
     for cut in cuts:
-        answers = [length for length in batch.select(list(cut))["responses"].lengths.tolist() if length]
+        answers = [length for length in drawn_per_row(batch.select(list(cut))).tolist() if length]
         assert len(answers) <= 1 or tokens_of(batch, cut, shared=shared) <= budget

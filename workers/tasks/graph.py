@@ -258,7 +258,7 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
 
 
 def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
-    written = [*TEXT_COLUMNS, *PROMPT_COLUMNS, *(name for task in graph for name in task.outputs)]
+    written = [*PROMPT_COLUMNS, *_COLUMNS_OF, *(name for task in graph for name in task.outputs)]
     written += [user.output for user in users]
     for number, user in enumerate(users):
         for name in user.inputs:

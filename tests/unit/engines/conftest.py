@@ -86,13 +86,10 @@ def single_rank() -> Iterator[None]:
 def batch() -> Sequences:
     """Five samples; two of one length, one with an empty answer."""
     generator = torch.Generator().manual_seed(3)
-    prompts, answers = torch.tensor([3, 2, 5, 1, 4]), torch.tensor([4, 5, 1, 6, 0])
-    lengths = prompts + answers
-    return Sequences(
-        tokens_T=torch.randint(2, 13, (int(lengths.sum()),), generator=generator),
-        lengths_N=lengths.int(),
-        prompt_lengths_N=prompts.int(),
-    )
+    prompts, answers = [3, 2, 5, 1, 4], [4, 5, 1, 6, 0]
+    parts = [size for pair in zip(prompts, answers, strict=True) for size in pair]
+    tokens = torch.randint(2, 13, (sum(parts),), generator=generator).split(parts)
+    return Sequences.of(tokens[::2], tokens[1::2])
 
 
 @pytest.fixture

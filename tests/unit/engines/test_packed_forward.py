@@ -23,7 +23,7 @@ def one_by_one(model: torch.nn.Module, batch: Sequences, temperature: float) -> 
     """Answer log-probabilities from transformers' own forward of each sample."""
     parts = []
     samples = batch.tokens_T.split(batch.lengths_N.tolist())
-    for tokens, prompt in zip(samples, batch.prompt_lengths_N.tolist(), strict=True):
+    for tokens, prompt in zip(samples, batch.prompt_lengths.tolist(), strict=True):
         logits = model(tokens.unsqueeze(0)).logits[0, prompt - 1 : -1] / temperature
         parts.append(logits.log_softmax(-1).gather(-1, tokens[prompt:, None]).squeeze(-1))
     return torch.cat(parts)
