@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq.batch import PackedBatch
+from tq.batch import Column, PackedBatch
 from workers.config import ActorConfig
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.rollouts import drawn_per_row, sample_columns, samples_of
@@ -44,6 +44,34 @@ def test_a_group_that_fits_stays_whole_and_one_that_does_not_is_cut() -> None:
 def test_an_answer_beyond_the_budget_is_alone() -> None:
     batch = rows_of([(8, [30, 2]), (40, [3, 5])])
     assert micro_batches(batch, ActorConfig(max_tokens_per_micro_batch=20)) == [[0], [1], [2], [3]]
+
+
+def rollouts() -> PackedBatch:
+    """Three rows of 1, 3 and 2 samples, of 2, 9, 4, 3, 5 and 6 tokens; all but the first begin with the same two."""
+    lengths = ([2], [9, 4, 3], [5, 6])
+    begins = [
+        torch.tensor([1, 1, 0])[:size] if size == 2 else torch.full((size,), 3) for row in lengths for size in row
+    ]
+    tokens = torch.cat(begins)
+    masks = torch.cat(
+        [torch.tensor([0, 1] if size == 2 else [0, 0, *[1] * (size - 2)]) for row in lengths for size in row]
+    )
+    per_row = torch.tensor([sum(row) for row in lengths], dtype=torch.int32)
+    columns = {
+        "tokens": Column(tokens, per_row),
+        "sample_lengths": Column.of_rows([torch.tensor(row, dtype=torch.int32) for row in lengths]),
+        "response_mask": Column(masks.to(torch.uint8), per_row),
+    }
+    return samples_of(PackedBatch((0, 1, 2), columns))
+
+
+def test_rows_are_cut_at_the_borders_of_samples_by_tokens_alone() -> None:
+    assert micro_batches(rollouts(), ActorConfig(micro_batch_size=2)) == [range(4), range(4, 6)]
+    cuts = micro_batches(rollouts(), ActorConfig(max_tokens_per_micro_batch=10, shared_prompt=False))
+    assert sorted(position for cut in cuts for position in cut) == list(range(6))
+    assert all(tokens_of(rollouts(), cut, shared=False) <= 10 for cut in cuts) and len(cuts) == 3
+    shared = micro_batches(rollouts(), ActorConfig(max_tokens_per_micro_batch=19))
+    assert shared == [[0], [1, 2, 3, 4, 5]]  # 2 that they share, and 7 + 2 + 1 + 3 + 4
 
 
 def test_no_rows_need_no_micro_batch() -> None:

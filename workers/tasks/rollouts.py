@@ -47,7 +47,7 @@ def drawn_per_sample(batch: PackedBatch) -> Tensor:
 def responses_of(batch: PackedBatch) -> list[Tensor]:
     """Return the drawn tokens of each row, int64, in order; `batch`: columns `tokens`, `response_mask`."""
     drawn_A = batch["tokens"].values[batch["response_mask"].values.bool()]
-    return list(drawn_A.split(drawn_per_row(batch).tolist()))
+    return list(torch.split(drawn_A, drawn_per_row(batch).tolist()))
 
 
 def samples_of(batch: PackedBatch) -> PackedBatch:

@@ -100,3 +100,17 @@ def groups() -> Sequences:
     prompts = [first, second, first, alone, second, first, second, first, second]
     answers = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
     return Sequences.of(prompts, answers)
+
+
+@pytest.fixture
+def turns() -> Sequences:
+    """Conversations: two begin alike and go on otherwise, one of them with an observation last; one has no drawn token,
+    one begins like it; one is alone."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randint(2, 13, (n,), generator=generator) for n in (3, 2))
+    begins = (first, second, first, second, torch.tensor([7]))
+    masks = ([1, 1, 0, 0, 1], [0, 0, 0], [1, 0, 1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1])
+    rest = [torch.randint(2, 13, (len(mask),), generator=generator) for mask in masks]
+    mask = torch.tensor([one for begin, mask in zip(begins, masks, strict=True) for one in ([0] * len(begin) + mask)])
+    whole = Sequences.of(begins, rest)
+    return Sequences(whole.tokens_T, whole.lengths_N, mask.to(torch.uint8))
