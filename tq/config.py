@@ -115,7 +115,7 @@ class QueueConfig(Settings):
     """Channels that one service accepts at a time."""
     shared_memory: bool = True
     """Payloads between processes of one host go through shared memory; False: everything over the wire."""
-    token_columns: tuple[str, ...] = ("prompts", "responses")
+    token_columns: tuple[str, ...] = ("tokens",)
     """Columns whose lengths are a row's tokens: what token budgets and balanced policies count."""
     retain_until_checkpoint: bool = False
     """Keep rows that every task is done with until a checkpoint covers their step."""

@@ -145,14 +145,15 @@ class TrainingConfig(Settings):
     """How a model is trained."""
 
     micro_batch_size: int = Field(16, ge=1)
-    """Responses per rank and forward-backward; with `max_tokens_per_micro_batch`: responses that a rank gets at a time,
+    """Rollouts per rank and forward-backward; with `max_tokens_per_micro_batch`: rollouts that a rank gets at a time,
     and cuts by tokens."""
     max_tokens_per_micro_batch: int = Field(0, ge=0)
-    """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; a response that is
-    longer by itself (with its prompt) is alone. A shared prompt counts once. 0: `micro_batch_size` counts. With
-    `tq.policy: token-budget` a rank also gets no more at a time, where a prompt counts for each of its responses."""
+    """Tokens per rank and forward-backward: as few micro-batches as fit, whatever the lengths; a sample (a prompt with
+    its response, or a conversation) that is longer by itself is alone. A shared prompt counts once. 0:
+    `micro_batch_size` counts. With `tq.policy: token-budget` a rank also gets no more at a time, where a prompt counts
+    for each of its samples."""
     shared_prompt: bool = True
-    """Compute a prompt that several responses of a micro-batch have in common once; the gradient is the same."""
+    """Compute a prompt that several samples of a micro-batch have in common once; the gradient is the same."""
     lr: float = Field(1e-6, gt=0)
     """AdamW's learning rate after warm-up."""
     lr_warmup_steps: int = Field(0, ge=0)

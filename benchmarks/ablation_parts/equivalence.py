@@ -27,6 +27,7 @@ from workers.engines.hf.engine import HfEngine
 from workers.engines.hf.weights import HfWeights
 from workers.rewards.scorer import Scorer
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import sample_columns, samples_of
 
 _CPU = torch.device("cpu")
 
@@ -69,8 +70,7 @@ def _recorded(config: RunConfig) -> list[PackedBatch]:
         answers = sorted(generate(engine, asked), key=lambda one: one.index)
         scored = scorer.score_all([tokens] * size, [one.response_R for one in answers], [prompt.ground_truth] * size)
         columns = {
-            "prompts": Column.of_rows([tokens] * size),
-            "responses": Column.of_rows([one.response_R for one in answers]),
+            **sample_columns([tokens] * size, [one.response_R for one in answers]),
             "rollout_log_probs": Column.of_rows([one.log_probs_R for one in answers]),
             "ref_log_probs": Column.of_rows([one.log_probs_R - 0.1 for one in answers]),
             "truncated": Column.of_scalars(torch.tensor([one.truncated for one in answers])),
@@ -91,7 +91,7 @@ def _gradients(config: RunConfig, groups: Sequence[PackedBatch], *, micro_batch_
         device=_CPU, seed=0,
     )  # fmt: skip
     algorithm = load_algorithm(config.algorithm, config.rollout)
-    rows = PackedBatch.concatenate(groups)
+    rows = samples_of(PackedBatch.concatenate(groups))
     for start in range(0, len(rows), micro_batch_size):
         batch = rows.select(range(start, min(start + micro_batch_size, len(rows))))
         engine.forward_backward(sequences_of(batch), algorithm.loss(batch, device=_CPU))

@@ -147,7 +147,7 @@ def _with_task(
     lab: Lab, deed: str, *words: str, timeout_s: float = 1.0, settings: Mapping[str, Any] | None = None
 ) -> Seen:
     lab.module("tasks", _TASK.format(deed=deed))
-    task = {"name": "keep", "function": "tasks:keep", "output": "loss_masks", "timeout_s": timeout_s}
+    task = {"name": "keep", "function": "tasks:keep", "output": "loss_weights", "timeout_s": timeout_s}
     with lab.run(settings={"tasks": [task], **(settings or {})}) as run:
         run.wait_for_step(2)
         (lab.directory / "now").touch()

@@ -18,6 +18,7 @@ from workers.engines.base import GenerateRequest, Generation, LocalShard, genera
 from workers.engines.load import load_generate_engine, load_train_engine
 from workers.rewards.scorer import Scorer
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import sample_columns, samples_of
 
 
 class GrpoUpdates:
@@ -62,14 +63,13 @@ class GrpoUpdates:
         scores = self._scorer.score_all(texts, [answer.response_R for answer in answers], wanted)
         rewards = torch.tensor([score.reward for score in scores])
         columns = {
-            "prompts": Column.of_rows(texts),
-            "responses": Column.of_rows([answer.response_R for answer in answers]),
+            **sample_columns(texts, [answer.response_R for answer in answers]),
             "rollout_log_probs": Column.of_rows([answer.log_probs_R for answer in answers]),
             "truncated": Column.of_scalars(torch.tensor([answer.truncated for answer in answers])),
             "rewards": Column.of_scalars(rewards),
         }
         batch = PackedBatch(tuple(range(len(answers))), columns)
-        return batch.with_columns(self._algorithm.advantages(batch, group_size=size))
+        return samples_of(batch.with_columns(self._algorithm.advantages(batch, group_size=size)))
 
 
 def _by_name(shards: Sequence[LocalShard]) -> Mapping[str, Tensor]:

@@ -27,6 +27,7 @@ from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.records.ledger import prompt_hash, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
+from workers.tasks.dataflow import SAMPLE_COLUMNS
 
 _LOOKS = 5
 """How often a run that is just cut back is looked at again."""
@@ -182,7 +183,7 @@ def saved_groups(directory: Path) -> Mapping[int, str]:
     sizes: dict[int, int] = {}
     parts: list[PackedBatch] = []
     for chunk in read_snapshot(directory):
-        if {"prompts", "responses"} <= chunk.columns.keys():
+        if chunk.columns.keys() >= {*SAMPLE_COLUMNS}:
             sizes.update(dict.fromkeys(chunk.groups, chunk.group_size))
             parts.append(_batch(chunk))
     if not parts:
@@ -210,7 +211,7 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
 
 
 def _batch(chunk: SnapshotChunk) -> PackedBatch:
-    columns = {name: chunk.columns[name] for name in ("prompts", "responses")}
+    columns = {name: chunk.columns[name] for name in SAMPLE_COLUMNS}
     return PackedBatch(tuple(chunk.rows), columns, tuple(chunk.groups))
 
 

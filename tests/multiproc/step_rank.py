@@ -22,6 +22,7 @@ from workers.config import RunConfig
 from workers.engines.load import load_train_engine, load_value_engine
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import sample_columns
 from workers.trainer.trainer import Trainer, critic_learner, policy_learner
 from workers.trainer.tri_model import TriModel
 
@@ -64,9 +65,10 @@ def rows_of(groups: tuple[int, ...]) -> PackedBatch:
         chance = torch.Generator().manual_seed(group)
         responses = [torch.randint(3, 12, (length,), generator=chance) for length in (1, 2 + 3 * group)]
         drawn_by = torch.tensor(STEP - 1, dtype=torch.int32)
+        prompts = [torch.randint(3, 12, (2 + group % 2,), generator=chance)] * SIZE
         columns = {
-            "prompts": Column.of_rows([torch.randint(3, 12, (2 + group % 2,), generator=chance)] * SIZE),
-            "responses": Column.of_rows(responses),
+            "prompts": Column.of_rows(prompts),
+            **sample_columns(prompts, responses),
             "rollout_log_probs": Column.of_rows([-2 - torch.rand(len(one), generator=chance) for one in responses]),
             "versions": Column.of_rows([drawn_by.expand(len(one)).contiguous() for one in responses]),
             "rewards": Column.of_scalars(torch.tensor([1.0, 0.1 * group])),

@@ -93,7 +93,7 @@ def test_a_task_of_the_users_own_weighs_answers(tmp_path: Path, roles: str) -> N
 @pytest.mark.parametrize("roles", ["rollout:1,actor:1", "rollout:1,actor:1,safety:1"])
 def test_a_task_that_raises_ends_the_run_and_is_named(tmp_path: Path, roles: str) -> None:
     (tmp_path / "broken_filter.py").write_text("def keep(row):\n    raise ValueError('no idea')\n")
-    task = "tasks=[{name: safety, function: 'broken_filter:keep', output: loss_masks}]"
+    task = "tasks=[{name: safety, function: 'broken_filter:keep', output: loss_weights}]"
     failed = command.run("--run-dir", "run", *SMALL, "--set", task, "--roles", roles, cwd=tmp_path)
     assert failed.returncode == 1
     assert "task safety: broken_filter:keep raised ValueError: no idea on response" in failed.stderr.splitlines()[-1]

@@ -14,7 +14,7 @@ GRPO = algorithm_tasks(GRPOConfig(kl_coef=0.1))
 
 
 def user(name: str = "safety", **settings: Any) -> UserTaskConfig:
-    return UserTaskConfig.model_validate({"name": name, "function": "m:f", "output": "loss_masks"} | settings)
+    return UserTaskConfig.model_validate({"name": name, "function": "m:f", "output": "loss_weights"} | settings)
 
 
 def place(users: list[UserTaskConfig], *roles: str) -> dict[str, PlacedTask]:
@@ -28,14 +28,16 @@ def test_graph_without_users_tasks_is_the_algorithms() -> None:
 
 def test_task_runs_in_its_role_and_training_waits_for_its_column() -> None:
     placed = place([user()], "safety")
-    assert placed["safety"].inputs == ("prompts", "responses") and placed["safety"].outputs == ("loss_masks",)
-    assert "loss_masks" in placed["actor_train"].inputs
+    assert placed["safety"].inputs == ("prompts", "tokens", "response_mask") and placed["safety"].outputs == (
+        "loss_weights",
+    )
+    assert "loss_weights" in placed["actor_train"].inputs
 
 
 def test_task_is_computed_in_the_actor_when_its_role_was_not_launched() -> None:
     train = place([user(inputs=["ground_truth", "advantages"])])["actor_train"]
     assert train.fused == ("compute_advantages_and_returns", "safety")
-    assert "ground_truth" in train.inputs and not {"loss_masks", "advantages"} & set(train.inputs)
+    assert "ground_truth" in train.inputs and not {"loss_weights", "advantages"} & set(train.inputs)
 
 
 def test_producers_come_first_in_whichever_order_they_are_written() -> None:
@@ -47,11 +49,11 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
     score = user("score", role="filters", output="toxicity")
     mask = user("mask", role="filters", inputs=["toxicity", "rewards"])
     filters = place([mask, score], "filters")["mask"]
-    assert filters.fused == ("score",) and filters.outputs == ("loss_masks",)
-    assert filters.inputs == ("rewards", "prompts", "responses")
+    assert filters.fused == ("score",) and filters.outputs == ("loss_weights",)
+    assert filters.inputs == ("rewards", "prompts", "tokens", "response_mask")
     late = user("late", inputs=["toxicity"])
     early = user("early", role="filters", inputs=["toxicity"], output="more")
-    last = user("last", inputs=["more"], output="loss_masks")
+    last = user("last", inputs=["more"], output="loss_weights")
     assert place([score, late], "filters", "late")["score"].outputs == ("toxicity",)
     placed = place([score, early, last.model_copy(update={"inputs": ("more", "toxicity")})], "filters", "last")
     assert (placed["early"].fused, placed["early"].outputs) == (("score",), ("more", "toxicity"))
@@ -60,7 +62,10 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
 @pytest.mark.parametrize(
     ("users", "message"),
     [
-        ([user(), user("other")], "tasks.1.output: column 'loss_masks' is written by another task; take another name"),
+        (
+            [user(), user("other")],
+            "tasks.1.output: column 'loss_weights' is written by another task; take another name",
+        ),
         ([user(), user(output="x")], "tasks.1.name: there is a task 'safety' already"),
         ([user("rewards")], "tasks.0.name: there is a task 'rewards' already"),
         ([user(output="rewards")], "tasks.0.output: column 'rewards' is written by another task"),
@@ -72,8 +77,11 @@ def test_tasks_of_one_role_are_computed_together_and_put_what_others_read() -> N
         ([user(inputs=["answers"])], "tasks.0.inputs: nobody writes column 'answers'; did you mean 'ground_truth'"),
         ([user(inputs=["zzz"])], "tasks.0.inputs: nobody writes column 'zzz'; known columns: prompts ground_truth"),
         ([user(inputs=["versions"])], r"tasks.0.inputs: column 'versions' has a value per token; use texts \(prompts"),
-        ([user(output="loss_mask")], "tasks.0.output: nobody reads column 'loss_mask'; did you mean 'loss_masks'"),
-        ([user(inputs=["loss_masks"])], "tasks: safety wait for each other's outputs in a circle"),
+        (
+            [user(output="loss_weight")],
+            "tasks.0.output: nobody reads column 'loss_weight'; did you mean 'loss_weights'",
+        ),
+        ([user(inputs=["loss_weights"])], "tasks: safety wait for each other's outputs in a circle"),
         (
             [user("a", inputs=["y"], output="x"), user("b", inputs=["x"], output="y")],
             "tasks: a b wait for each other's outputs in a circle",

@@ -8,10 +8,10 @@ from workers.config import RunConfig
 from workers.services import usable_columns
 
 PROMPT = {"prompts", "ground_truth", "epochs"}
-ANSWER = {"responses", "rollout_log_probs", "versions", "truncated"}
+ANSWER = {"tokens", "sample_lengths", "response_mask", "rollout_log_probs", "versions", "truncated"}
 REWARD = {"rewards", "correct"}
 REFERENCE = {"ref_log_probs"}
-USER = {"name": "polite", "function": "manners:polite", "inputs": ["responses"], "output": "loss_masks"}
+USER = {"name": "polite", "function": "manners:polite", "inputs": ["responses"], "output": "loss_weights"}
 
 
 def config(**sections: Any) -> RunConfig:
@@ -30,7 +30,7 @@ def usable(now: RunConfig, *, before: RunConfig | None = None, partition: int = 
     return set(columns)
 
 
-EVERYTHING = PROMPT | ANSWER | REWARD | REFERENCE | {"advantages", "loss_masks"}
+EVERYTHING = PROMPT | ANSWER | REWARD | REFERENCE | {"advantages", "loss_weights"}
 
 
 def test_unchanged_configuration_keeps_everything() -> None:
@@ -49,8 +49,8 @@ def test_unchanged_configuration_keeps_everything() -> None:
         ({"ref": {"engine": "sim"}}, EVERYTHING - REFERENCE),
         ({"algorithm": {"eps_clip": 0.1}}, EVERYTHING - {"advantages"}),
         ({"algorithm": {"kl_coef": 0.0}}, EVERYTHING - REFERENCE - {"advantages"}),
-        ({"tasks": [{**USER, "function": "manners:very_polite"}]}, EVERYTHING - {"loss_masks"}),
-        ({"tasks": []}, EVERYTHING - {"loss_masks"}),
+        ({"tasks": [{**USER, "function": "manners:very_polite"}]}, EVERYTHING - {"loss_weights"}),
+        ({"tasks": []}, EVERYTHING - {"loss_weights"}),
         ({"rollout": {"batch_size": 3, "samples_per_step": 0, "truncated": "mask"}}, EVERYTHING),
         ({"actor": {"lr": 1.0}, "schedule": {"max_staleness": 3}, "tq": {"num_storage_units": 7}}, EVERYTHING),
     ],
@@ -60,7 +60,7 @@ def test_column_whose_task_changed_goes_with_what_was_computed_from_it(change: d
 
 
 def test_task_that_is_new_has_written_nothing() -> None:
-    assert usable(config(), before=config(tasks=[])) == EVERYTHING - {"loss_masks"}
+    assert usable(config(), before=config(tasks=[])) == EVERYTHING - {"loss_weights"}
 
 
 def test_log_probabilities_under_the_newest_weights_are_computed_again() -> None:

@@ -11,14 +11,17 @@ from asyncflow.json_lines import JsonLines
 from tq.batch import Column, PackedBatch
 from tq.config import ScheduleConfig
 from tq.refill import Refill, RemovalCause
-from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines
+from workers.records.ledger import check_staleness, ledger_lines, prompt_hash, refill_lines, token_hashes
 from workers.records.ledger_file import DeadLetterLine, FilteredLine, filtered_groups, read_ledger, trained_groups
+from workers.tasks.rollouts import sample_columns
 
 
 def make_batch(prompts: list[list[int]], responses: list[list[int]], versions: list[list[int]]) -> PackedBatch:
     columns = {
         "prompts": Column.of_rows([torch.tensor(row) for row in prompts]),
-        "responses": Column.of_rows([torch.tensor(row) for row in responses]),
+        **sample_columns(
+            [torch.tensor(row) for row in prompts], [torch.tensor(row, dtype=torch.int64) for row in responses]
+        ),
         "versions": Column.of_rows([torch.tensor(row, dtype=torch.int32) for row in versions]),
         "epochs": Column.of_scalars(torch.tensor([2] * len(prompts), dtype=torch.int32)),
     }
@@ -52,6 +55,25 @@ def test_hash_depends_on_the_tokens_of_the_group_alone() -> None:
     assert hashes(PROMPTS[:2], RESPONSES[:2]) == whole[:1]
     moved = hashes([[5, 1], [5], *PROMPTS[2:]], [[2, 3], [4], *RESPONSES[2:]])
     assert moved[0] != whole[0] and moved[1] == whole[1]
+
+
+def test_hash_says_where_samples_and_turns_end() -> None:
+    def digest(lengths: list[int], mask: list[int]) -> str:
+        columns = {
+            "tokens": Column.of_rows([torch.tensor([1, 2, 3, 4])]),
+            "sample_lengths": Column.of_rows([torch.tensor(lengths, dtype=torch.int32)]),
+            "response_mask": Column.of_rows([torch.tensor(mask, dtype=torch.uint8)]),
+        }
+        return token_hashes(PackedBatch((0,), columns, (5,)))[5]
+
+    several = ([4], [0, 1, 0, 1]), ([4], [0, 0, 1, 1]), ([2, 2], [0, 1, 0, 1])
+    assert len({digest(*one) for one in several}) == 3
+
+
+def test_a_row_that_nothing_was_drawn_for_is_not_stale() -> None:
+    empty = make_batch([[5], [5]], [[], []], [[], []])
+    (line,) = ledger_lines(empty, step=5, admitted_step=5, lineage=0, time_s=0.0)
+    assert (line["versions"], line["staleness"]) == ([4, 4], 0)
 
 
 @pytest.mark.parametrize(("step", "bound"), [(6, 1), (3, 1)])

@@ -60,7 +60,7 @@ def test_reference_that_comes_late_reads_what_another_one_wrote(
     )  # fmt: skip
     monkeypatch.setattr("workers.tasks.reference.open_receiver", lambda _, needs, **__: LateReceiver(needs))
     tokens = torch.tensor([5, 6, 7, 8])
-    batch = Sequences(tokens, torch.tensor([4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+    batch = Sequences.of([tokens[:2]], [tokens[2:]])
     late = Reference(context)
     before = late.log_probs(batch, step=4)
     with pytest.raises(WeightSyncError, match="the reference of step 4 is gone"):

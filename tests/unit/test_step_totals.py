@@ -16,8 +16,7 @@ REWARDS, LENGTHS = (1.0, 0.25, 0.5), (3, 1, 2)
 def make_batch(rows: list[int]) -> PackedBatch:
     versions = [torch.tensor([3, 4, 4], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)]
     columns = {
-        "prompts": Column.of_rows([torch.zeros(2, dtype=torch.int64)] * 3),
-        "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
+        "tokens": Column.of_rows([torch.zeros(2 + length, dtype=torch.int64) for length in LENGTHS]),
         "versions": Column.of_rows([*versions, torch.tensor([4, 4], dtype=torch.int32)]),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
         "correct": Column.of_scalars(torch.tensor([True, False, False])),

@@ -3,7 +3,7 @@
 They are a cache, never the truth about admission: which groups come, and in which steps, is `AdmissionState`'s; a row
 that is not used here is generated again. `KeepRule` decides (pure); `SavedRows` reads the snapshot.
 
-    snapshot of step 20    row 88: partition 21, versions 20..20, columns prompts responses rewards ref_log_probs
+    snapshot of step 20    row 88: partition 21, versions 20..20, columns prompts tokens rewards ref_log_probs
     admitted for step 21   put with all columns; rollout and ref are done with it
     bound 0, step 22       (22 - 1) - 20 > 0: generated again
 """

@@ -4,8 +4,7 @@ Responses are compared inside their group, or tokens with what a critic expected
 is log (policy / reference), both as the trainer computes them: the generating engine rounds differently, and summed
 over a response that would count as divergence.
 
-Legend of shapes: B prompts, G responses of each, N responses, A tokens of these responses, packed, R tokens of the
-longest.
+Legend of shapes: B prompts, G responses of each, N samples, A drawn tokens of these, packed, R those of the longest.
 """
 
 import torch
@@ -53,13 +52,13 @@ def token_penalties(batch: PackedBatch) -> Tensor:
 
 
 def answer_penalties(batch: PackedBatch) -> Tensor:
-    """Return float64 [N]: the sum over each response's tokens."""
+    """Return float64 [N]: the sum over each row's tokens."""
     return answer_sums(token_penalties(batch), batch["old_log_probs"].lengths.long())
 
 
-def penalties_to_come(batch: PackedBatch) -> Tensor:
-    """Return float64 [A]: the sum from each token to the end of its response."""
-    length_N = batch["old_log_probs"].lengths.long()
+def penalties_to_come(batch: PackedBatch, length_N: Tensor) -> Tensor:
+    """Return float64 [A]: the sum from each token to the end of its sample, of the N that have `length_N` tokens."""
+    length_N = length_N.long()
     penalty_A = token_penalties(batch)
     before_A = penalty_A.cumsum(0) - penalty_A
     ends_N = length_N.cumsum(0)
@@ -70,11 +69,11 @@ def penalties_to_come(batch: PackedBatch) -> Tensor:
 
 
 def token_rewards(reward_N: Tensor, length_N: Tensor, penalty_A: Tensor | None = None) -> Tensor:
-    """Return float64 [A]: a response's reward at its last token, minus what each token costs.
+    """Return float64 [A]: a sample's reward at its last drawn token, minus what each token costs.
 
     Args:
         reward_N: floating [N].
-        length_N: integer [N], tokens of each response; the reward of a response without tokens is dropped.
+        length_N: integer [N], drawn tokens of each sample; the reward of one without any is dropped.
         penalty_A: floating [A], of each token, e.g. `kl_coef * (log policy - log reference)`
             (Ouyang et al. 2022, arXiv 2203.02155, eq. 2); None: there is none.
     """
@@ -90,8 +89,9 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of every token, from the rewards of tokens and a critic's values.
 
-    The token y_t is the action in state s_t: the prompt and the response's tokens before it. The response's end is
-    final, also where it was cut: nothing is bootstrapped after it, since no value of what would follow exists.
+    The drawn token y_t is the action in state s_t: all tokens of the sample before it. What the policy did not draw
+    (observations) is no action, so s_t+1 is the state of the next drawn token. The last one is final, also where the
+    sample was cut: nothing is bootstrapped after it, since no value of what would follow exists.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)         V after the last token is 0
         A_t     = delta_t + gamma lam A_t+1
@@ -100,7 +100,7 @@ def generalized_advantages(
     Args:
         reward_A: floating [A].
         value_A: floating [A], V(s_t), before the critic's update.
-        length_N: integer [N], tokens of each response.
+        length_N: integer [N], drawn tokens of each sample.
         gamma: discount per token.
         lam: 0: one-step errors; 1: Monte Carlo.
     Returns:

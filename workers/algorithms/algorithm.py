@@ -10,7 +10,7 @@ update:
 To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
 and its graph in `workers.tasks.graph` if that is another than the critic-free one.
 
-Legend of shapes: N responses, A tokens of the responses, packed.
+Legend of shapes: N samples, A drawn tokens of these, packed.
 """
 
 import math
@@ -25,7 +25,8 @@ from torch import Tensor
 from tq.batch import Column, PackedBatch
 from workers.algorithms.config import PolicyConfig
 from workers.algorithms.losses import LossCounts, PolicyLoss, loss_scale, token_weights
-from workers.tasks.dataflow import LOSS_MASKS
+from workers.tasks.dataflow import LOSS_WEIGHTS
+from workers.tasks.rollouts import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
 
 Config = TypeVar("Config", bound=PolicyConfig)
 
@@ -39,14 +40,14 @@ class Algorithm(ABC, Generic[Config]):
     whole_step = False
     """Advantages are normalised over the step, so nothing trains before its last row is there."""
     sequence_ratio: ClassVar[bool] = False
-    """The ratio is one of whole responses."""
+    """The ratio is one of whole samples."""
 
     def __init__(self, config: Config, *, max_response_tokens: int, mask_truncated: bool) -> None:
         """Keep the settings.
 
         Args:
             max_response_tokens: longest response.
-            mask_truncated: responses that were cut do not count.
+            mask_truncated: rows that were cut do not count.
         """
         self._config = config
         self._max_response_tokens = max_response_tokens
@@ -60,12 +61,12 @@ class Algorithm(ABC, Generic[Config]):
             batch: the task's inputs; whole groups, the responses of a prompt are neighbours.
             group_size: G.
         Returns:
-            float32 columns, one value per row or one per response token.
+            float32 columns, one value per row or one per drawn token.
         """
 
     def moments(self, batch: PackedBatch) -> "Moments":
-        """Return what a batch adds to the moments of the step's advantages, over all tokens that count."""
-        counts_A = self._answer_weights(batch).repeat_interleave(batch["responses"].lengths.long()) > 0
+        """Return what samples add to the moments of the step's advantages, over all tokens that count."""
+        counts_A = self._weights(batch).repeat_interleave(drawn(batch)) > 0
         return Moments.of(token_advantages(batch)[counts_A])
 
     def normalized(self, batch: PackedBatch, moments: "Moments") -> PackedBatch:
@@ -78,28 +79,31 @@ class Algorithm(ABC, Generic[Config]):
         raise AssertionError(f"{type(self).__name__} normalises nothing over a step")
 
     def counts(self, batch: PackedBatch) -> LossCounts:
-        """Return what a micro-batch adds to the divisor; reads `responses`, `truncated`, `rewards` and, if there,
-        `loss_masks`."""
-        keep_N = self._answer_weights(batch) > 0
-        length_N = batch["responses"].lengths
-        answers = int(has_reward(batch).sum())
-        return LossCounts(tokens=int(length_N[keep_N].sum()), sequences=int(keep_N.sum()), answers=answers)
+        """Return what a micro-batch of samples adds to the divisor; a row counts with its first sample.
+
+        Reads `truncated`, `rewards` and, if there, `loss_weights`.
+        """
+        keep_N, begins_N = self._weights(batch) > 0, batch[ROW_BEGINS].values
+        return LossCounts(
+            tokens=int(drawn(batch)[keep_N].sum()),
+            sequences=int((keep_N & begins_N).sum()),
+            answers=int((has_reward(batch) & begins_N).sum()),
+        )
 
     def loss(self, batch: PackedBatch, *, device: torch.device) -> PolicyLoss:
         """Return the loss of a micro-batch.
 
         Args:
-            batch: columns `responses`, `rollout_log_probs`, `advantages` (one per row or token), `truncated`,
-                `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also `old_log_probs`, of the
-                policy that the step found (without them: the one in training), and `loss_masks`, one weight per row.
+            batch: of samples (`workers.tasks.rollouts.samples_of`), columns `rollout_log_probs`, `advantages` (one per
+                row or token), `truncated`, `rewards`, with a KL penalty `ref_log_probs`; where a task writes them also
+                `old_log_probs`, of the policy that the step found (without them: the one in training), and
+                `loss_weights`, one per row.
             device: where the engine computes.
         """
-        length_N = batch["responses"].lengths.long()
-        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
         return PolicyLoss(
             config=self._config,
-            length_N=length_N.to(device),
-            weight_A=weight_A.to(device),
+            length_N=drawn(batch).to(device),
+            weight_A=self._token_weights(batch).to(device),
             advantage_A=token_advantages(batch).to(device),
             rollout_log_probs_A=batch["rollout_log_probs"].values.to(device),
             ref_log_probs_A=batch["ref_log_probs"].values.to(device) if self._config.kl_coef > 0 else None,
@@ -111,25 +115,34 @@ class Algorithm(ABC, Generic[Config]):
         """Return the factor for `TrainEngine.step`, from the counts of the update's micro-batches on all ranks."""
         return loss_scale(self._config.loss_normalization, counts, max_response_tokens=self._max_response_tokens)
 
-    def _answer_weights(self, batch: PackedBatch) -> Tensor:
+    def _token_weights(self, batch: PackedBatch) -> Tensor:
+        weight_N, row_N = self._weights(batch), batch[ROW_DRAWN].values
+        return token_weights(self._config.loss_normalization, drawn(batch), weight_N, row_N)
+
+    def _weights(self, batch: PackedBatch) -> Tensor:
+        """Return float32 [N]: the weight of each sample's row."""
         truncated_N = batch["truncated"].values.bool()
-        weight_N = torch.ones(len(batch)) if LOSS_MASKS not in batch.columns else batch[LOSS_MASKS].values.float()
+        weight_N = torch.ones(len(batch)) if LOSS_WEIGHTS not in batch.columns else batch[LOSS_WEIGHTS].values.float()
         weight_N = weight_N * has_reward(batch)
         return weight_N * ~truncated_N if self._mask_truncated else weight_N
 
 
+def drawn(batch: PackedBatch) -> Tensor:
+    """Return int64 [N]: drawn tokens of each sample."""
+    return batch[SAMPLE_DRAWN].values.long()
+
+
 def has_reward(batch: PackedBatch) -> Tensor:
-    """Return bool [N]: whether a response has a reward; where scoring failed it is NaN, and the response has no
-    weight."""
+    """Return bool [N]: whether a sample's row has a reward; where scoring failed it is NaN, and nothing counts."""
     return batch["rewards"].values.isfinite()
 
 
 def token_advantages(batch: PackedBatch) -> Tensor:
-    """Return float32 [A]: the advantage of each response token, from a column with one per response or per token."""
-    column, length_N = batch["advantages"], batch["responses"].lengths
-    if torch.equal(column.lengths, length_N):
+    """Return float32 [A]: the advantage of each drawn token, from a column with one per row or per token."""
+    column, length_N = batch["advantages"], drawn(batch)
+    if torch.equal(column.lengths.long(), length_N):
         return column.values.float()
-    return column.values.float().repeat_interleave(length_N.long())
+    return column.values.float().repeat_interleave(length_N)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class PolicyConfig(Settings):
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for tokens of older weights."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
-    """`token`: mean over all response tokens of the step; `sequence`: mean per response, then over responses (GRPO's
-    paper); `constant`: sum over tokens / (responses x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+    """`token`: mean over all drawn tokens of the step; `sequence`: mean per rollout, then over rollouts (GRPO's paper);
+    `constant`: sum over tokens / (rollouts x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
 
     @property
     def upper_clip(self) -> float:
@@ -166,7 +166,7 @@ class DAPOConfig(KlLossConfig):
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
         """Columns that advantages are computed from."""
-        return ("rewards", "responses") if self.overlong_buffer_tokens else ("rewards",)
+        return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
 
 class GSPOConfig(KlLossConfig):
@@ -215,6 +215,12 @@ class ReinforcePlusPlusConfig(KlLossConfig):
         return self.baseline == "none"
 
     @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        inputs = super().advantage_inputs
+        return (*inputs, "sample_lengths", "response_mask") if self.has_reward_penalty else inputs
+
+    @property
     def min_group_size(self) -> int:
         """Without a baseline nothing is compared inside a group."""
         return 2 if self.baseline == "group" else 1
@@ -261,7 +267,7 @@ class PPOConfig(KlLossConfig):
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
         """Columns that advantages are computed from."""
-        return (*super().advantage_inputs, "values")
+        return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
 
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(

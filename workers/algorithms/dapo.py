@@ -22,18 +22,19 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages
 from workers.algorithms.algorithm import Algorithm
 from workers.algorithms.config import DAPOConfig
+from workers.tasks.rollouts import drawn_per_row
 
 
 class DAPO(Algorithm[DAPOConfig]):
     """GRPO's advantages, from rewards that fall for overlong responses."""
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, one per row, from `rewards` and, with a buffer, the lengths of `responses`."""
+        """Return `advantages`, one per row, from `rewards` and, with a buffer, the drawn tokens of each."""
         reward_N = batch["rewards"].values.double()
         buffer = self._config.overlong_buffer_tokens
         if buffer:
             reward_N = reward_N + overlong_penalty(
-                batch["responses"].lengths, max_tokens=self._max_response_tokens, buffer_tokens=buffer
+                drawn_per_row(batch), max_tokens=self._max_response_tokens, buffer_tokens=buffer
             )
         reward_BG = reward_N.reshape(-1, group_size)
         return {"advantages": Column.of_scalars(group_advantages(reward_BG, eps=self._config.advantage_eps))}

@@ -3,7 +3,7 @@
 Losses are sums over tokens, not normalised yet: micro-batches come in any order and size, and `loss_scale` gives the
 one factor that an update applies to the accumulated gradient.
 
-Legend of shapes: N responses, A tokens of these responses, packed.
+Legend of shapes: N samples, A drawn tokens of these, packed.
 """
 
 from collections.abc import Mapping
@@ -39,13 +39,13 @@ class PolicyLoss:
     """The policy's loss of one micro-batch.
 
     Attributes:
-        length_N: tokens of each response.
+        length_N: drawn tokens of each sample.
         weight_A: of each token inside the sum; 0 where masked.
         advantage_A: of each token.
         rollout_log_probs_A: under the policy that drew the tokens, as the generating engine recorded them.
         ref_log_probs_A: under the reference; None without a KL penalty.
         old_log_probs_A: under the policy as the step found it; None: it has not changed since.
-        sequence_ratio: the ratio is one of whole responses: e to the mean of their tokens' log ratios.
+        sequence_ratio: the ratio is one of whole samples: e to the mean of their tokens' log ratios.
         stats: scalar tensors on the device: `loss` (the sum as trained, times `scale` gives the update's loss), and
             sums over the tokens that count: `tokens`, `entropy`, `ratio` and `ratio_squared` (of policy to rollout),
             `clipped`, `corrected` (weights that were cut or masked), `kl` (to the reference; 0 without), `drift` (k3 of
@@ -153,9 +153,9 @@ class LossCounts:
     """What an update's normalisation divides by; add those of all ranks and micro-batches.
 
     Attributes:
-        tokens: response tokens whose loss counts.
-        sequences: responses whose loss counts.
-        answers: all responses with a reward, masked ones included.
+        tokens: drawn tokens whose loss counts.
+        sequences: rows (rollouts, whatever their samples) whose loss counts.
+        answers: all rows with a reward, masked ones included.
     """
 
     tokens: int
@@ -171,7 +171,7 @@ def loss_scale(normalization: Normalization, counts: LossCounts, *, max_response
 
     Args:
         normalization: `token`: 1 / tokens (arXiv 2503.14476, eq. 8); `sequence`: 1 / sequences, the sum being weighted
-            by `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (responses * max_response_tokens)
+            by `token_weights` (arXiv 2402.03300, eq. 3); `constant`: 1 / (answers * max_response_tokens)
             (arXiv 2503.20783, section 3.2).
         counts: of the whole update over all ranks.
         max_response_tokens: longest response.
@@ -185,17 +185,18 @@ def loss_scale(normalization: Normalization, counts: LossCounts, *, max_response
     return 1.0 / divisor if divisor else 0.0
 
 
-def token_weights(normalization: Normalization, length_N: Tensor, weight_N: Tensor) -> Tensor:
+def token_weights(normalization: Normalization, length_N: Tensor, weight_N: Tensor, row_N: Tensor) -> Tensor:
     """Return float32 [A]: the weight of each token inside the sum.
 
     Args:
-        normalization: `sequence` weighs a token by 1 / length of its response; the others by 1.
-        length_N: integer [N], tokens of each response.
-        weight_N: bool or floating [N], of each response's loss; 0: it does not count.
+        normalization: `sequence` weighs a token by 1 / drawn tokens of its whole row; the others by 1.
+        length_N: integer [N], drawn tokens of each sample.
+        weight_N: bool or floating [N], of the loss of each sample's row; 0: it does not count.
+        row_N: integer [N], drawn tokens of each sample's row.
     """
     weight_N = weight_N.float()
     if normalization == "sequence":
-        weight_N = weight_N / length_N.clamp(min=1)
+        weight_N = weight_N / row_N.clamp(min=1)
     return weight_N.repeat_interleave(length_N)
 
 
@@ -311,13 +312,13 @@ def correct(
 
         truncated_is    min(old / rollout, C)                       * clip(policy / old)
         decoupled       old / rollout, and 0 where that is > C      * clip(policy / old)
-        sequence_mask   as truncated_is, and 0 for responses whose mean log ratio is large
+        sequence_mask   as truncated_is, and 0 for samples whose mean log ratio is large
         none            clip(policy / rollout)
 
     Args:
         log_probs_A: floating [A], under the policy in training, before its next update.
         rollout_A: floating [A], under the policy that drew the tokens.
-        length_N: integer [N], tokens of each response.
+        length_N: integer [N], drawn tokens of each sample.
         config: which correction.
         old_A: floating [A], under the policy as the step found it; None: it is still the one in training.
 
@@ -342,11 +343,11 @@ def correct(
 
 
 def answer_sums(value_A: Tensor, length_N: Tensor) -> Tensor:
-    """Return floating [N]: the sum over each response's tokens; 0 for a response without any."""
+    """Return floating [N]: the sum over each sample's tokens; 0 for one without any."""
     answer_A = torch.arange(len(length_N), device=value_A.device).repeat_interleave(length_N)
     return torch.zeros(len(length_N), dtype=value_A.dtype, device=value_A.device).index_add(0, answer_A, value_A)
 
 
 def answer_means(value_A: Tensor, length_N: Tensor) -> Tensor:
-    """Return floating [N]: the mean of each response's tokens; 0 for a response without any."""
+    """Return floating [N]: the mean of each sample's tokens; 0 for one without any."""
     return answer_sums(value_A, length_N) / length_N.clamp(min=1)

@@ -13,7 +13,8 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import generalized_advantages, token_penalties, token_rewards
 from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import PPOConfig
-from workers.algorithms.losses import ValueLoss, token_weights
+from workers.algorithms.losses import ValueLoss
+from workers.tasks.rollouts import drawn_per_sample
 
 
 class PPO(Algorithm[PPOConfig]):
@@ -25,14 +26,18 @@ class PPO(Algorithm[PPOConfig]):
         self.whole_step = config.whiten_advantages
 
     def advantages(self, batch: PackedBatch, *, group_size: int) -> Mapping[str, Column]:
-        """Return `advantages`, not whitened yet, and `returns`, per token; reads `rewards`, `values` and, with the KL
-        penalty in the reward, `old_log_probs` and `ref_log_probs`."""
-        config, values = self._config, batch["values"]
+        """Return `advantages`, not whitened yet, and `returns`, per token, each sample by itself.
+
+        Reads `rewards`, `values`, `sample_lengths`, `response_mask` and, with the KL penalty in the reward,
+        `old_log_probs` and `ref_log_probs`.
+        """
+        config, values, length_S = self._config, batch["values"], drawn_per_sample(batch)
         penalty_A = config.kl_coef * token_penalties(batch) if config.has_reward_penalty else None
         reward_N = batch["rewards"].values.nan_to_num(nan=0.0)  # of one without any nothing counts
-        reward_A = token_rewards(reward_N, values.lengths, penalty_A)
+        reward_S = reward_N.repeat_interleave(batch["sample_lengths"].lengths.long())
+        reward_A = token_rewards(reward_S, length_S, penalty_A)
         advantage_A, return_A = generalized_advantages(
-            reward_A, values.values, values.lengths, gamma=config.gamma, lam=config.lam
+            reward_A, values.values, length_S, gamma=config.gamma, lam=config.lam
         )
         return {"advantages": Column(advantage_A, values.lengths), "returns": Column(return_A, values.lengths)}
 
@@ -47,14 +52,12 @@ class PPO(Algorithm[PPOConfig]):
         """Return the critic's loss of a micro-batch; its sum is scaled as the policy's is (`counts`, `scale`).
 
         Args:
-            batch: columns `responses`, `values`, `returns`, `truncated`, `rewards`, and where a task writes it
-                `loss_masks`.
+            batch: of samples, columns `values`, `returns`, `truncated`, `rewards`, and where a task writes it
+                `loss_weights`.
             device: where the engine computes.
         """
-        length_N = batch["responses"].lengths.long()
-        weight_A = token_weights(self._config.loss_normalization, length_N, self._answer_weights(batch))
         return ValueLoss(
-            weight_A=weight_A.to(device),
+            weight_A=self._token_weights(batch).to(device),
             old_value_A=batch["values"].values.to(device),
             return_A=batch["returns"].values.to(device),
             clip=self._config.value_clip,

@@ -3,7 +3,7 @@
 Source: Hu et al. 2025 (arXiv 2501.03262, v9), section 3, eq. 8 to 10; the weights of tokens are those of the authors'
 code (OpenRLHF): mean and deviation are over tokens, not over responses.
 
-Legend of shapes: N responses, A tokens of the responses, packed.
+Legend of shapes: N rows, A drawn tokens of these, packed.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.advantages import group_advantages, penalties_to_come
 from workers.algorithms.algorithm import Algorithm, Moments
 from workers.algorithms.config import ReinforcePlusPlusConfig
+from workers.tasks.rollouts import drawn_per_sample
 
 
 class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
@@ -29,9 +30,8 @@ class ReinforcePlusPlus(Algorithm[ReinforcePlusPlusConfig]):
         if not config.kl_coef:
             return {"advantages": Column.of_scalars(reward_N.nan_to_num(nan=0.0).float())}
         length_N = batch["old_log_probs"].lengths
-        advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(
-            length_N.long()
-        ) - config.kl_coef * penalties_to_come(batch)
+        to_come_A = penalties_to_come(batch, drawn_per_sample(batch))
+        advantage_A = reward_N.nan_to_num(nan=0.0).repeat_interleave(length_N.long()) - config.kl_coef * to_come_A
         return {"advantages": Column(advantage_A.float(), length_N)}
 
     def normalized(self, batch: PackedBatch, moments: Moments) -> PackedBatch:

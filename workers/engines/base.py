@@ -1,13 +1,14 @@
 """The engine protocols and the types that they exchange. A role's loop knows these, and never which engine runs.
 
-Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (prompts and responses
-of all its samples, one after another, no padding), A response tokens of a packed micro-batch.
+Legend of shapes: N samples, P prompt tokens, R response tokens, T tokens of a packed micro-batch (all of its samples',
+one after another, no padding), A drawn tokens of a packed micro-batch: those that the policy drew and that are trained.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -195,24 +196,31 @@ class Sequences:
     """A packed micro-batch of N samples.
 
     Attributes:
-        tokens_T: int64 [T], prompt then response of each sample, one sample after another.
-        lengths_N: int32 [N], prompt plus response.
-        prompt_lengths_N: int32 [N].
+        tokens_T: int64 [T], one sample after another.
+        lengths_N: int32 [N], tokens of each sample.
+        response_mask_T: uint8 [T], 1: the token was drawn. What a result says of the A drawn tokens is in their order.
     """
 
     tokens_T: Tensor
     lengths_N: Tensor
-    prompt_lengths_N: Tensor
+    response_mask_T: Tensor
+
+    @cached_property
+    def prompt_lengths(self) -> Tensor:
+        """Return int32 [N]: the tokens before the first drawn one; all of a sample without any."""
+        starts_N = self.lengths_N.cumsum(0) - self.lengths_N
+        sample_T = torch.arange(len(self.lengths_N)).repeat_interleave(self.lengths_N)
+        place_T = (torch.arange(len(self.tokens_T)) - starts_N[sample_T]).int()
+        drawn_T = self.response_mask_T.bool()
+        return self.lengths_N.int().scatter_reduce(0, sample_T[drawn_T], place_T[drawn_T], "amin")
 
     @staticmethod
     def of(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> "Sequences":
-        """Join the prompt and the response of each of N >= 1 samples; int64 [P] and int64 [R] each."""
-        pairs = list(zip(prompts, responses, strict=True))
-        return Sequences(
-            tokens_T=torch.cat([part for pair in pairs for part in pair]),
-            lengths_N=torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int32),
-            prompt_lengths_N=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
-        )
+        """Join the prompt and the response of each of N >= 1 samples of one turn; int64 [P] and int64 [R] each."""
+        parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+        length_NP = torch.tensor([len(part) for part in parts], dtype=torch.int32).reshape(-1, 2)
+        is_response = torch.tensor([0, 1], dtype=torch.uint8).repeat(len(length_NP))
+        return Sequences(torch.cat(parts), length_NP.sum(1).int(), is_response.repeat_interleave(length_NP.flatten()))
 
 
 def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
@@ -222,18 +230,23 @@ def check_sequences(batch: Sequences, *, vocab_size: int) -> None:
         batch: to check, in host memory.
         vocab_size: of the model.
     Raises:
-        BadRequest: there are no samples, lengths do not fit, a sample has no prompt, or a token is unknown.
+        BadRequest: there are no samples, lengths do not fit, a sample begins with a drawn token (nothing predicts it),
+            or a token is unknown.
     """
     if not len(batch.lengths_N):
         raise BadRequest("a micro-batch has no samples; a rank without rows passes None")
     if int(batch.lengths_N.sum()) != len(batch.tokens_T):
         raise BadRequest(f"a micro-batch has {len(batch.tokens_T)} tokens, its samples {int(batch.lengths_N.sum())}")
-    sample = int((batch.prompt_lengths_N < 1).logical_or(batch.prompt_lengths_N > batch.lengths_N).int().argmax())
-    prompt, length = int(batch.prompt_lengths_N[sample]), int(batch.lengths_N[sample])
-    if not 1 <= prompt <= length:
+    if len(batch.response_mask_T) != len(batch.tokens_T):
         raise BadRequest(
-            f"sample {sample} of a micro-batch has {prompt} prompt tokens of {length}; it needs at least 1"
+            f"a micro-batch has {len(batch.tokens_T)} tokens, its response mask {len(batch.response_mask_T)}"
         )
+    shortest = int(batch.lengths_N.argmin())
+    if int(batch.lengths_N[shortest]) < 1:
+        raise BadRequest(f"sample {shortest} of a micro-batch has {int(batch.lengths_N[shortest])} tokens")
+    sample = int(batch.prompt_lengths.argmin())
+    if not int(batch.prompt_lengths[sample]):
+        raise BadRequest(f"sample {sample} of a micro-batch begins with a drawn token; it needs one before it")
     lowest, highest = int(batch.tokens_T.min()), int(batch.tokens_T.max())
     if lowest < 0 or highest >= vocab_size:
         unknown = lowest if lowest < 0 else highest
@@ -278,7 +291,7 @@ class FrozenEngine(Protocol):
         """See `GenerateEngine`."""
 
     def log_probs(self, batch: Sequences) -> Tensor:
-        """Return float32 [A]: log-probabilities of the responses' tokens under the tempered distribution."""
+        """Return float32 [A]: log-probabilities of the drawn tokens under the tempered distribution."""
 
     def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Replace all weights (HF names); `adopt`: see `GenerateEngine`."""
@@ -329,7 +342,7 @@ class TrainEngine(TrainedEngine, Protocol):
     """Trains the policy by a `LossFunction`; `shards` and `export_hf` are not collective."""
 
     def log_probs(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: log-probabilities of the responses' tokens, without gradient. None: this rank has no
+        """Return float32 [A]: log-probabilities of the drawn tokens, without gradient. None: this rank has no
         rows; it only joins the collectives, and gets [0].
 
         Raises:
@@ -377,4 +390,4 @@ class ValueEngine(TrainedEngine, Protocol):
     """Trains a critic, by a `ValueLossFunction`."""
 
     def values(self, batch: Sequences | None) -> Tensor:
-        """Return float32 [A]: the return expected before each response token, without gradient; None: no rows."""
+        """Return float32 [A]: the return expected before each drawn token, without gradient; None: no rows."""

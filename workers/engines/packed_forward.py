@@ -1,6 +1,6 @@
 """The forward pass over a packed micro-batch, shared by trainer, its copies, critic and frozen reference.
 
-Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, V vocabulary.
+Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,26 @@ from workers.engines.packed_layout import ALONE, PackedLayout
 _IDLE = Sequences(
     tokens_T=torch.zeros(2, dtype=torch.int64),
     lengths_N=torch.tensor([2], dtype=torch.int32),
-    prompt_lengths_N=torch.tensor([1], dtype=torch.int32),
+    response_mask_T=torch.tensor([0, 1], dtype=torch.uint8),
 )
-"""The smallest batch with a prompt and a response."""
+"""The smallest batch with a drawn token."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
     """A micro-batch in the order in which the model sees it.
 
-    The last token of a response predicts nothing, so it is left out. Samples that share a prompt become one document
-    for the prompt and one for each response; the others are one document each, sorted by length (stable).
+    The last token of a sample predicts nothing, so it is left out. Samples that share a prompt (what comes before their
+    first drawn token) become one document for the prompt and one for the rest of each; the others are one document
+    each, sorted by length (stable).
 
     Attributes:
         tokens_T: int64 [T].
         positions_T: int64 [T], from 0 in each sample.
         layout: of the documents in `tokens_T`.
-        predictors_A: int64 [A], position in `tokens_T` whose logits predict each response token; responses are in the
+        predictors_A: int64 [A], position in `tokens_T` whose logits predict each drawn token; these are in the
             micro-batch's order, not in the sorted one.
-        targets_A: int64 [A], the response tokens.
+        targets_A: int64 [A], the drawn tokens.
     """
 
     tokens_T: Tensor
@@ -52,24 +53,27 @@ class PackedInputs:
             device: of the model.
             shared_prompt: compute a prompt that several samples have in common once.
         """
-        lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths_N.tolist()
+        lengths, prompts = batch.lengths_N.tolist(), batch.prompt_lengths.tolist()
         starts = [0, *accumulate(lengths)][:-1]
         documents = _documents(batch.tokens_T.cpu(), starts, lengths, prompts, shared_prompt=shared_prompt)
         layout = PackedLayout(tuple(one.length for one in documents), tuple(one.prompt for one in documents))
-        predictors: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        begins_2N = torch.zeros(
+            2, len(lengths), dtype=torch.int64
+        )  # where each sample's prompt, and its rest, would begin
         for document, start in zip(documents, layout.starts, strict=True):
             for sample in document.samples:
-                first = start if document.position else start + prompts[sample] - 1
-                end = start + document.length
-                predictors[sample].append((first, min(end - first, lengths[sample] - prompts[sample])))
+                begins_2N[int(document.position > 0) :, sample] = start - document.position
         tokens_T = batch.tokens_T.to(device, torch.int64)
         source_T = _ranges([(one.source, one.length) for one in documents])
-        targets_A = _ranges([(start + p, n - p) for start, n, p in zip(starts, lengths, prompts, strict=True)])
+        targets_A = batch.response_mask_T.cpu().nonzero()[:, 0]
+        sample_A = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[targets_A]
+        before_A = targets_A - torch.tensor(starts)[sample_A] - 1
+        continues_A = (before_A >= torch.tensor(prompts)[sample_A]).long()
         return PackedInputs(
             tokens_T=tokens_T[source_T.to(device)],
             positions_T=_ranges([(one.position, one.length) for one in documents]).to(device),
             layout=layout,
-            predictors_A=_ranges([part for parts in predictors for part in parts]).to(device),
+            predictors_A=(begins_2N[continues_A, sample_A] + before_A).to(device),
             targets_A=tokens_T[targets_A.to(device)],
         )
 
@@ -102,7 +106,7 @@ class InputsOfBatch:
 
 
 def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return the output layer's logits of each response token, at the token before it.
+    """Return the output layer's logits of each drawn token, at the token before it.
 
     Args:
         model: causal language model of transformers, built with the packed attention; V is 1 for one with a head of
@@ -125,7 +129,7 @@ def response_logits(model: nn.Module, inputs: PackedInputs) -> Tensor:
 def response_log_probs(
     model: nn.Module, inputs: PackedInputs, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the response tokens under the tempered distribution.
+    """Return log-probabilities of the drawn tokens under the tempered distribution.
 
     Args:
         model, inputs: see `response_logits`.
@@ -167,7 +171,7 @@ class _Document:
 def _documents(
     tokens_T: Tensor, starts: list[int], lengths: list[int], prompts: list[int], *, shared_prompt: bool
 ) -> list[_Document]:
-    """Return the documents of a micro-batch: samples alone and shared prompts by length, then responses to prompts."""
+    """Return the documents of a micro-batch: samples alone and shared prompts by length, then what continues these."""
     groups: dict[object, list[int]] = {}
     for sample, start in enumerate(starts):
         key = tokens_T[start : start + prompts[sample]].numpy().tobytes() if shared_prompt else sample

@@ -22,7 +22,7 @@ def ledger_lines(
     """Return one line per group of a trained batch.
 
     Args:
-        batch: columns `prompts`, `responses`, `versions`, `epochs`; whole groups.
+        batch: columns `prompts`, `versions`, `epochs` and the sample columns; whole groups.
         step, lineage: that trained it.
         admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
@@ -30,8 +30,10 @@ def ledger_lines(
         JSON objects; see `workers.records.ledger_file.TrainedLine`.
     """
     groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
-    hashes = _token_hashes(batch, groups, prompts)
-    oldest, newest = (part.tolist() for part in batch["versions"].extremes())
+    hashes = _token_hashes(batch, groups)
+    extremes = torch.stack(batch["versions"].extremes())
+    extremes[:, batch["versions"].lengths == 0] = step - 1  # nothing was drawn, so nothing is stale
+    oldest, newest = extremes.tolist()
     epochs = batch["epochs"].values
     lines = []
     for group, positions in groups.items():
@@ -82,8 +84,8 @@ def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: 
 
 
 def token_hashes(batch: PackedBatch) -> dict[int, str]:
-    """Return group -> what a ledger line says of its tokens; `batch`: columns `prompts`, `responses`, whole groups."""
-    return _token_hashes(batch, _positions(batch), _row_bytes(batch["prompts"]))
+    """Return group -> what a ledger line says of its tokens; `batch`: the sample columns, whole groups."""
+    return _token_hashes(batch, _positions(batch))
 
 
 def prompt_hash(tokens_P: Tensor) -> str:
@@ -91,12 +93,9 @@ def prompt_hash(tokens_P: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(tokens_P.numpy().tobytes()))
 
 
-def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]], prompts: list[bytes]) -> dict[int, str]:
-    """Hash lengths, too: without them, moving a token across the border of prompt and response would go unseen."""
-    responses = batch["responses"]
-    pairs = torch.stack([batch["prompts"].lengths, responses.lengths], dim=1).flatten()
-    lengths = _row_bytes(Column(pairs, torch.full_like(responses.lengths, 2)))
-    rows = list(zip(lengths, prompts, _row_bytes(responses), strict=True))
+def _token_hashes(batch: PackedBatch, groups: dict[int, list[int]]) -> dict[int, str]:
+    """Hash lengths and masks, too: without them, moving the border of a sample, or of a turn, would go unseen."""
+    rows = list(zip(*(_row_bytes(batch[name]) for name in ("sample_lengths", "response_mask", "tokens")), strict=True))
     return {
         group: str(xxhash.xxh3_64_hexdigest(b"".join([part for k in positions for part in rows[k]])))
         for group, positions in groups.items()

@@ -74,15 +74,15 @@ class StepTotals:
         """Count the samples of a batch.
 
         Args:
-            batch: columns `responses rewards correct truncated versions prompts`, maybe `reward_parts`, N >= 1 rows.
+            batch: columns `tokens rewards correct truncated versions`, maybe `reward_parts`, N >= 1 rows.
             step: that trains it.
             admitted_step: that it was admitted for.
         """
+        lengths = batch["versions"].lengths.double()  # of drawn tokens; a row without any is not stale
         oldest_N, _ = batch["versions"].extremes()
-        staleness_N = step - 1 - oldest_N
+        staleness_N = (step - 1 - oldest_N) * (lengths > 0)
         has_reward = batch["rewards"].values.isfinite()
         rewards = batch["rewards"].values[has_reward].double()
-        lengths = batch["responses"].lengths.double()
         self.add("samples", len(batch))
         self.add("scored", len(rewards))
         self.add("reward", float(rewards.sum()))
@@ -91,7 +91,7 @@ class StepTotals:
         self.add("truncated", float(batch["truncated"].values.sum()))
         self.add("response_tokens", float(lengths.sum()))
         self.add("response_tokens_squared", float((lengths**2).sum()))
-        self.add("prompt_tokens", float(batch["prompts"].lengths.sum()))
+        self.add("tokens", float(batch["tokens"].lengths.sum()))
         self.add("staleness", float(staleness_N.sum()))
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
@@ -140,7 +140,7 @@ class StepTotals:
             "response_tokens_std": tokens_std,
             "samples": int(samples),
             "truncated_fraction": sums["truncated"] / samples,
-            "train_tokens": int(sums["response_tokens"] + sums["prompt_tokens"]),
+            "train_tokens": int(sums["tokens"]),
             "kl": sums["loss/kl"] / tokens,
             "behaviour_kl": sums["loss/drift"] / tokens,
             "old_policy_kl": sums["loss/old_drift"] / tokens,

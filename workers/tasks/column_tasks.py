@@ -26,7 +26,9 @@ from workers.engines.load import load_forward_model, load_reward_model
 from workers.rewards.base import LARGEST_REWARD
 from workers.rewards.config import RewardModelConfig
 from workers.rewards.scorer import ScoredAnswer, Scorer
+from workers.tasks.dataflow import SAMPLE_COLUMNS
 from workers.tasks.reference import Reference
+from workers.tasks.rollouts import drawn_per_row, responses_of
 from workers.weight_path import HeldWeights, open_receiver
 
 _GROUPS = 8
@@ -82,17 +84,19 @@ class Rewards(ColumnTask):
         self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed)
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return `rewards` and `correct` from `prompts`, `responses`, `ground_truth`.
+        """Return `rewards` and `correct` from `prompts`, `ground_truth` and what was generated: the function gets the
+        drawn tokens as text, the model the row's last sample.
 
         Raises:
             UserCodeFailed: the reward model gave a response no finite number.
         """
-        prompts, responses = (list(batch[name].rows()) for name in ("prompts", "responses"))
+        prompts, responses = list(batch["prompts"].rows()), responses_of(batch)
         answers = batch["ground_truth"].texts()
         if self._config is None:
             return self._scorer.columns(self._scorer.score_all(prompts, responses, answers))
         futures = [self._scorer.submit(*row) for row in zip(prompts, responses, answers, strict=True)]
-        model_scores = self._model.scores(sequences_of(batch)).tolist()  # the function is called meanwhile
+        last_N = batch["sample_lengths"].lengths.cumsum(0) - 1
+        model_scores = self._model.scores(sequences_of(batch))[last_N].tolist()  # the function is called meanwhile
         pairs = zip((future.result() for future in futures), model_scores, strict=True)
         return self._scorer.columns([_combined(scored, score, self._config) for scored, score in pairs])
 
@@ -112,7 +116,7 @@ class ReferenceLogProbs(ColumnTask):
         self._reference = Reference(context)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `ref_log_probs`, float32 per response token, from `prompts` and `responses`."""
+        """Return `ref_log_probs`, float32 per drawn token, from what was generated."""
         return {"ref_log_probs": _column(self._reference.log_probs(sequences_of(batch), step=step), batch)}
 
     def close(self) -> None:
@@ -137,7 +141,7 @@ class HostedColumn(ColumnTask):
         self._compute = compute
 
     def compute(self, batch: PackedBatch, _: int) -> Mapping[str, Column]:
-        """Return the column, float32 per response token, from `prompts` and `responses`."""
+        """Return the column, float32 per drawn token, from what was generated."""
         if not len(batch):
             self._compute(None)
             return {}
@@ -166,7 +170,7 @@ class FollowerLogProbs(ColumnTask):
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
 
     def compute(self, batch: PackedBatch, step: int) -> Mapping[str, Column]:
-        """Return `old_log_probs`, float32 per response token, from `prompts` and `responses`."""
+        """Return `old_log_probs`, float32 per drawn token, from what was generated."""
         assert self._weights.step >= step - 1, f"rows of step {step} came to weights of step {self._weights.step}"
         return {"old_log_probs": _column(self._model.log_probs(sequences_of(batch)), batch)}
 
@@ -200,16 +204,16 @@ class Advantages(ColumnTask):
 
 
 def sequences_of(batch: PackedBatch) -> Sequences:
-    """Return the engines' packed sequences: prompt then response, one row after another; neither padded nor sorted.
+    """Return the engines' packed sequences: one sample after another; neither padded nor sorted.
 
     Args:
-        batch: columns `prompts` and `responses`, int64, N >= 1 rows.
+        batch: columns `tokens`, `sample_lengths`, `response_mask`, N >= 1 rows.
     """
-    return Sequences.of(list(batch["prompts"].rows()), list(batch["responses"].rows()))
+    return Sequences(*(batch[name].values for name in SAMPLE_COLUMNS))
 
 
 def _column(log_probs_A: Tensor, batch: PackedBatch) -> Column:
-    return Column(log_probs_A.cpu(), batch["responses"].lengths)
+    return Column(log_probs_A.cpu(), drawn_per_row(batch))
 
 
 def _combined(scored: ScoredAnswer, model_score: float, config: RewardModelConfig) -> ScoredAnswer:

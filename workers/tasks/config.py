@@ -20,10 +20,10 @@ class UserTaskConfig(Settings):
     function: str
     """`module:function`: takes a `workers.tasks.row.TaskRow`, returns a number."""
     inputs: tuple[str, ...] = Field(("prompts", "responses"), min_length=1)
-    """Columns that it reads: `prompts`, `responses`, `ground_truth`, or columns with one number per response
-    (`rewards`, other tasks' outputs ...)."""
+    """What it reads: `prompts`, `responses` (the drawn tokens as text), `ground_truth`, or columns with one number per
+    response (`rewards`, other tasks' outputs ...)."""
     output: Name
-    """Column that it writes: `loss_masks` (0 to 1: the weight of the response's loss), or one that another task
+    """Column that it writes: `loss_weights` (0 to 1: the weight of the response's loss), or one that another task
     reads."""
     timeout_s: float = Field(10.0, gt=0, le=86400)
     """Deadline of one call (s)."""

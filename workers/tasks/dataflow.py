@@ -4,7 +4,7 @@ An algorithm declares its tasks once; `place_tasks` decides, from the roles that
 what. A task whose role was not launched is fused into its host: the host reads the fused task's inputs and computes
 its outputs itself, so that they never travel.
 
-    prompts -> actor_rollout -> responses ... -> rewards (in rollout) -> rewards
+    prompts -> actor_rollout -> tokens ... -> rewards (in rollout) -> rewards
                              \\-> ref_log_probs -> ref_log_probs
     all of them -> compute_advantages_and_returns (in actor) -> actor_train
 """
@@ -29,17 +29,19 @@ SERVICES = frozenset({CONTROLLER, STORAGE, WEIGHTS})
 PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
-"""Columns that are texts to a person."""
-LOSS_MASKS = "loss_masks"
+"""What users' tasks may read as texts; `responses` is made of the drawn tokens."""
+SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
+"""What was generated: see `workers.tasks.rollouts`."""
+DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
+"""Columns of AsyncFlow's own tasks with a value per drawn token."""
+LOSS_WEIGHTS = "loss_weights"
 """Written by users' tasks: the weight of a response's loss, 0 to 1."""
 REWARD_PARTS = "reward_parts"
 """What a user's reward is made of: numbers by name, for the metrics."""
 ACTOR_TRAIN, CRITIC_TRAIN = "actor_train", "critic_train"
 """Tasks that train; the second is folded into the first where there is no role `critic`."""
-TOKEN_COLUMNS = (
-    "prompts", "responses", "rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns",
-)  # fmt: skip
-"""Columns of AsyncFlow's own tasks with a value per token."""
+TOKEN_COLUMNS = ("prompts", *SAMPLE_COLUMNS, *DRAWN_COLUMNS)
+"""Columns of AsyncFlow's own tasks with more than one value."""
 ANSWER_COLUMNS = ("ground_truth", "epochs", "truncated", "rewards", "correct", "advantages")
 """Those with one value per response."""
 

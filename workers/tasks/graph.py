@@ -19,10 +19,11 @@ from workers.tasks.dataflow import (
     ALIASES,
     ANSWER_COLUMNS,
     CRITIC_TRAIN,
-    LOSS_MASKS,
+    LOSS_WEIGHTS,
     PROMPT_COLUMNS,
     REWARD_PARTS,
     ROLES,
+    SAMPLE_COLUMNS,
     SERVICES,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
@@ -103,14 +104,14 @@ def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, 
         role="rollout",
         host="rollout",
         inputs=("prompts",),
-        outputs=("responses", "rollout_log_probs", "versions", "truncated"),
+        outputs=(*SAMPLE_COLUMNS, "rollout_log_probs", "versions", "truncated"),
         weights=NeededWeights.BOUNDED,
     )
     rewards = Task(
         name="rewards",
         role="reward",
         host="rollout",
-        inputs=("prompts", "responses", "ground_truth"),
+        inputs=("prompts", *SAMPLE_COLUMNS, "ground_truth"),
         outputs=("rewards", "correct"),
         whole_groups=config.filters_groups,
     )
@@ -118,14 +119,14 @@ def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, 
         name="ref_log_probs",
         role="ref",
         host="actor",
-        inputs=("prompts", "responses"),
+        inputs=SAMPLE_COLUMNS,
         outputs=("ref_log_probs",),
     )
     old_policy = Task(
         name="actor_log_probs",
         role="actor_fwd",
         host="actor",
-        inputs=("prompts", "responses"),
+        inputs=SAMPLE_COLUMNS,
         outputs=("old_log_probs",),
         weights=NeededWeights.NEWEST,
     )
@@ -143,7 +144,7 @@ def critic_free_tasks(config: PolicyConfig, old_log_probs: bool) -> tuple[Task, 
         role="actor",
         host="actor",
         inputs=(
-            *("prompts", "responses", "rollout_log_probs", "advantages"),
+            *("prompts", *SAMPLE_COLUMNS, "rollout_log_probs", "advantages"),
             *(name for task in optional for name in task.outputs),
             # Not read by the loss: masking, and what the step's metrics and ledger line report.
             *("truncated", "versions", "rewards", "correct", "epochs"),
@@ -164,7 +165,7 @@ def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
         name="values",
         role="critic",
         host="actor",
-        inputs=("prompts", "responses"),
+        inputs=SAMPLE_COLUMNS,
         outputs=("values",),
     )
     advantages = replace(advantages, role="critic", outputs=("advantages", "returns"), whole_groups=False)
@@ -172,7 +173,7 @@ def ppo_tasks(config: PPOConfig, old_log_probs: bool) -> tuple[Task, ...]:
         name=CRITIC_TRAIN,
         role="critic",
         host="actor",
-        inputs=("prompts", "responses", "values", "returns", "truncated", "rewards"),
+        inputs=(*SAMPLE_COLUMNS, "values", "returns", "truncated", "rewards"),
         outputs=(),
         whole_groups=True,
         passes_on=True,
@@ -217,7 +218,7 @@ _OF_MODELS = frozenset({"ref_log_probs", "actor_log_probs"})
 
 
 def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> tuple[Task, ...]:
-    """Return the graph with users' tasks before its training task, which reads `loss_masks` if one of them writes it.
+    """Return the graph with users' tasks before its training task, which reads `loss_weights` if one of them writes it.
 
     Args:
         graph: of the algorithm; the training task is the last.
@@ -229,14 +230,14 @@ def with_user_tasks(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> t
     *others, train = graph
     _check_names(graph, users)
     _check_columns(graph, users)
-    if any(user.output == LOSS_MASKS for user in users):
-        train = _masked(train)
-        others = [_masked(task) if task.name == CRITIC_TRAIN else task for task in others]
+    if any(user.output == LOSS_WEIGHTS for user in users):
+        train = _weighted(train)
+        others = [_weighted(task) if task.name == CRITIC_TRAIN else task for task in others]
     return (*others, *_sorted(others, users), train)
 
 
-def _masked(train: Task) -> Task:
-    return replace(train, inputs=(*train.inputs, LOSS_MASKS))
+def _weighted(train: Task) -> Task:
+    return replace(train, inputs=(*train.inputs, LOSS_WEIGHTS))
 
 
 def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
@@ -248,7 +249,7 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
         if role in SERVICES or role in ROLES or role in ALIASES:
             kind = "a service" if role in SERVICES else "a role"
             raise ConfigError(f"tasks.{number}.role: {role!r} is {kind} of AsyncFlow's own; take another name")
-        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS, REWARD_PARTS):
+        if user.output in outputs or user.output in (*TOKEN_COLUMNS, *ANSWER_COLUMNS, *TEXT_COLUMNS, REWARD_PARTS):
             raise ConfigError(
                 f"tasks.{number}.output: column {user.output!r} is written by another task; take another name"
             )
@@ -257,7 +258,8 @@ def _check_names(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None
 
 
 def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> None:
-    written = [*PROMPT_COLUMNS, *(name for task in graph for name in task.outputs), *(user.output for user in users)]
+    written = [*PROMPT_COLUMNS, *_COLUMNS_OF, *(name for task in graph for name in task.outputs)]
+    written += [user.output for user in users]
     for number, user in enumerate(users):
         for name in user.inputs:
             if name not in written:
@@ -270,15 +272,17 @@ def _check_columns(graph: Sequence[Task], users: Sequence[UserTaskConfig]) -> No
                     f"tasks.{number}.inputs: column {name!r} has a value per token; use texts "
                     f"({' '.join(TEXT_COLUMNS)}) and columns with one number per answer ({numbers})"
                 )
-        read = [LOSS_MASKS, *(name for other in users if other is not user for name in other.inputs)]
+        read = [LOSS_WEIGHTS, *(name for other in users if other is not user for name in other.inputs)]
         if user.output not in read:
             raise ConfigError(
                 f"tasks.{number}.output: nobody reads column {user.output!r}; {_hint(user.output, read)} "
-                f"(training reads {LOSS_MASKS}, users' tasks their inputs)"
+                f"(training reads {LOSS_WEIGHTS}, users' tasks their inputs)"
             )
 
 
-_RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs"}
+_COLUMNS_OF = {"responses": ("tokens", "response_mask")}
+"""What a text is made of that is no column."""
+_RENAMED = {"answers": "ground_truth", "log_probs": "old_log_probs", "loss_masks": LOSS_WEIGHTS}
 """Columns by their former names."""
 
 
@@ -288,9 +292,16 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _sorted(others: Sequence[Task], users: Sequence[UserTaskConfig]) -> list[Task]:
-    """Return users' tasks, producers before consumers."""
+    """Return users' tasks, producers before consumers; the text `responses` is made of what was generated."""
     nodes = [
-        Task(user.name, user.own_role, user.host, tuple(dict.fromkeys(user.inputs)), (user.output,)) for user in users
+        Task(
+            user.name,
+            user.own_role,
+            user.host,
+            tuple(dict.fromkeys(part for name in user.inputs for part in _COLUMNS_OF.get(name, (name,)))),
+            (user.output,),
+        )
+        for user in users
     ]
     written = {*PROMPT_COLUMNS, *(name for task in others for name in task.outputs)}
     ordered: list[Task] = []

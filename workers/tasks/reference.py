@@ -82,7 +82,7 @@ class Reference:
             )
 
     def log_probs(self, batch: Sequences, *, step: int) -> Tensor:
-        """Return float32 [A]: log-probabilities of the responses' tokens under the reference of `step`.
+        """Return float32 [A]: log-probabilities of the drawn tokens under the reference of `step`.
 
         Waits until the trainer has published that reference.
 

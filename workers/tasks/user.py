@@ -13,7 +13,8 @@ from workers.calls.user_function import excerpt
 from workers.data.tokenizer import TextDecoder
 from workers.tasks.column_tasks import ColumnTask
 from workers.tasks.config import UserTaskConfig
-from workers.tasks.dataflow import LOSS_MASKS, TEXT_COLUMNS
+from workers.tasks.dataflow import LOSS_WEIGHTS, TEXT_COLUMNS
+from workers.tasks.rollouts import responses_of
 from workers.tasks.row import TaskRow
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -57,14 +58,14 @@ class UserTask(ColumnTask):
         """Return the output, float32 [N].
 
         The function is not called on a row that lacks one of its numbers (NaN: the reward failed, so the row has no
-        weight): its mask is 0, any other output NaN.
+        weight): its weight is 0, any other output NaN.
 
         Raises:
             UserCodeFailed: the function raised, or returned no number that can be used; says which task and function.
         """
         rows = list(self._rows(batch))
         calls = [None if any(map(math.isnan, row.columns.values())) else self._called(row) for row in rows]
-        missing = 0.0 if self._config.output == LOSS_MASKS else math.nan
+        missing = 0.0 if self._config.output == LOSS_WEIGHTS else math.nan
         values = [
             missing if call is None else self._checked(call.result(), row)
             for call, row in zip(calls, rows, strict=True)
@@ -86,7 +87,7 @@ class UserTask(ColumnTask):
         if "prompts" in inputs:
             prompts = [decoder.prompt(tokens.tolist()) for tokens in batch["prompts"].rows()]
         if "responses" in inputs:
-            responses = [decoder.response(tokens.tolist()) for tokens in batch["responses"].rows()]
+            responses = [decoder.response(tokens.tolist()) for tokens in responses_of(batch)]
         if "ground_truth" in inputs:
             ground_truths = batch["ground_truth"].texts()
         numbers = {name: batch[name].values.double().tolist() for name in inputs if name not in TEXT_COLUMNS}
@@ -94,8 +95,8 @@ class UserTask(ColumnTask):
             yield TaskRow(*texts, {name: values[k] for name, values in numbers.items()})
 
     def _checked(self, number: float, row: TaskRow) -> float:
-        if not abs(number) <= _LARGEST or (self._config.output == LOSS_MASKS and not 0 <= number <= 1):
-            wanted = "between 0 and 1" if self._config.output == LOSS_MASKS else "that float32 holds"
+        if not abs(number) <= _LARGEST or (self._config.output == LOSS_WEIGHTS and not 0 <= number <= 1):
+            wanted = "between 0 and 1" if self._config.output == LOSS_WEIGHTS else "that float32 holds"
             raise UserCodeFailed(
                 f"{self._what} returned {number:g} on response {excerpt(row.response)}; "
                 f"{self._config.output} must be a number {wanted}"

@@ -12,9 +12,9 @@ The first update comes after the last round: until then nothing has changed, and
 from then on the step needs nothing from the queue. An algorithm that looks at the whole step keeps all rounds, and
 trains none as it comes.
 
-A round is cut into micro-batches by number (runs of `micro_batch_size` rows) or by tokens (as few as fit a budget). A
-group that fits the budget stays whole, so its prompt is computed once; one that does not is cut, and the prompt is
-computed once for each part:
+A round is cut into micro-batches by number (runs of `micro_batch_size` rows with all their samples) or, at the borders
+of samples, by tokens (as few as fit a budget). Samples with the same prompt, as a group's are, stay together where they
+fit the budget, so that it is computed once; else it is computed once for each part:
 
     budget 20, prompt 8, responses 2 9 4 3      one part would have 26 tokens: (2 4) with 14, (9 3) with 20
 
@@ -22,6 +22,7 @@ Under `tq.policy: token-budget` a round has no more tokens than a micro-batch ma
 Neither changes the gradient: the loss is a sum over tokens, and scaled once for the whole update.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,16 +30,18 @@ from dataclasses import dataclass, replace
 from tq.balance import split_by_tokens
 from tq.batch import PackedBatch
 from workers.config import ActorConfig
+from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import ROW_BEGINS
 
 
 @dataclass(frozen=True)
 class Round:
-    """One rank's rows of a round, with all columns.
+    """One rank's part of a round, with all columns.
 
     Attributes:
-        batch: its rows; none where the rank got none.
-        micro_batches: positions of rows; as many on all ranks, so the last ones of some are empty.
-        total_rows: of all ranks.
+        batch: the samples of its rows; none where the rank got none.
+        micro_batches: positions of samples; as many on all ranks, so the last ones of some are empty.
+        total_rows: of all ranks; rows, not samples.
         drawn_by: versions that drew tokens of it, on any rank; only with `actor.tri_model`.
     """
 
@@ -132,21 +135,24 @@ class StepRounds:
 
 
 def micro_batches(batch: PackedBatch, config: ActorConfig) -> list[Sequence[int]]:
-    """Return the positions of rows in each micro-batch, every row once.
+    """Return the positions of samples in each micro-batch, every sample once.
 
     Args:
-        batch: columns `prompts` and `responses`, N >= 0 rows.
+        batch: N >= 0 samples.
     """
     if not len(batch):
         return []
     if not config.max_tokens_per_micro_batch:
-        size = config.micro_batch_size
-        return [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
-    prompts = [prompt.numpy().tobytes() for prompt in batch["prompts"].rows()]
-    lengths = list(zip(batch["prompts"].lengths.tolist(), batch["responses"].lengths.tolist(), strict=True))
+        begins = batch[ROW_BEGINS].values.nonzero()[:, 0].tolist()
+        borders = [*begins[:: config.micro_batch_size], len(batch)]
+        return [range(start, end) for start, end in itertools.pairwise(borders)]
+    tokens, budget = batch["tokens"].lengths.tolist(), config.max_tokens_per_micro_batch
     if not config.shared_prompt:
-        return [*split_by_tokens([sum(pair) for pair in lengths], config.max_tokens_per_micro_batch)]
-    return [*_with_shared_prompts(prompts, lengths, config.max_tokens_per_micro_batch)]
+        return [*split_by_tokens(tokens, budget)]
+    before = sequences_of(batch).prompt_lengths.tolist()
+    prompts = [row[:size].numpy().tobytes() for row, size in zip(batch["tokens"].rows(), before, strict=True)]
+    lengths = [(size, total - size) for size, total in zip(before, tokens, strict=True)]
+    return [*_with_shared_prompts(prompts, lengths, budget)]
 
 
 def _with_shared_prompts(prompts: Sequence[bytes], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:

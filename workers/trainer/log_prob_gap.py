@@ -4,7 +4,7 @@ Before its first update, step s computes with the weights of step s - 1. For the
 must agree but for rounding; a larger difference is an error in one of the engines. Tokens of older weights say nothing
 about that, so a step without any of the newest has no figure.
 
-Legend of shapes: A tokens of the responses, packed.
+Legend of shapes: A drawn tokens, packed.
 """
 
 from collections.abc import Iterable

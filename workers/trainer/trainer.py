@@ -1,6 +1,6 @@
 """A step of training on one rank: get rows, add columns, loss, update, publish, record.
 
-    a round arrives    -> columns -> forward_backward, if it is of the first mini-batch; the others are kept
+    a round arrives    -> columns -> samples -> forward_backward, if it is of the first mini-batch; the others are kept
                           (all are kept by an algorithm that normalises over the step: `Algorithm.whole_step`)
     the last is there  -> update | forward_backward ... update | ...        as many as the configuration says
     all are made       -> publish the weights, record the step
@@ -35,6 +35,7 @@ from workers.records.step_totals import UpdateTotals
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
 from workers.tasks.dataflow import PlacedTask
+from workers.tasks.rollouts import samples_of
 from workers.trainer.batching import Round, StepRounds, micro_batches
 from workers.trainer.gang_peers import gather, max_over_ranks, sum_over_ranks
 from workers.trainer.log_prob_gap import Comparison
@@ -155,7 +156,8 @@ class Trainer:
         self._role.take(batch, record)
         several = self._training.num_updates > 1 or self._whole_step
         total_rows = sum_over_ranks(len(batch) * self._counts, device=self._context.device) if several else len(batch)
-        return Round(batch, self._micro_batches(batch, round_rows), total_rows, self._drawn_by(batch))
+        samples = samples_of(batch)
+        return Round(samples, self._micro_batches(samples, round_rows), total_rows, self._drawn_by(batch))
 
     def _drawn_by(self, batch: PackedBatch) -> Sequence[int]:
         """Return the versions that drew tokens of a round, on any rank, so that all score it with the same copies."""

@@ -15,7 +15,7 @@ that is not held (just after a resume) keeps the log-probabilities that the gene
 
 The reference is the initial model. Called by `workers.trainer.trainer`; all ranks call alike, with or without rows.
 
-Legend of shapes: A response tokens of a micro-batch.
+Legend of shapes: A drawn tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -68,7 +68,7 @@ class TriModel:
         """Score a micro-batch with the reference and the older policies; collective.
 
         Args:
-            batch: N >= 1 rows; None: this rank has none, and gets None.
+            batch: N >= 1 samples; None: this rank has none, and gets None.
             drawn_by: the versions that drew tokens of this round, on any rank.
             step: that is trained.
             updated: the step's first update was made.
@@ -139,4 +139,4 @@ class LossOfMicroStep:
 
 
 def _column(value_A: Tensor, batch: PackedBatch) -> Column:
-    return Column(value_A, batch["responses"].lengths)
+    return Column(value_A, batch["rollout_log_probs"].lengths)

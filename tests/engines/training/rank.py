@@ -105,12 +105,12 @@ def refused(engine: TrainEngine) -> dict[str, str]:
     negative = good.tokens_T.clone()
     negative[0] = -1
     bad = {
-        "no prompt": Sequences(good.tokens_T, good.lengths_N, torch.zeros(1, dtype=torch.int32)),
-        "prompt longer than sample": Sequences(good.tokens_T, good.lengths_N, good.lengths_N + 1),
-        "lengths": Sequences(good.tokens_T, good.lengths_N + 1, good.prompt_lengths_N),
-        "unknown token": Sequences(first, good.lengths_N, good.prompt_lengths_N),
-        "negative token": Sequences(negative, good.lengths_N, good.prompt_lengths_N),
-        "no samples": Sequences(good.tokens_T[:0], good.lengths_N[:0], good.prompt_lengths_N[:0]),
+        "no prompt": Sequences(good.tokens_T, good.lengths_N, torch.ones_like(good.response_mask_T)),
+        "mask": Sequences(good.tokens_T, good.lengths_N, good.response_mask_T[1:]),
+        "lengths": Sequences(good.tokens_T, good.lengths_N + 1, good.response_mask_T),
+        "unknown token": Sequences(first, good.lengths_N, good.response_mask_T),
+        "negative token": Sequences(negative, good.lengths_N, good.response_mask_T),
+        "no samples": Sequences(good.tokens_T[:0], good.lengths_N[:0], good.response_mask_T[:0]),
     }
     said = {}
     for name, batch in bad.items():

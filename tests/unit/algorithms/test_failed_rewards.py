@@ -17,6 +17,7 @@ from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
 from workers.algorithms.rloo import leave_one_out
 from workers.config import RolloutConfig
+from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)
@@ -44,7 +45,7 @@ def tokens(seed: int) -> Column:
 
 def batch_of(rows: list[int]) -> PackedBatch:
     columns = {
-        "responses": Column.of_rows([torch.full((length,), 7) for length in LENGTHS]),
+        **sample_columns([torch.tensor([7])] * 4, [torch.full((length,), 7) for length in LENGTHS]),
         "rollout_log_probs": tokens(1),
         "ref_log_probs": tokens(2),
         "values": tokens(3),
@@ -64,7 +65,7 @@ def train(section: dict[str, Any], rows: list[int]) -> dict[str, object]:
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=5))
     batch = batch_of(rows)
     new = batch["new_log_probs"].values.clone().requires_grad_()
-    batch = batch.with_columns(algorithm.advantages(batch, group_size=len(rows)))
+    batch = samples_of(batch.with_columns(algorithm.advantages(batch, group_size=len(rows))))
     if algorithm.whole_step:
         moments = Moments.merged([algorithm.moments(batch)])
         batch = algorithm.normalized(batch, moments)

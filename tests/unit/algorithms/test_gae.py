@@ -15,6 +15,7 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import PPOConfig
 from workers.algorithms.losses import ValueLoss, clipped_value_loss, loss_scale
 from workers.algorithms.ppo import PPO
+from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 number = st.floats(-3, 3)
@@ -98,10 +99,10 @@ def make_batch() -> PackedBatch:
     def column() -> Column:
         return Column(torch.randn(9, generator=chance), lengths)
 
-    return PackedBatch(
+    batch = PackedBatch(
         (0, 1, 2),
         {
-            "responses": Column(torch.arange(9), lengths),
+            **sample_columns([torch.tensor([0])] * 3, torch.arange(9).split([3, 2, 4])),
             "rewards": Column.of_scalars(torch.tensor([1.0, 0.0, 0.5])),
             "truncated": Column.of_scalars(torch.tensor([False, True, False])),
             "values": column(),
@@ -109,6 +110,7 @@ def make_batch() -> PackedBatch:
             "ref_log_probs": column(),
         },
     )
+    return samples_of(batch)
 
 
 def make_ppo(**settings: object) -> PPO:

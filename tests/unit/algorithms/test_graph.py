@@ -25,7 +25,18 @@ def test_default_placement() -> None:
     assert set(placed) == {"actor_rollout", "ref_log_probs", "actor_train"}
     rollout, train = placed["actor_rollout"], placed["actor_train"]
     assert rollout.inputs == ("prompts", "ground_truth") and rollout.fused == ("rewards",)
-    assert set(rollout.outputs) == {*("responses", "rollout_log_probs", "versions", "truncated", "rewards", "correct")}
+    assert set(rollout.outputs) == {
+        *(
+            "tokens",
+            "sample_lengths",
+            "response_mask",
+            "rollout_log_probs",
+            "versions",
+            "truncated",
+            "rewards",
+            "correct",
+        )
+    }
     assert train.fused == ("compute_advantages_and_returns",) and train.whole_groups and train.outputs == ()
     assert "ref_log_probs" in train.inputs and "advantages" not in train.inputs
 
@@ -39,7 +50,7 @@ def test_actor_hosts_the_reference() -> None:
 def test_every_role_on_its_own() -> None:
     placed = place("rollout", "actor", "ref", "reward", "advantages")
     assert len(placed) == 5 and not any(task.fused for task in placed.values())
-    assert placed["rewards"].inputs == ("prompts", "responses", "ground_truth")
+    assert placed["rewards"].inputs == ("prompts", "tokens", "sample_lengths", "response_mask", "ground_truth")
     assert placed["compute_advantages_and_returns"].whole_groups
     assert {"advantages", "ref_log_probs"} <= set(placed["actor_train"].inputs)
 
@@ -104,7 +115,7 @@ def test_critic_passes_advantages_on_and_keeps_values_and_returns() -> None:
     critic, train = placed["critic_train"], placed["actor_train"]
     assert critic.fused == ("values", "compute_advantages_and_returns") and critic.outputs == ("advantages",)
     assert set(critic.inputs) == {
-        *("prompts", "responses", "rewards", "old_log_probs", "ref_log_probs", "truncated"),
+        *("tokens", "sample_lengths", "response_mask", "rewards", "old_log_probs", "ref_log_probs", "truncated"),
     }
     assert critic.whole_groups and train.fused == () and "advantages" in train.inputs
 
@@ -126,9 +137,9 @@ def test_critic_in_a_role_of_its_own_needs_the_penaltys_two_models_in_theirs(rol
 
 
 def test_masks_of_users_tasks_reach_the_critic_too() -> None:
-    safety = UserTaskConfig(name="safety", function="m:f", output="loss_masks")
+    safety = UserTaskConfig(name="safety", function="m:f", output="loss_weights")
     tasks = {task.name: task for task in with_user_tasks(PPO, [safety])}
-    assert "loss_masks" in tasks["critic_train"].inputs and "loss_masks" in tasks["actor_train"].inputs
+    assert "loss_weights" in tasks["critic_train"].inputs and "loss_weights" in tasks["actor_train"].inputs
 
 
 def test_controllers_treat_the_critic_as_a_trainer() -> None:

@@ -9,6 +9,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.losses import LossCounts, PolicyLoss
+from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)
@@ -26,7 +27,7 @@ NEW, OLD, REF = values(0), values(1), values(2)
 
 def make_batch(grpo: GRPO) -> PackedBatch:
     columns = {
-        "responses": Column.of_rows([torch.full((length,), 7) for length in LENGTHS]),
+        **sample_columns([torch.tensor([7])] * 4, [torch.full((length,), 7) for length in LENGTHS]),
         "rollout_log_probs": Column.of_rows(OLD),
         "old_log_probs": Column.of_rows(OLD),
         "ref_log_probs": Column.of_rows(REF),
@@ -34,7 +35,7 @@ def make_batch(grpo: GRPO) -> PackedBatch:
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
     }
     batch = PackedBatch((0, 1, 2, 3), columns)
-    return batch.with_columns(grpo.advantages(batch, group_size=2))
+    return samples_of(batch.with_columns(grpo.advantages(batch, group_size=2)))
 
 
 def expected_loss(normalization: str, *, kl_coef: float, masked: bool) -> float:
@@ -80,14 +81,14 @@ def test_loss_equals_the_paper_in_any_order(
     )
 
 
-def test_masks_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None:
+def test_weights_weigh_answers_and_leave_those_of_zero_out_of_the_counts() -> None:
     grpo = GRPO(GRPOConfig(), max_response_tokens=5, mask_truncated=True)
     plain = make_batch(grpo)
-    masked = plain.with_columns({"loss_masks": Column.of_scalars(torch.tensor([1.0, 0.0, 1.0, 0.25]))})
+    masked = plain.with_columns({"loss_weights": Column.of_scalars(torch.tensor([1.0, 0.0, 1.0, 0.25]))})
     assert grpo.counts(masked) == LossCounts(tokens=LENGTHS[0] + LENGTHS[3], sequences=2, answers=4)
     weight_A = grpo.loss(masked, device=CPU).weight_A
     assert weight_A.tolist() == [1.0] * 3 + [0.0] * 5 + [0.25] * 2
-    ones = plain.with_columns({"loss_masks": Column.of_scalars(torch.ones(4))})
+    ones = plain.with_columns({"loss_weights": Column.of_scalars(torch.ones(4))})
     assert grpo.counts(ones) == grpo.counts(plain)
 
 

@@ -12,6 +12,7 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.config import GRPOConfig, OffPolicyConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import PolicyLoss, answer_means, correct
+from workers.tasks.rollouts import sample_columns, samples_of
 
 LENGTHS = torch.tensor([2, 0, 3])
 NEW = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], dtype=torch.float64)
@@ -120,13 +121,13 @@ def gradient_of(*settings: str) -> tuple[torch.Tensor, float]:
     lengths = torch.ones(len(GAPS), dtype=torch.int32)
     new = torch.full_like(GAPS, -2.0).requires_grad_()
     columns = {
-        "responses": Column(torch.zeros(len(GAPS), dtype=torch.int64), lengths),
+        **sample_columns([torch.tensor([0])] * len(GAPS), [torch.tensor([0])] * len(GAPS)),
         "rollout_log_probs": Column(new.detach() - GAPS, lengths),
         "advantages": Column.of_scalars(torch.tensor([-1.0] * 6 + [1.0] * 2)),
         "truncated": Column.of_scalars(torch.zeros(len(GAPS), dtype=torch.bool)),
         "rewards": Column.of_scalars(torch.zeros(len(GAPS))),
     }
-    loss = algorithm.loss(PackedBatch(tuple(range(len(GAPS))), columns), device=torch.device("cpu"))
+    loss = algorithm.loss(samples_of(PackedBatch(tuple(range(len(GAPS))), columns)), device=torch.device("cpu"))
     loss(new, torch.zeros_like(GAPS)).backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     return new.grad, float(loss.stats["clipped"])

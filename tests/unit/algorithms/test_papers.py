@@ -16,6 +16,7 @@ from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.config import RolloutConfig
+from workers.tasks.rollouts import sample_columns, samples_of
 
 GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0)
@@ -157,7 +158,7 @@ def streamed_loss(
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=MOST))
     columns = {
-        "responses": Column.of_rows([torch.zeros(length, dtype=torch.int64) for length in LENGTHS]),
+        **sample_columns([torch.tensor([0])] * len(LENGTHS), [torch.zeros(length).long() for length in LENGTHS]),
         "rollout_log_probs": column([[value - gap for value in answer] for answer in old]),
         "old_log_probs": column(old),
         "ref_log_probs": column(ref),
@@ -165,7 +166,7 @@ def streamed_loss(
         "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),
     }
     batch = PackedBatch(tuple(range(len(LENGTHS))), columns)
-    batch = batch.with_columns(algorithm.advantages(batch, group_size=GROUP))
+    batch = samples_of(batch.with_columns(algorithm.advantages(batch, group_size=GROUP)))
     parts = [batch.select(rows) for rows in micro_batches]
     if algorithm.whole_step:
         moments = Moments.merged(algorithm.moments(part) for part in parts)

@@ -18,6 +18,7 @@ from tq.batch import Column, PackedBatch
 from workers.config import RunConfig
 from workers.data.tokenizer import load_tokenizer
 from workers.tasks.column_tasks import Rewards
+from workers.tasks.rollouts import sample_columns
 
 CPU = torch.device("cpu")
 ROWS = [("1+2=", "3", "3"), ("1+2=", "4", "3"), ("4+8=", "12", "12"), ("4+8=", "1", "12"), ("4+8=", "=7", "12")]
@@ -48,7 +49,7 @@ def batch_of(config: RunConfig) -> PackedBatch:
     )
     columns = {
         "prompts": Column.of_rows(prompts),
-        "responses": Column.of_rows(responses),
+        **sample_columns(prompts, responses),
         "ground_truth": Column.of_texts([row[2] for row in ROWS]),
     }
     return PackedBatch(tuple(range(len(ROWS))), columns)
@@ -95,12 +96,12 @@ def test_committed_model_prefers_right_sums_of_the_training_data() -> None:
         texts = [row["answer"], *(text for text in others if text != row["answer"])]
         responses = [torch.tensor(tokenizer(f"{text}<eos>")["input_ids"][:4]) for text in texts]
         prompts = [torch.tensor(tokenizer(row["prompt"])["input_ids"])] * len(texts)
-        columns = {"prompts": prompts, "responses": responses}
-        batch = PackedBatch(
-            tuple(range(len(texts))),
-            {name: Column.of_rows(rows) for name, rows in columns.items()}
-            | {"ground_truth": Column.of_texts([row["answer"]] * len(texts))},
-        )
+        columns = {
+            "prompts": Column.of_rows(prompts),
+            **sample_columns(prompts, responses),
+            "ground_truth": Column.of_texts([row["answer"]] * len(texts)),
+        }
+        batch = PackedBatch(tuple(range(len(texts))), columns)
         rewards = task.compute(batch, 1)["rewards"].values
         assert float(rewards[0]) > float(rewards[1:].max()) + 1, row["prompt"]
     task.close()

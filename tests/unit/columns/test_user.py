@@ -13,6 +13,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from tq.batch import Column, PackedBatch
 from workers.data.tokenizer import TextDecoder
 from workers.tasks.config import UserTaskConfig
+from workers.tasks.rollouts import sample_columns
 from workers.tasks.row import TaskRow
 from workers.tasks.user import UserTask
 
@@ -77,7 +78,7 @@ def _make() -> Iterator[Make]:
     tasks: list[UserTask] = []
 
     def make(module: str, function: str, **settings: Any) -> UserTask:
-        fields = {"name": "safety", "function": f"{module}:{function}", "output": "loss_masks"} | settings
+        fields = {"name": "safety", "function": f"{module}:{function}", "output": "loss_weights"} | settings
         tasks.append(UserTask(UserTaskConfig.model_validate(fields), TextDecoder(Letters()), num_rows=4))
         return tasks[-1]
 
@@ -87,9 +88,10 @@ def _make() -> Iterator[Make]:
 
 
 def make_batch() -> PackedBatch:
+    prompts = [torch.tensor([0, 1]), torch.tensor([0, 1])]
     columns = {
-        "prompts": Column.of_rows([torch.tensor([0, 1]), torch.tensor([0, 1])]),
-        "responses": Column.of_rows([torch.tensor([2]), torch.tensor([3, 4, 5])]),
+        "prompts": Column.of_rows(prompts),
+        **sample_columns(prompts, [torch.tensor([2]), torch.tensor([3, 4, 5])]),
         "ground_truth": Column.of_texts(["c", "d"]),
         "rewards": Column.of_scalars(torch.tensor([0.5, 1.0])),
         "correct": Column.of_scalars(torch.tensor([False, True])),
@@ -99,7 +101,7 @@ def make_batch() -> PackedBatch:
 
 def test_function_is_given_texts_and_numbers_and_returns_the_column(module: str, make: Make) -> None:
     task = make(module, "remember", inputs=["prompts", "responses", "ground_truth", "rewards", "correct"])
-    assert task.compute(make_batch(), 1)["loss_masks"].values.tolist() == [0.25, 0.75]
+    assert task.compute(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.75]
     rows = [
         TaskRow("ab", "c", "c", {"rewards": 0.5, "correct": 0.0}),
         TaskRow("ab", "def", "d", {"rewards": 1.0, "correct": 1.0}),
@@ -114,7 +116,7 @@ def test_what_is_no_input_is_empty(module: str, make: Make) -> None:
 
 def test_a_coroutine_is_a_task_like_any_other(module: str, make: Make) -> None:
     task = make(module, "waits_a_little", concurrency=2)
-    assert task.compute(make_batch(), 1)["loss_masks"].values.tolist() == [0.25, 0.25]
+    assert task.compute(make_batch(), 1)["loss_weights"].values.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_coroutine_is_a_task_like_any_other(module: str, make: Make) -> None:
         ("text", "returned 'much' instead of a number"),
         ("endless", "returned 1000"),
         ("several", "returned .1.0, 2.0. instead of a number"),
-        ("large", "returned 1.5 on response 'c'; loss_masks must be a number between 0 and 1"),
+        ("large", "returned 1.5 on response 'c'; loss_weights must be a number between 0 and 1"),
     ],
 )
 def test_errors_name_task_and_function(module: str, make: Make, function: str, message: str) -> None:
@@ -140,7 +142,7 @@ def test_only_masks_are_bounded(module: str, make: Make) -> None:
         make(module, "nothing", output="toxicity").compute(make_batch(), 1)
 
 
-@pytest.mark.parametrize(("output", "value"), [("loss_masks", 0.0), ("toxicity", math.nan)])
+@pytest.mark.parametrize(("output", "value"), [("loss_weights", 0.0), ("toxicity", math.nan)])
 def test_function_is_not_called_where_a_number_that_it_reads_is_missing(
     module: str, make: Make, output: str, value: float
 ) -> None:

@@ -86,13 +86,10 @@ def single_rank() -> Iterator[None]:
 def batch() -> Sequences:
     """Five samples; two of one length, one with an empty answer."""
     generator = torch.Generator().manual_seed(3)
-    prompts, answers = torch.tensor([3, 2, 5, 1, 4]), torch.tensor([4, 5, 1, 6, 0])
-    lengths = prompts + answers
-    return Sequences(
-        tokens_T=torch.randint(2, 13, (int(lengths.sum()),), generator=generator),
-        lengths_N=lengths.int(),
-        prompt_lengths_N=prompts.int(),
-    )
+    prompts, answers = [3, 2, 5, 1, 4], [4, 5, 1, 6, 0]
+    parts = [size for pair in zip(prompts, answers, strict=True) for size in pair]
+    tokens = torch.randint(2, 13, (sum(parts),), generator=generator).split(parts)
+    return Sequences.of(tokens[::2], tokens[1::2])
 
 
 @pytest.fixture
@@ -103,3 +100,17 @@ def groups() -> Sequences:
     prompts = [first, second, first, alone, second, first, second, first, second]
     answers = [torch.randint(2, 13, (n,), generator=generator) for n in (3, 1, 5, 3, 0, 3, 4, 1, 2)]
     return Sequences.of(prompts, answers)
+
+
+@pytest.fixture
+def turns() -> Sequences:
+    """Conversations: two begin alike and go on otherwise, one of them with an observation last; one has no drawn token,
+    one begins like it; one is alone."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randint(2, 13, (n,), generator=generator) for n in (3, 2))
+    begins = (first, second, first, second, torch.tensor([7]))
+    masks = ([1, 1, 0, 0, 1], [0, 0, 0], [1, 0, 1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1])
+    rest = [torch.randint(2, 13, (len(mask),), generator=generator) for mask in masks]
+    mask = torch.tensor([one for begin, mask in zip(begins, masks, strict=True) for one in ([0] * len(begin) + mask)])
+    whole = Sequences.of(begins, rest)
+    return Sequences(whole.tokens_T, whole.lengths_N, mask.to(torch.uint8))

@@ -23,6 +23,7 @@ from workers.engines.load import load_train_engine, load_value_engine
 from workers.records.step_record import StepRecord
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import sample_columns, samples_of
 from workers.trainer.trainer import Trainer, critic_learner, policy_learner
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -57,9 +58,10 @@ def make_rounds() -> list[PackedBatch]:
     rounds = []
     for group in range(GROUPS):
         responses = [torch.randint(3, 12, (2 + k,), generator=chance) for k in range(SIZE)]
+        prompts = [torch.randint(3, 12, (4,), generator=chance)] * SIZE
         columns = {
-            "prompts": Column.of_rows([torch.randint(3, 12, (4,), generator=chance)] * SIZE),
-            "responses": Column.of_rows(responses),
+            "prompts": Column.of_rows(prompts),
+            **sample_columns(prompts, responses),
             "rollout_log_probs": Column.of_rows([-2 - torch.rand(len(one), generator=chance) for one in responses]),
             "versions": Column.of_rows([torch.full((len(one),), STEP - 1, dtype=torch.int32) for one in responses]),
             "rewards": Column.of_scalars(torch.rand(SIZE, generator=chance)),
@@ -105,9 +107,9 @@ def train_by_hand(config: RunConfig, policy: TrainEngine, critic: ValueEngine, *
     assert isinstance(ppo, PPO)
     batches = []
     for batch in make_rounds():
-        values = Column(critic.values(sequences_of(batch)), batch["responses"].lengths)
+        values = Column(critic.values(sequences_of(batch)), batch["versions"].lengths)
         batch = batch.with_columns({"values": values})
-        batches.append(batch.with_columns(ppo.advantages(batch, group_size=SIZE)))
+        batches.append(samples_of(batch.with_columns(ppo.advantages(batch, group_size=SIZE))))
     moments = Moments.merged(ppo.moments(batch) for batch in batches)
     counts = LossCounts(0, 0, 0)
     for batch in batches:

@@ -103,7 +103,7 @@ def test_compiled_layers_train_alike(
 ) -> None:
     """Traced as for a real compiler, which would take minutes; the second micro-batch has other lengths."""
     monkeypatch.setattr("workers.engines.fsdp.sharding.COMPILER", "aot_eager")
-    first = Sequences(batch.tokens_T[:7], batch.lengths_N[:1], batch.prompt_lengths_N[:1])
+    first = Sequences(batch.tokens_T[:7], batch.lengths_N[:1], batch.response_mask_T[:7])
     model_dir, stats = make_model_dir(num_hidden_layers=1), []
     for compiled in (False, True):
         engine = make_engine(model_dir, compile=compiled, gradient_checkpointing=checkpointing)
@@ -118,10 +118,11 @@ def test_compiled_layers_train_alike(
 def test_micro_batches_add_up(model_dir: Path, batch: Sequences) -> None:
     whole, parts = make_engine(model_dir), make_engine(model_dir)
     whole.forward_backward(batch, square_loss)
-    for tokens, length, prompt in zip(
-        batch.tokens_T.split(batch.lengths_N.tolist()), batch.lengths_N, batch.prompt_lengths_N, strict=True
+    sizes = batch.lengths_N.tolist()
+    for tokens, length, mask in zip(
+        batch.tokens_T.split(sizes), batch.lengths_N, batch.response_mask_T.split(sizes), strict=True
     ):
-        parts.forward_backward(Sequences(tokens, length[None], prompt[None]), square_loss)
+        parts.forward_backward(Sequences(tokens, length[None], mask), square_loss)
     assert parts.step(1.0).grad_norm == pytest.approx(whole.step(1.0).grad_norm, rel=1e-5)
 
 

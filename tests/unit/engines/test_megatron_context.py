@@ -34,14 +34,14 @@ def test_every_answer_token_is_predicted_by_one_rank_at_its_place(size: int) -> 
     for rank in range(size):
         share = TokenShare.of(INPUTS, rank, size)
         assert 0 < share.predictors_a.numel() == share.targets_a.numel() == share.own(values_A).numel()
-        assert share.num_response_tokens == values_A.numel()
-        fed = share.tokens_t[share.predictors_a[: share.responses_a.numel()]]
-        assert fed.equal(INPUTS.tokens_T[INPUTS.predictors_A[share.responses_a]])
-        assert share.targets_a[: share.responses_a.numel()].equal(INPUTS.targets_A[share.responses_a])
+        assert share.num_drawn == values_A.numel()
+        fed = share.tokens_t[share.predictors_a[: share.drawn_a.numel()]]
+        assert fed.equal(INPUTS.tokens_T[INPUTS.predictors_A[share.drawn_a]])
+        assert share.targets_a[: share.drawn_a.numel()].equal(INPUTS.targets_A[share.drawn_a])
         own_a = share.own(values_A)
         total_A += share.spread(torch.where(own_a > 0, own_a, 99))
         gradients_A += share.spread(own_a)
-        if not share.responses_a.numel():
+        if not share.drawn_a.numel():
             assert own_a.tolist() == [0], "its gradient is nothing"
     assert total_A.equal(values_A) and gradients_A.equal(values_A)
 
@@ -51,6 +51,6 @@ def test_samples_whose_answers_are_empty_have_a_share(size: int) -> None:
     inputs = PackedInputs.of(Sequences.of([PROMPT], [PROMPT[:0]]), torch.device("cpu"))
     for rank in range(size):
         share = TokenShare.of(inputs, rank, size)
-        assert share.num_response_tokens == 0
+        assert share.num_drawn == 0
         assert share.targets_a.tolist() == share.own(inputs.targets_A).tolist() == [0]
         assert share.spread(torch.ones(1)).numel() == 0

@@ -20,27 +20,29 @@ CPU = torch.device("cpu")
 
 
 def one_by_one(model: torch.nn.Module, batch: Sequences, temperature: float) -> Tensor:
-    """Answer log-probabilities from transformers' own forward of each sample."""
-    parts = []
-    samples = batch.tokens_T.split(batch.lengths_N.tolist())
-    for tokens, prompt in zip(samples, batch.prompt_lengths_N.tolist(), strict=True):
-        logits = model(tokens.unsqueeze(0)).logits[0, prompt - 1 : -1] / temperature
-        parts.append(logits.log_softmax(-1).gather(-1, tokens[prompt:, None]).squeeze(-1))
+    """Drawn tokens' log-probabilities from transformers' own forward of each sample."""
+    parts, sizes = [], batch.lengths_N.tolist()
+    for tokens, mask in zip(batch.tokens_T.split(sizes), batch.response_mask_T.split(sizes), strict=True):
+        logits = model(tokens.unsqueeze(0)).logits[0, :-1] / temperature
+        parts.append(logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)[mask[1:].bool()])
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("shared_prompt", [False, True])
+@pytest.mark.parametrize(
+    ("given", "shared_prompt"), [("batch", False), ("groups", True), ("turns", False), ("turns", True)]
+)
 def test_log_probs_and_gradients_equal_those_of_single_samples(
     make_model_dir: Callable[..., Path],
-    batch: Sequences,
-    groups: Sequences,
+    request: pytest.FixtureRequest,
     family: str,
     temperature: float,
+    given: str,
     shared_prompt: bool,
 ) -> None:
-    path, samples = make_model_dir(family), groups if shared_prompt else batch
+    path = make_model_dir(family)
+    samples: Sequences = request.getfixturevalue(given)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
     packed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=PACKED_ATTENTION)
 

@@ -89,10 +89,8 @@ def test_score_is_read_at_the_last_token_that_is_not_padding(make_reward_dir: Ma
     path = make_reward_dir(pad_token_id=padding)
     answers = [[5, 1], [1], [5, 0, 0], [0, 1], [1, 7], []]
     prompt = [3, 4]
-    samples = Sequences(
-        torch.tensor([token for answer in answers for token in (*prompt, *answer)]),
-        torch.tensor([2 + len(answer) for answer in answers], dtype=torch.int32),
-        torch.full((len(answers),), 2, dtype=torch.int32),
+    samples = Sequences.of(
+        [torch.tensor(prompt)] * len(answers), [torch.tensor(answer, dtype=torch.int64) for answer in answers]
     )
     scores = RewardModel(path, dtype=torch.float64, device=CPU).scores(samples)
     assert close(scores, one_by_one(path, rows_of(samples)), EXACT)
@@ -104,23 +102,23 @@ def test_score_does_not_depend_on_what_is_scored_with_it(make_reward_dir: MakeDi
     model = RewardModel(make_reward_dir(), dtype=torch.float64, device=CPU)
     together = model.scores(groups)
     alone = [
-        model.scores(Sequences(row, torch.tensor([len(row)], dtype=torch.int32), prompt.reshape(1)))
-        for row, prompt in zip(rows_of(groups), groups.prompt_lengths_N, strict=True)
+        model.scores(Sequences.of([row[:prompt]], [row[prompt:]]))
+        for row, prompt in zip(rows_of(groups), groups.prompt_lengths, strict=True)
     ]
     assert close(together, torch.cat(alone), EXACT)
 
 
 def test_tokens_that_only_the_policy_has_count_as_the_last_one(make_reward_dir: MakeDir) -> None:
     model = RewardModel(make_reward_dir(), dtype=torch.float32, device=CPU)
-    lengths, prompts = torch.tensor([3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    padded, last = (model.scores(Sequences(torch.tensor([3, 4, token]), lengths, prompts)) for token in (99, 12))
+    prompt = torch.tensor([3, 4])
+    padded, last = (model.scores(Sequences.of([prompt], [torch.tensor([token])])) for token in (99, 12))
     assert padded == last
 
 
 def test_bad_batches_are_refused(make_reward_dir: MakeDir) -> None:
     model = RewardModel(make_reward_dir(), dtype=torch.float32, device=CPU)
-    with pytest.raises(BadRequest, match="needs at least 1"):
-        model.scores(Sequences(torch.tensor([3]), torch.tensor([1]), torch.tensor([0])))
+    with pytest.raises(BadRequest, match="begins with a drawn token"):
+        model.scores(Sequences.of([torch.tensor([], dtype=torch.int64)], [torch.tensor([3])]))
 
 
 def test_models_without_such_a_head_are_refused(make_reward_dir: MakeDir, tmp_path: Path) -> None:

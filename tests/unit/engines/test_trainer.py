@@ -22,6 +22,7 @@ from workers.engines.base import StepStats, TrainEngine
 from workers.engines.load import load_train_engine
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.rollouts import sample_columns, samples_of
 from workers.trainer.batching import RoundAssigner
 from workers.trainer.trainer import Trainer, open_loader, policy_learner
 from workers.trainer.tri_model import TriModel
@@ -59,9 +60,10 @@ def make_rounds() -> list[PackedBatch]:
     rounds = []
     for group in range(GROUPS):
         responses = [torch.randint(3, 12, (2 + k,), generator=chance) for k in range(SIZE)]
+        prompts = [torch.randint(3, 12, (4,), generator=chance)] * SIZE
         columns = {
-            "prompts": Column.of_rows([torch.randint(3, 12, (4,), generator=chance)] * SIZE),
-            "responses": Column.of_rows(responses),
+            "prompts": Column.of_rows(prompts),
+            **sample_columns(prompts, responses),
             "rollout_log_probs": Column.of_rows([-2 - torch.rand(len(one), generator=chance) for one in responses]),
             "versions": Column.of_rows([torch.full((len(one),), STEP - 1, dtype=torch.int32) for one in responses]),
             "rewards": Column.of_scalars(torch.tensor([1.0, 0.0])),
@@ -111,9 +113,9 @@ def train_by_hand(config: RunConfig, engine: TrainEngine, updates: list[list[int
     algorithm, losses = load_algorithm(config.algorithm, config.rollout), []
     prepared = []
     for batch in make_rounds():
-        old = Column(engine.log_probs(sequences_of(batch)), batch["responses"].lengths)
+        old = Column(engine.log_probs(sequences_of(batch)), batch["versions"].lengths)
         advantages = algorithm.advantages(batch, group_size=SIZE)
-        prepared.append(batch.with_columns({"old_log_probs": old, **advantages}))
+        prepared.append(samples_of(batch.with_columns({"old_log_probs": old, **advantages})))
     for rounds in updates:
         counts, total = LossCounts(0, 0, 0), 0.0
         for number in rounds:

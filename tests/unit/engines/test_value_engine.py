@@ -36,7 +36,7 @@ def states(path: Path, batch: Sequences) -> Tensor:
     """Return [A, H]: what the backbone of transformers makes of the tokens before each answer token."""
     model = AutoModelForCausalLM.from_pretrained(path).model
     rows, start = [], 0
-    for length, prompt in zip(batch.lengths_N.tolist(), batch.prompt_lengths_N.tolist(), strict=True):
+    for length, prompt in zip(batch.lengths_N.tolist(), batch.prompt_lengths.tolist(), strict=True):
         tokens = batch.tokens_T[start : start + length]
         start += length
         hidden = model(input_ids=tokens[None]).last_hidden_state[0]
@@ -94,7 +94,7 @@ def test_gradient_is_that_of_plain_autograd(model_dir: Path, batch: Sequences) -
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     total = torch.zeros(())
     start = 0
-    for length, prompt in zip(batch.lengths_N.tolist(), batch.prompt_lengths_N.tolist(), strict=True):
+    for length, prompt in zip(batch.lengths_N.tolist(), batch.prompt_lengths.tolist(), strict=True):
         hidden = model.model(input_ids=batch.tokens_T[start : start + length][None]).last_hidden_state[0]
         total = total + square_loss((hidden[prompt - 1 : length - 1] @ head.T).squeeze(1))
         start += length

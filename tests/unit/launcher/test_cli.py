@@ -592,7 +592,7 @@ def test_users_modules_are_looked_for_beside_the_configuration(
     write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_masks"}
+    task = {"name": "safety", "function": "lying_beside:keep", "output": "loss_weights"}
     source = write_config(reward={"function": "lying_beside:score"}, tasks=[task])
     module = tmp_path / "lying_beside.py"
     module.write_text("def score(prompt, response, answer): return 1.0\ndef keep(row): ...\n")

@@ -165,7 +165,7 @@ def test_file_of_a_packaged_recipe_is_told_of_there(tmp_path: Path, monkeypatch:
 
 
 def test_users_tasks_are_checked_and_their_roles_known(write_config: WriteConfig) -> None:
-    task = {"name": "safety", "function": "filters:keep", "output": "loss_masks"}
+    task = {"name": "safety", "function": "filters:keep", "output": "loss_weights"}
     config = load_config(write_config(tasks=[task]), roles="rollout:1,actor:1,safety:3")
     assert config.roles == {"rollout": 1, "actor": 1, "safety": 3}
     assert "tasks.0.outptu: unknown key" in (message := refusal(write_config(tasks=[task | {"outptu": "x"}])))

@@ -79,7 +79,7 @@ def test_a_scorer_behind_a_url_is_not_called() -> None:
 )
 def test_functions_of_tasks_are_imported(function: str, message: str) -> None:
     def try_task(name: str) -> None:
-        task = f"{{name: safety, function: 'tried_rewards:{name}', output: loss_masks}}"
+        task = f"{{name: safety, function: 'tried_rewards:{name}', output: loss_weights}}"
         try_functions(load_config(find_recipe("quickstart"), overrides=("launcher.device=cpu", f"tasks=[{task}]")))
 
     try_task("keep")

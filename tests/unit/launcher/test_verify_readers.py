@@ -23,16 +23,15 @@ from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.records.ledger import ledger_lines, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
+from workers.tasks.rollouts import sample_columns
 
 WriteConfig = Callable[..., Path]
 
 
 def answers(rows: list[int]) -> PackedBatch:
     """Rows of groups of two."""
-    columns = {
-        "prompts": Column.of_rows([torch.arange(row // 2 + 1) for row in rows]),
-        "responses": Column.of_rows([torch.arange(row) for row in rows]),
-    }
+    prompts = [torch.arange(row // 2 + 1) for row in rows]
+    columns = {"prompts": Column.of_rows(prompts), **sample_columns(prompts, [torch.arange(row) for row in rows])}
     return PackedBatch(tuple(rows), columns, tuple(row // 2 for row in rows))
 
 
@@ -82,7 +81,7 @@ def ledger_of(directory: Path, dataset: PromptDataset, groups: list[int]) -> Led
     prompts = [dataset.prompt(group) for group in groups]
     columns = {
         "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
-        "responses": Column.of_rows([torch.tensor([1])] * len(groups)),
+        **sample_columns([prompt.tokens for prompt in prompts], [torch.tensor([1])] * len(groups)),
         "versions": Column.of_rows([torch.tensor([0], dtype=torch.int32)] * len(groups)),
         "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
     }

@@ -9,7 +9,7 @@ rank alone trains the plain model, under `autocast: bfloat16` through a `Bfloat1
     step(scale)                     gradients * scale, clip, AdamW, gradients cleared
 
 Waits: every method except `shards` and `zero_grad` is collective; a rank that does not call it blocks the others.
-Legend of shapes: A response tokens of the micro-batch.
+Legend of shapes: A drawn tokens of the micro-batch.
 """
 
 from collections.abc import Iterable

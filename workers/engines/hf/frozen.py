@@ -1,7 +1,7 @@
 """Models that are not trained: one computes log-probabilities, with whatever weights its role loads, one scores
 responses.
 
-Legend of shapes: N samples, T tokens of the micro-batch, A response tokens, D width.
+Legend of shapes: N samples, T tokens of the micro-batch, A drawn tokens, D width.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from workers.engines.packed_forward import InputsOfBatch, PackedInputs, response
 
 
 class FrozenModel:
-    """Computes log-probabilities of responses, without gradient."""
+    """Computes log-probabilities of drawn tokens, without gradient."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RewardModel:
             BadRequest: see `check_sequences`.
         """
         tokens_T = batch.tokens_T.clamp(max=self._vocab_size - 1)
-        read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.prompt_lengths_N))
+        read = _with_one_more(Sequences(tokens_T, batch.lengths_N, batch.response_mask_T))
         check_sequences(read, vocab_size=self._vocab_size)
         inputs = PackedInputs.of(read, self._device, shared_prompt=True)
         hidden_TD = self._model.base_model(
@@ -157,9 +157,9 @@ class RewardModel:
     def _last(self, inputs: PackedInputs, read: Sequences) -> Tensor:
         """Return int64 [N]: each sample's place in `predictors_A` of its last token that is not padding.
 
-        Where the response is all padding, that is the prompt's last token.
+        Looked for after the prompt; where all is padding there, that is the prompt's last token.
         """
-        responses_N = (read.lengths_N - read.prompt_lengths_N).long()
+        responses_N = (read.lengths_N - read.prompt_lengths).long()
         ends_N = responses_N.cumsum(0)
         if self._padding is None:
             return (ends_N - 1).to(self._device)
@@ -171,8 +171,12 @@ class RewardModel:
 
 
 def _with_one_more(batch: Sequences) -> Sequences:
-    """Append a token to each sample: `PackedInputs` leaves out the last one, which predicts nothing."""
+    """Append a token to each sample, and have all after the prompt predicted: `PackedInputs` leaves out the last one,
+    which predicts nothing."""
     sample_T = torch.arange(len(batch.lengths_N)).repeat_interleave(batch.lengths_N)
     longer_T = torch.zeros(len(batch.tokens_T) + len(batch.lengths_N), dtype=torch.int64)
     longer_T[torch.arange(len(batch.tokens_T)) + sample_T] = batch.tokens_T.cpu().long()
-    return Sequences(longer_T, batch.lengths_N + 1, batch.prompt_lengths_N)
+    rest_N = batch.lengths_N + 1 - batch.prompt_lengths
+    parts_V = torch.stack([batch.prompt_lengths, rest_N], dim=1).flatten()
+    mask_T = torch.tensor([0, 1], dtype=torch.uint8).repeat(len(rest_N)).repeat_interleave(parts_V)
+    return Sequences(longer_T, batch.lengths_N + 1, mask_T)

@@ -10,7 +10,7 @@ To Megatron these ranks are data-parallel replicas: it sums their gradients, and
 
 Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
 Legend of shapes: T tokens of a micro-batch, C ranks, t = T / C tokens of this rank, H heads of a tensor-parallel rank,
-h = H / C, K key/value heads of a tensor-parallel rank, D head dimension, A response tokens, a response tokens that this
+h = H / C, K key/value heads of a tensor-parallel rank, D head dimension, A drawn tokens, a those that this
 rank's tokens predict.
 """
 
@@ -36,8 +36,8 @@ class TokenShare:
         tokens_t, positions_t: int64 [t].
         layout: of all T tokens; up to C - 1 that belong to nothing make T a multiple of C.
         predictors_a, targets_a: int64 [a], see `PackedInputs`; one that does not count where this rank has none.
-        responses_a: int64 [a], places among the A response tokens, or empty.
-        num_response_tokens: A.
+        drawn_a: int64 [a], places among the A drawn tokens, or empty.
+        num_drawn: A.
     """
 
     tokens_t: Tensor
@@ -45,8 +45,8 @@ class TokenShare:
     layout: PackedLayout
     predictors_a: Tensor
     targets_a: Tensor
-    responses_a: Tensor
-    num_response_tokens: int
+    drawn_a: Tensor
+    num_drawn: int
 
     @staticmethod
     def of(inputs: PackedInputs, rank: int, size: int) -> "TokenShare":
@@ -59,30 +59,28 @@ class TokenShare:
         tokens = slice(rank * length, (rank + 1) * length)
         places_A = inputs.predictors_A - tokens.start
         if size == 1:
-            responses_a = torch.arange(places_A.numel(), device=places_A.device)
+            drawn_a = torch.arange(places_A.numel(), device=places_A.device)
         else:
-            responses_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
-        nothing_a = responses_a.new_zeros(1)
+            drawn_a = torch.nonzero((places_A >= 0) & (places_A < length))[:, 0]
+        nothing_a = drawn_a.new_zeros(1)
         return TokenShare(
             pad(inputs.tokens_T, (0, spare))[tokens],
             pad(inputs.positions_T, (0, spare))[tokens],
             layout,
-            places_A[responses_a] if responses_a.numel() else nothing_a,
-            inputs.targets_A[responses_a] if responses_a.numel() else nothing_a,
-            responses_a,
+            places_A[drawn_a] if drawn_a.numel() else nothing_a,
+            inputs.targets_A[drawn_a] if drawn_a.numel() else nothing_a,
+            drawn_a,
             inputs.targets_A.numel(),
         )
 
     def own(self, values_A: Tensor) -> Tensor:
-        """Return [a] of values of all response tokens; 0 for one that does not count."""
-        own = values_A[self.responses_a]
+        """Return [a] of values of all drawn tokens; 0 for one that does not count."""
+        own = values_A[self.drawn_a]
         return own if own.numel() else values_A.new_zeros(1)
 
     def spread(self, values_a: Tensor) -> Tensor:
         """Return [A]: this rank's values in their places, and 0."""
-        return values_a.new_zeros(self.num_response_tokens).index_copy(
-            0, self.responses_a, values_a[: self.responses_a.numel()]
-        )
+        return values_a.new_zeros(self.num_drawn).index_copy(0, self.drawn_a, values_a[: self.drawn_a.numel()])
 
 
 def heads_for_tokens(local_tHD: Tensor, group: dist.ProcessGroup) -> Tensor:

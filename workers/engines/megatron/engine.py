@@ -11,7 +11,7 @@ State and weights have Hugging Face's names and boxes, so a checkpoint is loaded
 
 Waits: `step` and `load_state_dict` are collective over all ranks, `log_probs` and `forward_backward` over those of a
 replica.
-Legend of shapes: A response tokens of the micro-batch.
+Legend of shapes: A drawn tokens of the micro-batch.
 """
 
 from collections import defaultdict

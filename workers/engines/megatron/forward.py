@@ -9,7 +9,7 @@ micro-batch's log-probabilities, so no piece can go back before the last one cam
 The last stage then broadcasts the log-probabilities to its pipeline, so every rank knows the same. Where ranks share
 the tokens of a piece (`TokenShare`), each does so for its own; without, t is T and a is A.
 
-Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A response tokens, a those
+Legend of shapes: t tokens of a piece that this rank has, W width of the residual stream, A drawn tokens, a those
 that this rank's tokens predict, V this rank's vocabulary.
 """
 
@@ -76,7 +76,7 @@ class MegatronForward:
             self._network.output_layer.register_forward_pre_hook(self._keep_predictors)
 
     def forward(self, batch: Sequences, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Return float32 [A] log-probabilities and entropies of the responses' tokens, on every rank of the replica.
+        """Return float32 [A] log-probabilities and entropies of the drawn tokens, on every rank of the replica.
 
         Keeps what `backward` needs where gradients are enabled. Without `entropy` the second result is empty.
         """
@@ -97,7 +97,7 @@ class MegatronForward:
             gradient_A: of its log-probabilities; only the last stage's counts.
         """
         passed, self._passed = self._passed, []
-        gradients = torch.split(gradient_A, [one.share.num_response_tokens for one in passed])
+        gradients = torch.split(gradient_A, [one.share.num_drawn for one in passed])
         sending = []
         for number in reversed(range(len(passed))):
             one = passed[number]
@@ -141,7 +141,7 @@ class MegatronForward:
         return _Passed(received, log_probs_a, entropy_a, share)
 
     def _keep_predictors(self, _: object, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Have the output layer compute logits of the responses' positions only: [t, 1, W] -> [a, 1, W]."""
+        """Have the output layer compute logits of the drawn tokens' positions only: [t, 1, W] -> [a, 1, W]."""
         return (arguments[0][self._predictors_a], *arguments[1:])
 
     def _at_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class MegatronForward:
             if self._context is not None:
                 dist.all_reduce(known, group=self._context)
         else:
-            known = torch.empty(1 + entropy, sum(one.share.num_response_tokens for one in passed), device=self._device)
+            known = torch.empty(1 + entropy, sum(one.share.num_drawn for one in passed), device=self._device)
         if len(self._stages) > 1:
             dist.broadcast(known, src=self._stages[-1], group=self._pipeline_group)
         return known[0], known[1] if entropy else known[0, :0]
@@ -206,7 +206,7 @@ def cut(batch: Sequences, num_pieces: int) -> Iterator[Sequences]:
             first += lengths[rows]
             rows += 1
         num_pieces = max(1, num_pieces - 1)
-        yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.prompt_lengths_N[begin:rows])
+        yield Sequences(batch.tokens_T[start:first], batch.lengths_N[begin:rows], batch.response_mask_T[start:first])
 
 
 def _packed(share: TokenShare, context: dist.ProcessGroup | None) -> Any:

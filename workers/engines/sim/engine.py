@@ -5,7 +5,7 @@ and launcher are real, and so are rows, versions and losses. Weights are a few t
 among the actor's ranks as FSDP2 cuts them. A response's length is a pure function of (seed, row), so schedules can be
 compared sample by sample.
 
-Legend of shapes: R response tokens, A response tokens of a packed micro-batch.
+Legend of shapes: R response tokens, A drawn tokens of a packed micro-batch.
 """
 
 import heapq
@@ -258,7 +258,7 @@ class SimTrainEngine:
         """Compute the loss, and sleep for the rest of the time."""
         if batch is None:
             return
-        began, num_tokens = time.monotonic(), _response_tokens(batch)
+        began, num_tokens = time.monotonic(), _drawn_tokens(batch)
         log_probs = torch.full((num_tokens,), -1.0, requires_grad=True)
         loss(log_probs, torch.zeros(num_tokens)).backward()  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, self._config.train_s_per_token * num_tokens - (time.monotonic() - began)))
@@ -300,12 +300,12 @@ class SimTrainEngine:
             shard.values.fill_(float(self._step) + number / 16)
 
 
-def _response_tokens(batch: Sequences) -> int:
-    return int((batch.lengths_N - batch.prompt_lengths_N).sum())
+def _drawn_tokens(batch: Sequences) -> int:
+    return int(batch.response_mask_T.sum())
 
 
 def _log_probs(s_per_token: float, batch: Sequences) -> Tensor:
-    num_tokens = _response_tokens(batch)
+    num_tokens = _drawn_tokens(batch)
     time.sleep(s_per_token * num_tokens)
     return torch.full((num_tokens,), -1.0)
 

@@ -1,0 +1,88 @@
+"""The rows that training reads: a row is a rollout, its samples (token sequences) lie ragged inside it. Pure.
+
+    tokens            p p p d d o d | p p d      T      d: drawn by the policy in this rollout, and trained here
+    sample_lengths    7               3          S
+    response_mask     0 0 0 1 1 0 1 | 0 0 1      T      p, o: prompt and observations
+    rollout_log_probs       d d   d       d      A      as every column with a value per drawn token
+
+Column tasks compute on rows. The trainer takes a round's rows apart (`samples_of`), so that micro-batches are cut at
+the borders of samples; sums and counts that belong to a whole rollout come with each of its samples.
+
+Legend of shapes: N rows, S their samples, T tokens of these, A drawn tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tq.batch import Column, PackedBatch
+from workers.tasks.dataflow import DRAWN_COLUMNS, SAMPLE_COLUMNS
+
+SAMPLE_DRAWN, ROW_DRAWN, ROW_BEGINS = "sample_drawn", "row_drawn", "row_begins"
+"""Of a sample, in the trainer alone: drawn tokens of it, and of its whole row; whether it is the first of its row."""
+
+
+def sample_columns(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> dict[str, Column]:
+    """Return the sample columns of rows with one turn each; int64 [P] and int64 [R] each, N >= 1 rows."""
+    pairs = list(zip(prompts, responses, strict=True))
+    masks = [
+        torch.cat([torch.zeros(len(p), dtype=torch.uint8), torch.ones(len(r), dtype=torch.uint8)]) for p, r in pairs
+    ]
+    tokens = Column.of_rows([torch.cat(pair) for pair in pairs])
+    lengths = Column(tokens.lengths, torch.ones_like(tokens.lengths))
+    return dict(zip(SAMPLE_COLUMNS, (tokens, lengths, Column.of_rows(masks)), strict=True))
+
+
+def drawn_per_row(batch: PackedBatch) -> Tensor:
+    """Return int32 [N]: the drawn tokens of each row; `batch`: column `response_mask`."""
+    return _ones(batch["response_mask"].values, batch["response_mask"].lengths)
+
+
+def drawn_per_sample(batch: PackedBatch) -> Tensor:
+    """Return int32 [S]: the drawn tokens of each sample; `batch`: columns `sample_lengths`, `response_mask`."""
+    return _ones(batch["response_mask"].values, batch["sample_lengths"].values)
+
+
+def responses_of(batch: PackedBatch) -> list[Tensor]:
+    """Return the drawn tokens of each row, int64, in order; `batch`: columns `tokens`, `response_mask`."""
+    drawn_A = batch["tokens"].values[batch["response_mask"].values.bool()]
+    return list(torch.split(drawn_A, drawn_per_row(batch).tolist()))
+
+
+def samples_of(batch: PackedBatch) -> PackedBatch:
+    """Return the samples of rows as rows of their own: S of them, in order, with views of the tokens' columns.
+
+    A sample has its slices of what there is per token, and its row's index, group and columns with one value per row.
+
+    Args:
+        batch: the sample columns and any others; N >= 0 rows.
+    """
+    if not len(batch):
+        return batch
+    length_S, drawn_S, drawn_N = batch["sample_lengths"].values, drawn_per_sample(batch), drawn_per_row(batch)
+    samples_N = batch["sample_lengths"].lengths.long()
+    row_S = torch.arange(len(batch)).repeat_interleave(samples_N)
+    rows = row_S.tolist()
+    one_each_S = torch.ones_like(length_S)
+    columns = {
+        "tokens": Column(batch["tokens"].values, length_S),
+        "sample_lengths": Column(length_S, one_each_S),
+        "response_mask": Column(batch["response_mask"].values, length_S),
+        SAMPLE_DRAWN: Column.of_scalars(drawn_S),
+        ROW_DRAWN: Column.of_scalars(drawn_N[row_S]),
+        ROW_BEGINS: Column.of_scalars(torch.diff(row_S, prepend=torch.tensor([-1])) != 0),
+    }
+    for name, column in batch.columns.items():
+        if name in DRAWN_COLUMNS or (name == "advantages" and torch.equal(column.lengths, drawn_N)):
+            columns[name] = Column(column.values, drawn_S)
+        elif name not in columns:
+            columns[name] = column if len(rows) == len(batch) else column.select(rows)
+    groups = tuple(batch.groups[row] for row in rows) if batch.groups else ()
+    return PackedBatch(tuple(batch.indices[row] for row in rows), columns, groups)
+
+
+def _ones(mask_T: Tensor, length_K: Tensor) -> Tensor:
+    """Return int32 [K]: the ones in each run of the mask."""
+    piece_T = torch.arange(len(length_K)).repeat_interleave(length_K.long())
+    return torch.zeros(len(length_K), dtype=torch.int32).index_add(0, piece_T, mask_T.int())
