@@ -22,12 +22,12 @@ from workers.admission.state import AdmissionState, AdmittedGroup
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
-from workers.data.prompt_dataset import PromptDataset
-from workers.data.prompt_rows import data_hash, read_prompt_rows
+from workers.data.prompt_dataset import Prompts, open_prompts
+from workers.data.task_source import changed_data, data_identity
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.tasks.dataflow import PROMPT_COLUMNS, WEIGHTS
-from workers.tasks.graph import graph_of, launched_tasks, task_of, task_specs
+from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
 
 Usable = Callable[[int, int], frozenset[str]]
@@ -47,17 +47,25 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 class DatasetPrompts:
     """Admission's source of prompts: the data set, in its shuffled order."""
 
-    def __init__(self, dataset: PromptDataset) -> None:
+    def __init__(self, dataset: Prompts, names: Sequence[str] = PROMPT_COLUMNS) -> None:
+        """Args:
+        dataset: closed with the process.
+        names: of the columns that are written.
+        """
         self._dataset = dataset
+        self._names = names
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return `prompts`, `ground_truth`, `epochs` of every row, group after group."""
-        prompts = [self._dataset.prompt(group.group) for group in groups for _ in group.rows]
-        return {
+        """Return the columns of every row, group after group."""
+        made = [(self._dataset.prompt(group.group), len(group.rows)) for group in groups]
+        prompts = [prompt for prompt, number in made for _ in range(number)]
+        columns = {
             "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
             "ground_truth": Column.of_texts([prompt.ground_truth for prompt in prompts]),
             "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
+            "tasks": Column.of_texts([prompt.task for prompt in prompts]),
         }
+        return {name: columns[name] for name in self._names}
 
 
 def run_storage(context: WorkerContext) -> None:
@@ -87,6 +95,7 @@ def run_controller(context: WorkerContext) -> None:
 
     Raises:
         ConfigError: the data are not those that the run began with.
+        UserCodeFailed: the source, or the sampler, of the data failed.
         NothingToLearn: dynamic sampling finds too few prompts that teach something.
         RoleFailed: a thread of it died.
     """
@@ -95,12 +104,10 @@ def run_controller(context: WorkerContext) -> None:
     admission = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
-        rows = read_prompt_rows(Path(config.data.path), config.data)
-        dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
         admission = prompt_admission(
             context.credentials(),
             context.gang.name,
-            DatasetPrompts(dataset),
+            DatasetPrompts(open_prompts(config), prompt_columns(config)),
             _first_state(context),
             config=config.tq,
             saved=_saved_rows(context),
@@ -129,9 +136,9 @@ def check_data(context: WorkerContext) -> None:
     Raises:
         ConfigError: they did.
     """
-    path = Path(context.config.data.path)
-    if data_hash(path) != context.first_data_hash():
-        raise ConfigError(f"data.path: the content of {path} is not what the run began with; restore the file")
+    data = context.config.data
+    if data_identity(data) != context.first_data_hash():
+        raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:
@@ -162,7 +169,7 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
         max_staleness=config.schedule.gate_staleness,
         tasks=task_specs(launched_tasks(config, context.job), config),
         generation=task_of("rollout", config, context.job).name,
-        first=frozenset(PROMPT_COLUMNS),
+        first=frozenset(prompt_columns(config)),
         usable=usable_columns(before, config, saved_step=context.start_step),
     )
     return SavedRows(checkpoint / QUEUE, rule, warn=context.warn)
@@ -192,7 +199,7 @@ def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usa
 
     @cache
     def usable(partition: int, step: int) -> frozenset[str]:
-        columns = set(PROMPT_COLUMNS)
+        columns = set(prompt_columns(now))
         reference = reference_step(step, interval)
         other = reference > saved_step or reference != reference_step(partition, interval)
         for task in same:

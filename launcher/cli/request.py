@@ -280,7 +280,7 @@ def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
         reward(shown.text, row.ground_truth, row.ground_truth)
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {config.data.path}:{row.line}: its prompt, and its answer as the response); "
+            f"{error} (a trial call with {config.data.place(row.line)}: its prompt, and its answer as the response); "
             f"correct the function: it must score any response"
         ) from error
     finally:

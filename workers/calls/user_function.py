@@ -48,13 +48,13 @@ class Callee:
     gives: Callable[[Any, Sequence[Any]], Any] = _as_it_is
 
 
-def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callable[..., Any]:
+def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> Callable[..., Any]:
     """Import `module:function`. In a child process, since a user's module may do anything; see `importable`.
 
     Args:
         name: of the function.
         field: of the configuration that named it.
-        arguments: that it is called with, in words.
+        arguments: that it is called with, in words; None: the caller checks them.
 
     Raises:
         ConfigError: there is no such module or function, importing it fails, or it does not take these arguments.
@@ -76,7 +76,7 @@ def load_function(name: str, *, field: str, arguments: Sequence[str]) -> Callabl
             raise ConfigError(f"{field}: {source} defines no {attribute!r}; {advice}")
     if not callable(value):
         raise ConfigError(f"{field}: {name!r} is not a function but {reprlib.repr(value)}; name a callable")
-    if not _can_be_called(value, len(arguments)):
+    if arguments is not None and not _can_be_called(value, len(arguments)):
         raise ConfigError(f"{field}: {name} must take {', '.join(arguments)}")
     return value
 

@@ -30,6 +30,8 @@ PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """Columns that are texts to a person."""
+TASKS = "tasks"
+"""Written by admission beside them, for rollouts of the user's: the whole data row, as JSON text."""
 LOSS_MASKS = "loss_masks"
 """Written by users' tasks: the weight of a response's loss, 0 to 1."""
 REWARD_PARTS = "reward_parts"
@@ -150,7 +152,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
     """A column that a role computes for itself never reaches the queue, so no other role may read it."""
-    reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
+    reachable = {name for task in placed for name in task.outputs} | {*PROMPT_COLUMNS, TASKS}
     for task in placed:
         for name in task.inputs:
             if name not in reachable:
@@ -163,7 +165,7 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
     """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
-    written, waiting = set(PROMPT_COLUMNS), list(placed)
+    written, waiting = {*PROMPT_COLUMNS, TASKS}, list(placed)
     while waiting:
         able = [task for task in waiting if written.issuperset(task.inputs)]
         if not able:
