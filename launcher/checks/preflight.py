@@ -22,6 +22,7 @@ from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
 from workers.algorithms.config import DAPOConfig, GSPOConfig
+from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
@@ -172,6 +173,7 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPr
         The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
     """
     check_reward(config.reward)
+    check_group_filter(config.algorithm)
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function")
     check_model_dir(Path(config.model.path))

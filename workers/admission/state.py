@@ -188,8 +188,8 @@ class AdmissionState:
         if self._max_filtered is not None and number > self._max_filtered:
             batch = self._schedule.rollout_batch_size
             raise NothingToLearn(
-                f"step {step}: {number} groups had answers of equal reward, {number / (number + batch):.0%} of those "
-                f"that were generated for it; look at samples/ whether the reward function is right, give prompts that "
+                f"step {step}: algorithm.group_filter refused {number} groups, {number / (number + batch):.0%} of "
+                f"those that were generated for it; look at samples/ whether the reward function is right, give prompts that "
                 f"are sometimes answered right, or raise algorithm.max_filtered_share"
             )
 

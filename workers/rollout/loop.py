@@ -20,6 +20,7 @@ import numpy as np
 from asyncflow.errors import TrainingDiverged
 from tq.config import ScheduleMode
 from weightsync.version import Version
+from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
@@ -69,6 +70,8 @@ class Rollout:
         self._scorer = None
         if "rewards" in task.fused:
             self._scorer = Scorer(config.reward, load_tokenizer(Path(config.model.path)), failed=context.reward_failed)
+        size = config.schedule.n_samples_per_prompt
+        self._filter = load_group_filter(config.algorithm, group_size=size) if self._scorer else None
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
@@ -87,7 +90,7 @@ class Rollout:
             samples=self._samples,
             # A lease that ends early is generated again as a whole, so that the same responses share a batch.
             rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
-            filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
+            group_filter=self._filter,
             failed=self._wake.set,
         )
         self._waiting: deque[tuple[RolloutLease, GenerateRequest]] = deque()
@@ -124,6 +127,8 @@ class Rollout:
         self._samples.close()
         if self._scorer is not None:
             self._scorer.close()
+        if self._filter is not None:
+            self._filter.close()
         self._client.close()
         self._engine.close()
         self._weights.close()
