@@ -19,10 +19,11 @@ from weightsync.external import WeightFeed
 from workers.admission.admitter import prompt_admission
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
-from workers.data.prompt_dataset import Prompts, open_prompts
+from workers.data.prompt_dataset import Prompt, Prompts, open_prompts
 from workers.data.task_source import changed_data, data_identity
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
@@ -45,19 +46,23 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 
 
 class DatasetPrompts:
-    """Admission's source of prompts: the data set, in its shuffled order."""
+    """Admission's source of prompts: the data set in its order, or as a sampler of the user's draws it."""
 
-    def __init__(self, dataset: Prompts, names: Sequence[str] = PROMPT_COLUMNS) -> None:
+    def __init__(
+        self, dataset: Prompts, names: Sequence[str] = PROMPT_COLUMNS, sampler: TaskSampler | None = None
+    ) -> None:
         """Args:
-        dataset: closed with the process.
+        dataset: closed with this, as is the sampler.
         names: of the columns that are written.
+        sampler: says which task a group has.
         """
         self._dataset = dataset
         self._names = names
+        self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
         """Return the columns of every row, group after group."""
-        made = [(self._dataset.prompt(group.group), len(group.rows)) for group in groups]
+        made = [(self._prompt(group.group), len(group.rows)) for group in groups]
         prompts = [prompt for prompt, number in made for _ in range(number)]
         columns = {
             "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
@@ -66,6 +71,22 @@ class DatasetPrompts:
             "tasks": Column.of_texts([prompt.task for prompt in prompts]),
         }
         return {name: columns[name] for name in self._names}
+
+    def draw(self, groups: Sequence[int], version: int) -> None:
+        """Draw the tasks of new groups; see `TaskSampler.draw`."""
+        if self._sampler is not None:
+            self._sampler.draw(groups, version)
+
+    def close(self) -> None:
+        """End what makes and draws the tasks; idempotent."""
+        self._dataset.close()
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _prompt(self, group: int) -> Prompt:
+        if self._sampler is None:
+            return self._dataset.prompt(group)
+        return self._dataset.at(self._sampler.index_of(group))
 
 
 def run_storage(context: WorkerContext) -> None:
@@ -101,16 +122,18 @@ def run_controller(context: WorkerContext) -> None:
     """
     serve_only()
     config = context.config
-    admission = None
+    admission = prompts = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
+        prompts = _open_prompts(context)
         admission = prompt_admission(
             context.credentials(),
             context.gang.name,
-            DatasetPrompts(open_prompts(config), prompt_columns(config)),
+            prompts,
             _first_state(context),
             config=config.tq,
             saved=_saved_rows(context),
+            draw=prompts.draw,
         )
     service = ControllerService(
         context.credentials(),
@@ -128,6 +151,21 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()
     service.threads.wait(context.exiting)
     service.close()
+    if prompts is not None:
+        prompts.close()
+
+
+def _open_prompts(context: WorkerContext) -> DatasetPrompts:
+    config, sampler = context.config, None
+    dataset = open_prompts(config)
+    if config.data.sampler is not None:
+        sampler = TaskSampler(
+            UserSampler(config.data, size=dataset.size, seed=config.seed),
+            context.run_dir,
+            batch=config.schedule.rollout_batch_size,
+            start_step=context.start_step,
+        )
+    return DatasetPrompts(dataset, prompt_columns(config), sampler)
 
 
 def check_data(context: WorkerContext) -> None:

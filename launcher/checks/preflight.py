@@ -21,6 +21,7 @@ from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
+from workers.admission.task_sampler import try_sampler
 from workers.algorithms.config import DAPOConfig, GSPOConfig
 from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
@@ -204,11 +205,16 @@ def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPr
 
 def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
     """Return how many rows the data have, and all of a file, or some of a source."""
-    if config.data.source is None:
-        rows = read_prompt_rows(config.data.file, config.data, own_rollout=config.has_own_rollout)
-        return len(rows), rows
-    with TaskSource(config.data, seed=config.seed, own_rollout=config.has_own_rollout) as source:
-        return source.size, source.tried()
+    data, seed, own = config.data, config.seed, config.has_own_rollout
+    if data.source is None:
+        rows = read_prompt_rows(data.file, data, own_rollout=own)
+        size: int | None = len(rows)
+    else:
+        with TaskSource(data, seed=seed, own_rollout=own) as source:
+            size, rows = source.size, source.tried()
+    if data.sampler is not None:
+        try_sampler(data, size=size, seed=seed)
+    return size, rows
 
 
 def _check_evaluate(config: RunConfig) -> None:

@@ -16,11 +16,20 @@ from pydantic import ValidationError
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.json_lines import Lines, read_lines
-from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, META_FILE, METRICS_FILE, UPDATES_FILE
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LEDGER_FILE,
+    META_FILE,
+    METRICS_FILE,
+    SAMPLER_FILE,
+    UPDATES_FILE,
+)
 from launcher.config.yaml_file import read_yaml
 from launcher.run.rundir import began_run, running_launcher
 from tq.batch import PackedBatch
 from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
+from workers.admission.task_sampler import read_draws
 from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
@@ -194,6 +203,7 @@ def saved_groups(directory: Path) -> Mapping[int, str]:
 
 def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     """Return the prompts of all groups that the ledger names as trained."""
+    run_dir = ledger.file.path.parent
     try:
         search_beside(config.code_directory)
         dataset = open_prompts(config)
@@ -202,8 +212,14 @@ def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     expected = {}
     groups = {line.group for _, line in ledger.trained}
     try:
+        drawn = {group: index for draw in read_draws(run_dir / SAMPLER_FILE) for group, index in draw.indices.items()}
         for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
-            prompt = dataset.prompt(group)
+            if config.data.sampler is None:
+                prompt = dataset.prompt(group)
+            elif group in drawn:
+                prompt = dataset.at(drawn[group])
+            else:
+                continue
             expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))
     except AsyncFlowError as error:
         return Prompts({}, str(error))
