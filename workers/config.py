@@ -4,7 +4,7 @@ The launcher reads, checks and resolves it (`launcher.config.load`); workers loa
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, Field, model_validator
@@ -14,6 +14,7 @@ from asyncflow.settings import Settings
 from tq.config import QueueConfig, ScheduleConfig
 from weightsync.config import WeightSyncConfig
 from workers.algorithms.config import AlgorithmConfig, GRPOConfig
+from workers.data.config import DataConfig
 from workers.engines.megatron.config import MegatronConfig
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.sim.config import SimConfig
@@ -45,29 +46,6 @@ class ModelConfig(Settings):
     renderer: str | None = None
     """How conversations of a `rollout.function` or an agent become tokens and back: a name of the package `renderers`,
     or a class of yours, `module:Class`; null: by the tokenizer's chat template (docs/agents.md)."""
-
-
-class DataConfig(Settings):
-    """Prompts: a JSONL file (one object a line)."""
-
-    path: str
-    """JSONL file. Relative: beside the config file, else in the working directory."""
-    prompt_field: str = "prompt"
-    """Field that holds the prompt's text (GSM8K: `question`; DeepScaleR: `problem`)."""
-    answer_field: str = "answer"
-    """Field that holds the reference answer, passed to the reward."""
-    prompt_template: str = "{prompt}"
-    """Text around the prompt, applied before the chat template; `{prompt}` stands for the field."""
-    chat_template: bool = False
-    """Wrap the prompt as one user message in the tokenizer's chat template."""
-    system_prompt: str | None = None
-    """System message in front of the user's; needs `chat_template`."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt (tokens)."""
-    overlong: Literal["reject", "skip"] = "skip"
-    """Prompts beyond `max_prompt_tokens`: `reject` refuses the run, `skip` counts them and goes on."""
-    shuffle: bool = True
-    """Visit the data in an order that is a pure function of (seed, epoch); else in file order."""
 
 
 class SamplingConfig(Settings):
@@ -260,12 +238,16 @@ class EvaluateConfig(Settings):
     """Evaluation on held-out prompts while training goes on, by the role `evaluate`."""
 
     path: str | None = None
-    """JSONL file of held-out prompts, with the fields and templates of `data`; the role needs it. Relative: beside the
-    config file, else in the working directory."""
+    """JSONL file of held-out prompts, with the fields and templates of `data`; the role needs it, or `source`.
+    Relative: beside the config file, else in the working directory."""
+    source: str | None = None
+    """Instead of `path`: `module:Class`, as `data.source`; its seeds are none that training sees."""
+    options: dict[str, Any] = Field({})
+    """Arguments by name that `source` is made with."""
     interval: int = Field(10, ge=1)
     """Evaluate the weights of step 0 and of every so many steps, and those of the last step."""
     max_prompts: int = Field(0, ge=0)
-    """Take the first so many prompts of the file; 0: all."""
+    """Take the first so many prompts; 0: all. A source without `len()` needs it."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
     engine: Literal["hf", "vllm", "sim"] = "hf"
@@ -290,10 +272,19 @@ class EvaluateConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        if self.path is not None and self.source is not None:
+            raise ValueError("give either path (a JSONL file) or source (module:Class), and not both")
+        if self.options and self.source is None:
+            raise ValueError("options are for source, which is missing; set source, or remove options")
+        return self
+
     def prompts(self, data: DataConfig) -> DataConfig:
-        """Return how the held-out prompts are read: as the training data, in file order. Needs `path`."""
-        assert self.path is not None, "the preflight checks refuse the role without a path"
-        return data.model_copy(update={"path": self.path, "shuffle": False})
+        """Return how the held-out prompts are read: as the training data, in their order. Needs `path` or `source`."""
+        assert self.path or self.source, "the preflight checks refuse the role without prompts"
+        own = {name: getattr(self, name) for name in ("path", "source", "options")}
+        return data.model_copy(update={**own, "sampler": None, "sampler_options": {}, "shuffle": False})
 
     def sampling(self, rollout: RolloutConfig) -> SamplingConfig:
         """Return how held-out prompts are answered; what is null here is as in the rollout."""

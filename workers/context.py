@@ -29,7 +29,7 @@ from tq.client.queue_client import QueueClient
 from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CheckpointMeta
 from workers.config import RunConfig
-from workers.data.prompt_rows import data_hash
+from workers.data.task_source import data_identity
 from workers.tasks.dataflow import OBSERVERS
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ class WorkerContext:
         return int(json.loads((Path(self.job.resume_from) / META_FILE).read_text())["step"])
 
     def first_data_hash(self) -> str:
-        """Return the hash of the prompts' file when the run began: from its checkpoint, else from its first reader."""
+        """Return which data the run began with (`data_identity`): from its checkpoint, else from its first reader."""
         if self.job.resume_from:
             return CheckpointMeta.read(Path(self.job.resume_from)).data_hash
-        return self.said_first("data_hash", data_hash(Path(self.config.data.path)))
+        return self.said_first("data_hash", data_identity(self.config.data))
 
     @property
     def elapsed_s(self) -> float:

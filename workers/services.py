@@ -19,15 +19,16 @@ from weightsync.external import WeightFeed
 from workers.admission.admitter import prompt_admission
 from workers.admission.saved_rows import KeepRule, SavedRows
 from workers.admission.state import AdmissionState, AdmittedGroup
+from workers.admission.task_sampler import TaskSampler, UserSampler
 from workers.checkpoint.files import QUEUE
 from workers.config import RunConfig, SamplingConfig
 from workers.context import WorkerContext
-from workers.data.prompt_dataset import PromptDataset
-from workers.data.prompt_rows import data_hash, read_prompt_rows
+from workers.data.prompt_dataset import Prompt, Prompts, open_prompts
+from workers.data.task_source import changed_data, data_identity
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.records.ledger_file import filtered_groups, trained_groups
 from workers.tasks.dataflow import PROMPT_COLUMNS, WEIGHTS
-from workers.tasks.graph import graph_of, launched_tasks, task_of, task_specs
+from workers.tasks.graph import graph_of, launched_tasks, prompt_columns, task_of, task_specs
 from workers.tasks.reference import reference_step
 
 Usable = Callable[[int, int], frozenset[str]]
@@ -45,19 +46,47 @@ _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
 
 
 class DatasetPrompts:
-    """Admission's source of prompts: the data set, in its shuffled order."""
+    """Admission's source of prompts: the data set in its order, or as a sampler of the user's draws it."""
 
-    def __init__(self, dataset: PromptDataset) -> None:
+    def __init__(
+        self, dataset: Prompts, names: Sequence[str] = PROMPT_COLUMNS, sampler: TaskSampler | None = None
+    ) -> None:
+        """Args:
+        dataset: closed with this, as is the sampler.
+        names: of the columns that are written.
+        sampler: says which task a group has.
+        """
         self._dataset = dataset
+        self._names = names
+        self._sampler = sampler
 
     def columns(self, groups: Sequence[AdmittedGroup]) -> Mapping[str, Column]:
-        """Return `prompts`, `ground_truth`, `epochs` of every row, group after group."""
-        prompts = [self._dataset.prompt(group.group) for group in groups for _ in group.rows]
-        return {
+        """Return the columns of every row, group after group."""
+        made = [(self._prompt(group.group), len(group.rows)) for group in groups]
+        prompts = [prompt for prompt, number in made for _ in range(number)]
+        columns = {
             "prompts": Column.of_rows([prompt.tokens for prompt in prompts]),
             "ground_truth": Column.of_texts([prompt.ground_truth for prompt in prompts]),
             "epochs": Column.of_scalars(torch.tensor([prompt.epoch for prompt in prompts], dtype=torch.int32)),
+            "tasks": Column.of_texts([prompt.task for prompt in prompts]),
         }
+        return {name: columns[name] for name in self._names}
+
+    def draw(self, groups: Sequence[int], version: int) -> None:
+        """Draw the tasks of new groups; see `TaskSampler.draw`."""
+        if self._sampler is not None:
+            self._sampler.draw(groups, version)
+
+    def close(self) -> None:
+        """End what makes and draws the tasks; idempotent."""
+        self._dataset.close()
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _prompt(self, group: int) -> Prompt:
+        if self._sampler is None:
+            return self._dataset.prompt(group)
+        return self._dataset.at(self._sampler.index_of(group))
 
 
 def run_storage(context: WorkerContext) -> None:
@@ -87,23 +116,24 @@ def run_controller(context: WorkerContext) -> None:
 
     Raises:
         ConfigError: the data are not those that the run began with.
+        UserCodeFailed: the source, or the sampler, of the data failed.
         NothingToLearn: dynamic sampling finds too few prompts that teach something.
         RoleFailed: a thread of it died.
     """
     serve_only()
     config = context.config
-    admission = None
+    admission = prompts = None
     if context.gang.name == config.tq.controllers[0]:
         check_data(context)
-        rows = read_prompt_rows(Path(config.data.path), config.data)
-        dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
+        prompts = _open_prompts(context)
         admission = prompt_admission(
             context.credentials(),
             context.gang.name,
-            DatasetPrompts(dataset),
+            prompts,
             _first_state(context),
             config=config.tq,
             saved=_saved_rows(context),
+            draw=prompts.draw,
         )
     service = ControllerService(
         context.credentials(),
@@ -121,6 +151,21 @@ def run_controller(context: WorkerContext) -> None:
     service.stop()
     service.threads.wait(context.exiting)
     service.close()
+    if prompts is not None:
+        prompts.close()
+
+
+def _open_prompts(context: WorkerContext) -> DatasetPrompts:
+    config, sampler = context.config, None
+    dataset = open_prompts(config)
+    if config.data.sampler is not None:
+        sampler = TaskSampler(
+            UserSampler(config.data, size=dataset.size, seed=config.seed),
+            context.run_dir,
+            batch=config.schedule.rollout_batch_size,
+            start_step=context.start_step,
+        )
+    return DatasetPrompts(dataset, prompt_columns(config), sampler)
 
 
 def check_data(context: WorkerContext) -> None:
@@ -129,9 +174,9 @@ def check_data(context: WorkerContext) -> None:
     Raises:
         ConfigError: they did.
     """
-    path = Path(context.config.data.path)
-    if data_hash(path) != context.first_data_hash():
-        raise ConfigError(f"data.path: the content of {path} is not what the run began with; restore the file")
+    data = context.config.data
+    if data_identity(data) != context.first_data_hash():
+        raise ConfigError(f"{changed_data(data)}; restore {'it' if data.source else 'the file'}")
 
 
 def _first_state(context: WorkerContext) -> AdmissionState:
@@ -162,7 +207,7 @@ def _saved_rows(context: WorkerContext) -> SavedRows | None:
         max_staleness=config.schedule.gate_staleness,
         tasks=task_specs(launched_tasks(config, context.job), config),
         generation=task_of("rollout", config, context.job).name,
-        first=frozenset(PROMPT_COLUMNS),
+        first=frozenset(prompt_columns(config)),
         usable=usable_columns(before, config, saved_step=context.start_step),
     )
     return SavedRows(checkpoint / QUEUE, rule, warn=context.warn)
@@ -192,7 +237,7 @@ def usable_columns(before: RunConfig, now: RunConfig, *, saved_step: int) -> Usa
 
     @cache
     def usable(partition: int, step: int) -> frozenset[str]:
-        columns = set(PROMPT_COLUMNS)
+        columns = set(prompt_columns(now))
         reference = reference_step(step, interval)
         other = reference > saved_step or reference != reference_step(partition, interval)
         for task in same:

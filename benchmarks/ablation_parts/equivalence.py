@@ -54,7 +54,7 @@ def max_relative_difference(*, num_groups: int = 32, orders: int = 5) -> float:
 def _recorded(config: RunConfig) -> list[PackedBatch]:
     """Return the groups of step 1, in data order, with the columns that the loss reads."""
     model_dir = Path(config.model.path)
-    rows = read_prompt_rows(Path(config.data.path), config.data)
+    rows = read_prompt_rows(config.data.file, config.data)
     dataset = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
     engine = HfEngine(model_dir, config.model, sampling=config.rollout, device=_CPU)
     weights = HfWeights(model_dir)

@@ -31,7 +31,7 @@ class GrpoUpdates:
         self._generator = load_generate_engine(config, config.rollout, device=CPU)
         self._algorithm = load_algorithm(config.algorithm, config.rollout)
         model_dir = Path(config.model.path)
-        rows = read_prompt_rows(Path(config.data.path), config.data)
+        rows = read_prompt_rows(config.data.file, config.data)
         self._prompts = PromptDataset(rows, config.data, model_dir=model_dir, seed=config.seed)
         self._scorer = Scorer(config.reward, load_tokenizer(model_dir))
 

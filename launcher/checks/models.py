@@ -5,6 +5,7 @@ from pathlib import Path
 
 from asyncflow.errors import ConfigError
 from launcher.config.paths import check_makeable
+from workers.algorithms.group_filter import ZERO_VARIANCE
 from workers.calls.user_function import check_function
 from workers.config import RunConfig
 from workers.engines.model_files import (
@@ -159,10 +160,10 @@ def check_reward_role(config: RunConfig) -> None:
             f"roles: 'reward' is missing, which computes with reward.model; add it (--roles {roles},reward:1), or "
             f"remove reward.model"
         )
-    if config.algorithm.filters_groups:
+    if config.algorithm.group_filter == ZERO_VARIANCE:
         raise ConfigError(
-            "algorithm.dynamic_sampling: true cannot be with reward.model, under which the rewards of a group are "
-            "practically never all equal; set it to false"
+            "algorithm.group_filter: zero_variance cannot be with reward.model, under which the rewards of a group are "
+            "practically never all equal; set it to null"
         )
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from asyncflow.errors import ConfigError
+from asyncflow.errors import ConfigError, UserCodeFailed
 from asyncflow.job import GangSpec
 from launcher.checks.batch_sizes import check_batch_sizes, check_token_budget
 from launcher.checks.devices import Devices, find_devices
@@ -22,11 +22,14 @@ from launcher.config.paths import check_makeable
 from launcher.run.placement import place_gangs
 from launcher.run.rundir import OWN_NAMES
 from tq.policies import load_policy
+from workers.admission.task_sampler import try_sampler
 from workers.algorithms.config import DAPOConfig, GSPOConfig
+from workers.algorithms.group_filter import check_group_filter
 from workers.calls.user_function import check_function, search_beside
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
-from workers.data.prompt_rows import PromptRow, read_prompt_rows
+from workers.data.prompt_rows import PromptRow, check_templates, read_prompt_rows
+from workers.data.task_source import TaskSource, held_out_rows
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.megatron.config import DenseModel, check_division
 from workers.engines.model_files import (
@@ -51,7 +54,7 @@ class Preflight:
         devices: where model ranks run.
         gangs: every gang of the run.
         tasks: what the queue serves, with fused tasks folded in.
-        num_prompts: rows of the data.
+        num_prompts: rows of the data; None: a source makes them without an end.
         num_held_out: prompts of one evaluation; 0 without the role `evaluate`.
         num_parameters: of the model's files; tied weights count once.
         first_row, first_prompt: of the data, as it is there and as the model gets it.
@@ -63,7 +66,7 @@ class Preflight:
     devices: Devices
     gangs: tuple[GangSpec, ...]
     tasks: tuple[PlacedTask, ...]
-    num_prompts: int
+    num_prompts: int | None
     num_held_out: int
     num_parameters: int
     first_row: PromptRow
@@ -166,13 +169,14 @@ def _usable_devices(config: RunConfig) -> Devices:
     return Devices(devices.kind, wanted)
 
 
-def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
+def _check_files(config: RunConfig) -> tuple[int | None, int, PromptRow, ShownPrompt]:
     """Check users' functions, the model and the data.
 
     Returns:
         The numbers of prompts and of held-out prompts; the first prompt, as the data has it and as the model sees it.
     """
     check_reward(config.reward)
+    check_group_filter(config.algorithm)
     for number, task in enumerate(config.tasks):
         check_function(task.function, field=f"tasks.{number}.function")
     check_model_dir(Path(config.model.path))
@@ -185,20 +189,44 @@ def _check_files(config: RunConfig) -> tuple[int, int, PromptRow, ShownPrompt]:
     check_rollout_code(config)
     check_positions(config)
     check_tensor_parallel(config)
-    rows = read_prompt_rows(Path(config.data.path), config.data)
+    try:
+        num_rows, rows = _training_rows(config)
+        held_out = held_out_rows(config) if "evaluate" in config.roles else []
+    except UserCodeFailed as error:  # here it is the user's input
+        raise ConfigError(str(error)) from error
+    if config.rollout.is_own:  # it makes its own prompts
+        check_templates(config.data)
+        first = rows[0]
+        return num_rows, len(held_out), first, ShownPrompt(first.prompt or first.task, first.ground_truth, None)
     model_dir = Path(config.model.path)
     with ChatTemplate(model_dir) if config.data.chat_template else nullcontext() as template:
         first_prompt = check_prompts(rows, config.data, model_dir=model_dir, template=template)
-        return len(rows), _check_held_out(config, template), rows[0], first_prompt
+        if held_out:
+            check_prompts(held_out, config.evaluate.prompts(config.data), model_dir=model_dir, template=template)
+        return num_rows, len(held_out), rows[0], first_prompt
+
+
+def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
+    """Return how many rows the data have, and all of a file, or some of a source."""
+    data, seed, own = config.data, config.seed, config.rollout.is_own
+    if data.source is None:
+        rows = read_prompt_rows(data.file, data, own_rollout=own)
+        size: int | None = len(rows)
+    else:
+        with TaskSource(data, seed=seed, own_rollout=own) as source:
+            size, rows = source.size, source.tried()
+    if data.sampler is not None:
+        try_sampler(data, size=size, seed=seed)
+    return size, rows
 
 
 def _check_evaluate(config: RunConfig) -> None:
     """Refuse evaluators without prompts, and more of them than there are versions to evaluate."""
     num_ranks = config.roles.get("evaluate", 0)
-    if num_ranks and config.evaluate.path is None:
+    if num_ranks and config.evaluate.path is None and config.evaluate.source is None:
         raise ConfigError(
             "evaluate.path: is missing, but the role evaluate was launched; name a JSONL file of held-out prompts "
-            "(--set evaluate.path=FILE), or leave the role out"
+            "(--set evaluate.path=FILE), or a source of tasks (evaluate.source), or leave the role out"
         )
     size = ranks_per_instance(config).get("evaluate", 1)
     most = size * -(-config.steps // config.evaluate.interval)  # instance 0 has the last step in any case
@@ -207,16 +235,6 @@ def _check_evaluate(config: RunConfig) -> None:
             f"roles: evaluate:{num_ranks} are more than have something to evaluate up to step {config.steps}; launch "
             f"{most} or fewer, or lower evaluate.interval ({config.evaluate.interval})"
         )
-
-
-def _check_held_out(config: RunConfig, template: ChatTemplate | None) -> int:
-    """Check the held-out prompts as the training data is checked; return how many are evaluated."""
-    if "evaluate" not in config.roles:
-        return 0
-    data = config.evaluate.prompts(config.data)
-    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
-    check_prompts(rows, data, model_dir=Path(config.model.path), template=template)
-    return len(rows)
 
 
 def _check_queue(config: RunConfig) -> None:

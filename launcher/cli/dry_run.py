@@ -81,7 +81,7 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
         ("config", str(source)),
         ("run directory", f"{run_dir} (not created by --dry-run)" if not resume_from else str(run_dir)),
         ("model", f"{config.model.path}  {checked.num_parameters:,} parameters, {config.model.dtype}"),
-        ("data", f"{config.data.path}  {checked.num_prompts:,} prompts"),
+        ("data", f"{config.data.path or config.data.source}  {_how_many(checked)}"),
         ("algorithm", f"{config.algorithm.name}, reward {_reward_text(checked)}"),
         (
             "schedule",
@@ -99,6 +99,12 @@ def _summary(checked: Preflight, source: Path, run_dir: Path, resume_from: str) 
     if resume_from:
         rows.insert(2, ("resume from", resume_from))
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
+
+
+def _how_many(checked: Preflight) -> str:
+    if checked.num_prompts is None:
+        return "tasks without an end"
+    return f"{checked.num_prompts:,} {'tasks' if checked.config.rollout.is_own else 'prompts'}"
 
 
 def _first_prompt(checked: Preflight) -> str:

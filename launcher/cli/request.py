@@ -35,6 +35,9 @@ from launcher.run.rundir import (
     held_run_dir,
     rewrite_run_dir,
 )
+from workers.algorithms.group_filter import ARGUMENTS as FILTER_ARGUMENTS
+from workers.algorithms.group_filter import FIELD as FILTER
+from workers.algorithms.group_filter import ZERO_VARIANCE
 from workers.calls.pool import CallPool, Entry
 from workers.config import RunConfig
 from workers.data.prompt_check import ShownPrompt
@@ -243,7 +246,7 @@ class Request:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Import the functions of users' tasks, and the one that has servers take new weights.
+    """Import the functions of users' tasks, the one that has servers take new weights, and the groups' filter.
 
     Raises:
         ConfigError: one cannot be imported, or does not take its arguments.
@@ -251,6 +254,9 @@ def try_functions(config: RunConfig) -> None:
     named = [(f"tasks.{number}.function", task.function, ARGUMENTS) for number, task in enumerate(config.tasks)]
     if config.rollout.engine == "openai" and config.openai.update != "vllm":
         named.append(("openai.update", config.openai.update, UPDATE_ARGUMENTS))
+    group_filter = config.algorithm.group_filter
+    if group_filter is not None and group_filter != ZERO_VARIANCE:
+        named.append((FILTER, group_filter, FILTER_ARGUMENTS))
     pools = [_importing(*each) for each in named]  # side by side
     try:
         for pool in pools:
@@ -280,7 +286,7 @@ def try_reward(config: RunConfig, row: PromptRow, shown: ShownPrompt) -> None:
         reward(shown.text, row.ground_truth, row.ground_truth)
     except UserCodeFailed as error:
         raise ConfigError(
-            f"{error} (a trial call with {config.data.path}:{row.line}: its prompt, and its answer as the response); "
+            f"{error} (a trial call with {config.data.place(row.line)}: its prompt, and its answer as the response); "
             f"correct the function: it must score any response"
         ) from error
     finally:

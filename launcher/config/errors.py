@@ -46,6 +46,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "algorithm.kl_coef": ("beta", "kl_beta", "kl_loss_coef", "init_kl_coef"),
         "algorithm.eps_clip": ("epsilon", "cliprange", "clip_range", "clip_ratio", "clip_ratio_low", "clip_eps"),
         "algorithm.eps_clip_high": ("epsilon_high", "clip_ratio_high", "clip_eps_high"),
+        "algorithm.group_filter": ("dynamic_sampling", "filter_groups", "dynamic_sampling_filter_path"),
         "algorithm.lam": ("lambda", "lambd", "gae_lambda"),
         "algorithm.gamma": ("discount", "discount_factor"),
         "schedule.n_samples_per_prompt": ("n", "group_size", "num_generations", "num_samples", "num_return_sequences"),

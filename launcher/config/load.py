@@ -185,8 +185,8 @@ def _validate(values: Mapping[Any, Any], origins: Origins) -> RunConfig:
         )
     if config.deterministic and config.algorithm.filters_groups:
         raise ConfigError(
-            "deterministic: true cannot be with algorithm.dynamic_sampling, where which answers are generated together "
-            "depends on timing; set algorithm.dynamic_sampling to false"
+            "deterministic: true cannot be with algorithm.group_filter, where which answers are generated together "
+            "depends on timing; set algorithm.group_filter to null"
         )
     if schedule.lateness and schedule.gate_staleness < 1:
         where = origins.of(("schedule", "fill"))

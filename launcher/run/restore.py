@@ -26,6 +26,7 @@ from asyncflow.run_files import (
     LEDGER_FILE,
     META_FILE,
     METRICS_FILE,
+    SAMPLER_FILE,
     UPDATES_FILE,
 )
 from launcher.run.events import Restored, RestoreFailed
@@ -34,7 +35,7 @@ from workers.checkpoint.files import HF, CheckpointMeta, damages
 ABANDONED = "abandoned"
 """Inside `checkpoints/`: where checkpoints go that are newer than the one resumed from. They are kept, because only
 the user knows whether they are worth their disk; `latest` never looks there."""
-CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE)
+CUT_FILES = (LEDGER_FILE, METRICS_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
 """Are cut to the step of the checkpoint."""
 _STEP_DIR = re.compile(r"step_(\d+)(\..*)?")
 _SHOWN_DAMAGES = 3

@@ -26,7 +26,7 @@ from launcher.run.restore import (
 from launcher.run.rundir import began_run, check_not_running, has_checkpoint, newest_run
 from workers.checkpoint.files import HF
 from workers.config import RunConfig
-from workers.data.prompt_rows import data_hash
+from workers.data.task_source import changed_data, data_identity
 from workers.engines.model_files import model_fingerprint
 from workers.records.ledger_file import trained_groups
 
@@ -113,12 +113,12 @@ def check_resume(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"raise it with --steps N"
         )
     _check_same_prompts(checkpoint, config)
-    content = data_hash(Path(config.data.path))
+    content = data_identity(config.data)
     if content != checkpoint.data_hash:
         raise ConfigError(
-            f"data.path: the content of {config.data.path} is not what the run began with (checksum {content}, not "
-            f"{checkpoint.data_hash}), and prompts would be trained twice or never; restore the file, or start a new "
-            f"run from {checkpoint.path / HF} (--set model.path=...)"
+            f"{changed_data(config.data)} (checksum {content}, not {checkpoint.data_hash}), and prompts would be "
+            f"trained twice or never; restore {'it' if config.data.source else 'the file'}, or start a new run from "
+            f"{checkpoint.path / HF} (--set model.path=...)"
         )
     fingerprint = model_fingerprint(Path(config.model.path))
     if fingerprint != checkpoint.fingerprint:
@@ -140,8 +140,8 @@ def _check_same_prompts(checkpoint: Checkpoint, config: RunConfig) -> None:
     for name in now:
         if not name.startswith((*_FIXED, _REFERENCE)) or name not in before or before[name] == now[name]:
             continue
-        if name == "data.path":
-            continue  # its content is compared
+        if name in ("data.path", "data.timeout_s"):
+            continue  # the file's content is compared
         if name == _REFERENCE:
             raise ConfigError(
                 f"{name}: {now[name]!r} is not what the run began with ({before[name]!r}), and the checkpoint holds "

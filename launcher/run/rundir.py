@@ -25,6 +25,7 @@ from asyncflow.run_files import (
     LEDGER_FILE,
     LOGS,
     METRICS_FILE,
+    SAMPLER_FILE,
     SAMPLES,
     STATUS_FILE,
     TIMELINE,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 DIRECTORIES = (LOGS, CHECKPOINTS, SAMPLES, TIMELINE)
-_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE)
+_LINES = (METRICS_FILE, LEDGER_FILE, UPDATES_FILE, EVALUATION_FILE, SAMPLER_FILE)
 _LIVE = (JOB_FILE, STATUS_FILE, "status.tmp")
 OWN_NAMES = frozenset({CONFIG_FILE, *_LINES, *_LIVE, *DIRECTORIES, "reference", "export-id"})
 """What a run may create in its directory."""

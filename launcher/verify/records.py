@@ -14,17 +14,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 
-from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.errors import AsyncFlowError, CheckpointError, ConfigError
 from asyncflow.json_lines import Lines, read_lines
-from asyncflow.run_files import CHECKPOINTS, CONFIG_FILE, LEDGER_FILE, META_FILE, METRICS_FILE, UPDATES_FILE
+from asyncflow.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LEDGER_FILE,
+    META_FILE,
+    METRICS_FILE,
+    SAMPLER_FILE,
+    UPDATES_FILE,
+)
 from launcher.config.yaml_file import read_yaml
 from launcher.run.rundir import began_run, running_launcher
 from tq.batch import PackedBatch
 from tq.snapshot import MANIFEST, SnapshotChunk, read_snapshot
+from workers.admission.task_sampler import read_draws
+from workers.calls.user_function import search_beside
 from workers.checkpoint.files import CRITIC, DCP, QUEUE, CheckpointMeta, damages
 from workers.config import RunConfig
-from workers.data.prompt_dataset import PromptDataset
-from workers.data.prompt_rows import read_prompt_rows
+from workers.data.prompt_dataset import open_prompts
 from workers.records.ledger import prompt_hash, token_hashes
 from workers.records.ledger_file import Ledger, read_ledger
 from workers.tasks.dataflow import SAMPLE_COLUMNS
@@ -195,18 +204,28 @@ def saved_groups(directory: Path) -> Mapping[int, str]:
 
 def prompts_of(config: RunConfig, ledger: Ledger) -> Prompts:
     """Return the prompts of all groups that the ledger names as trained."""
-    path = Path(config.data.path)
+    run_dir = ledger.file.path.parent
     try:
-        dataset = PromptDataset(
-            read_prompt_rows(path, config.data), config.data, model_dir=Path(config.model.path), seed=config.seed
-        )
-    except (ConfigError, OSError) as error:
+        search_beside(config.code_directory)
+        dataset = open_prompts(config)
+    except (AsyncFlowError, OSError) as error:
         return Prompts({}, str(error))
     expected = {}
     groups = {line.group for _, line in ledger.trained}
-    for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
-        prompt = dataset.prompt(group)
-        expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))
+    try:
+        drawn = {group: index for draw in read_draws(run_dir / SAMPLER_FILE) for group, index in draw.indices.items()}
+        for group in sorted(group for group in groups if 0 <= group < _NO_GROUP):
+            if config.data.sampler is None:
+                prompt = dataset.prompt(group)
+            elif group in drawn:
+                prompt = dataset.at(drawn[group])
+            else:
+                continue
+            expected[group] = (prompt.epoch, prompt_hash(prompt.tokens))
+    except AsyncFlowError as error:
+        return Prompts({}, str(error))
+    finally:
+        dataset.close()
     return Prompts(expected)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_rows import PromptRow, read_prompt_rows
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import ConfigError
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_rows import hub_data_command, hub_model_command, is_hub_name, read_prompt_rows
 
 ROWS = [{"prompt": 'say "1", 2\nand 3', "answer": "x"}, {"prompt": "\u00fcber", "answer": "4"}]

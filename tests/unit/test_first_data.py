@@ -11,6 +11,7 @@ from asyncflow.errors import ConfigError
 from asyncflow.sealed_store import SealedStore
 from workers.checkpoint.files import CheckpointMeta
 from workers.context import WorkerContext
+from workers.data.config import DataConfig
 from workers.data.prompt_rows import data_hash
 from workers.services import check_data
 
@@ -19,7 +20,7 @@ def context(store: SealedStore, data: Path, *, resume_from: str = "") -> Any:
     """A worker that starts, as far as these functions look at it."""
     made: Any = object.__new__(WorkerContext)
     made._store = store
-    made.config = SimpleNamespace(data=SimpleNamespace(path=str(data)))
+    made.config = SimpleNamespace(data=DataConfig(path=str(data)))
     made.job = SimpleNamespace(resume_from=resume_from)
     return made
 

@@ -1,10 +1,31 @@
-"""Which groups teach nothing."""
+"""Which groups are not trained."""
 
 from math import nan
+from pathlib import Path
 
 import pytest
 
-from workers.algorithms.dapo import uniform_groups
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.algorithms.config import DAPOConfig, GRPOConfig
+from workers.algorithms.group_filter import GroupFilter, check_group_filter, load_group_filter
+
+OWN = """
+def between(rewards):
+    return 0.1 < sum(rewards) / len(rewards) < 0.9
+
+def talks(rewards):
+    return "yes"
+
+def breaks(rewards):
+    raise ValueError(f"what are {rewards}?")
+"""
+
+
+@pytest.fixture
+def own_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_filters.py").write_text(OWN)
+    monkeypatch.setenv("ASYNCFLOW_CODE_DIRECTORY", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -19,4 +40,46 @@ from workers.algorithms.dapo import uniform_groups
     ],
 )
 def test_only_whole_groups_with_two_rewards_or_more_are_judged(rewards: list[float], uniform: bool) -> None:
-    assert uniform_groups([0] * len(rewards), rewards, group_size=4) == (frozenset({0}) if uniform else frozenset())
+    judge = GroupFilter("zero_variance", group_size=4)
+    assert judge.refused([0] * len(rewards), rewards) == (frozenset({0}) if uniform else frozenset())
+
+
+@pytest.mark.usefixtures("own_filters")
+def test_function_of_ones_own_judges_the_rewards_that_are_known() -> None:
+    judge = GroupFilter("own_filters:between", group_size=2)
+    try:
+        assert judge.refused([5, 5, 6, 6, 7, 7, 8, 8, 9], [1, 1, 1, 0, 0, nan, nan, nan, 0]) == {5, 7}
+    finally:
+        judge.close()
+
+
+@pytest.mark.usefixtures("own_filters")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "talks",
+            r"^algorithm.group_filter: own_filters:talks returned 'yes' on rewards \[1, 0\]; return True to train",
+        ),
+        ("breaks", r"^algorithm.group_filter: own_filters:breaks raised ValueError: what are \[1, 0\]\? on rewards"),
+    ],
+)
+def test_function_that_cannot_judge_is_named(name: str, message: str) -> None:
+    judge = GroupFilter(f"own_filters:{name}", group_size=2)
+    try:
+        with pytest.raises(UserCodeFailed, match=message):
+            judge.refused([0, 0], [1, 0])
+    finally:
+        judge.close()
+
+
+def test_filter_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'zero_varianze' is no filter; give zero_variance, module:function, or null"):
+        check_group_filter(GRPOConfig(group_filter="zero_varianze"))
+    with pytest.raises(ConfigError, match="^algorithm.group_filter: no module 'no_such_filters'"):
+        check_group_filter(GRPOConfig(group_filter="no_such_filters:keep"))
+
+
+def test_dapo_filters_by_default_and_others_do_not() -> None:
+    assert load_group_filter(DAPOConfig(), group_size=4) is not None
+    assert load_group_filter(GRPOConfig(), group_size=4) is None

@@ -46,6 +46,15 @@ def test_one_line_per_group_with_its_oldest_and_newest_token() -> None:
     )
 
 
+def test_rewards_are_there_for_a_sampler_alone() -> None:
+    batch = make_batch(PROMPTS, RESPONSES, VERSIONS)
+    columns = {**batch.columns, "rewards": Column.of_scalars(torch.tensor([1.0, float("nan"), 0.25, 0.0]))}
+    batch = PackedBatch(batch.indices, columns, batch.groups)
+    first, second = ledger_lines(batch, step=5, admitted_step=5, lineage=0, time_s=0.0, with_rewards=True)
+    assert (first["rewards"], second["rewards"]) == ([1.0, None], [0.25, 0.0])
+    assert "rewards" not in ledger_lines(batch, step=5, admitted_step=5, lineage=0, time_s=0.0)[0]
+
+
 def test_hash_depends_on_the_tokens_of_the_group_alone() -> None:
     def hashes(prompts: list[list[int]], responses: list[list[int]]) -> list[str]:
         batch = make_batch(prompts, responses, [[0] * len(row) for row in responses])

@@ -15,6 +15,7 @@ from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
 from tq.messages import LeaseGrant
+from workers.algorithms.group_filter import GroupFilter
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import Generation
 from workers.records.samples import SampleLog
@@ -214,7 +215,9 @@ def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model
     client, scorer = Queue(), GradedScorer(load_tokenizer(model_dir))
     scorer.good = frozenset({scorer._decoder.response((4, 1)), scorer._decoder.response((6, 1))})
     one = leased_groups(client, 0, 0, 1, 1, 2, 2, 3)  # of group 3 one answer is all that is left
-    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2, filter_size=2)
+    outbox = Outbox(
+        scorer=scorer, samples=samples, rows_per_put=2, group_filter=GroupFilter("zero_variance", group_size=2)
+    )
     tokens = {10: 4, 11: 5, 12: 4, 13: 6, 14: 7, 15: 8, 16: 9}
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index in (12, 10, 14, 16, 15, 13, 11):
@@ -233,7 +236,9 @@ def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     text = {token: scorer._decoder.response((token, 1)) for token in (4, 5, 6, 7)}
     scorer.good, scorer.bad = frozenset({text[4]}), frozenset({text[6], text[7]})
     one = leased_groups(client, *[0] * 3, *[1] * 3, *[2] * 3)
-    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=3, filter_size=3)
+    outbox = Outbox(
+        scorer=scorer, samples=samples, rows_per_put=3, group_filter=GroupFilter("zero_variance", group_size=3)
+    )
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index, token in enumerate((4, 5, 6, 4, 4, 6, 6, 7, 6), start=10):
         response = torch.tensor([token, 1])

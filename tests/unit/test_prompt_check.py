@@ -10,7 +10,7 @@ import pytest
 
 import configs
 from asyncflow.errors import ConfigError
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_check import ShownPrompt, check_prompts
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import PromptRow

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import configs
 from asyncflow.errors import ConfigError
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_dataset import PromptDataset, epoch_order
 from workers.data.prompt_rows import PromptRow
 from workers.data.tokenizer import load_tokenizer

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import configs
-from workers.config import DataConfig, RunConfig
+from workers.config import RunConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_dataset import PromptDataset
 from workers.data.prompt_rows import read_prompt_rows
 from workers.engines.model_files import check_model_dir

@@ -29,6 +29,8 @@ from workers.admission.state import AdmissionState, AdmittedGroup
 logger = logging.getLogger(__name__)
 
 _GROUPS_PER_PUT = 64
+Draw = Callable[[Sequence[int], int], None]
+"""(ids of groups, weights that had to be there)"""
 
 
 class PromptSource(Protocol):
@@ -51,6 +53,7 @@ class PromptAdmitter:
         save: Callable[[AdmissionMark], None],
         threads: ServiceThreads,
         saved: SavedRows | None = None,
+        draw: Draw = lambda groups, version: None,
     ) -> None:
         """Args:
         state: where admission stands.
@@ -60,7 +63,9 @@ class PromptAdmitter:
         save: makes a mark durable; returns when it is.
         threads: the lead's.
         saved: finished samples of the checkpoint that the run goes on from.
+        draw: says durably which tasks new groups have, before anything else is.
         """
+        self._draw = draw
         self._state = state
         self._client = client
         self._prompts = prompts
@@ -129,6 +134,7 @@ class PromptAdmitter:
                 group = self._state.refill(event.partition, event.group, event.cause)
                 if group is None:
                     return  # two controllers reported it
+                self._draw([group.group], self._state.version)
                 self._save(self._state.mark())
                 self._refills = tuple(self._state.refills())
                 if not event.cause.filtered:
@@ -140,6 +146,7 @@ class PromptAdmitter:
 
     def _admit(self) -> None:
         for step in self._state.admissible():
+            self._draw([group.group for group in self._state.groups_of(step)], self._state.gate(step))
             self._save(self._state.mark())
             self._open(step)
             self._put_new(self._state.groups_of(step))
@@ -206,6 +213,7 @@ def prompt_admission(
     *,
     config: QueueConfig,
     saved: SavedRows | None = None,
+    draw: Draw = lambda groups, version: None,
 ) -> MakeAdmission:
     """Return what a controller makes its admission with, once.
 
@@ -216,6 +224,7 @@ def prompt_admission(
         state: as it is at a first start.
         config: of the queue.
         saved: finished samples of the checkpoint that the run goes on from.
+        draw: see `PromptAdmitter`.
     """
 
     def make(place: AdmissionPlace) -> PromptAdmitter:
@@ -227,6 +236,7 @@ def prompt_admission(
             save=place.save,
             threads=place.threads,
             saved=saved,
+            draw=draw,
         )
 
     return make

@@ -95,6 +95,15 @@ class AdmissionState:
         return self._in_order((self._next_step - 1) * self._schedule.rollout_batch_size)
 
     @property
+    def version(self) -> int:
+        """Newest weights."""
+        return self._version
+
+    def gate(self, step: int) -> int:
+        """Return the weights that must be there before a step is admitted."""
+        return max(0, step - 1 - self._schedule.gate_staleness)
+
+    @property
     def group_size(self) -> int:
         """Rows of each group."""
         return self._schedule.n_samples_per_prompt
@@ -188,9 +197,9 @@ class AdmissionState:
         if self._max_filtered is not None and number > self._max_filtered:
             batch = self._schedule.rollout_batch_size
             raise NothingToLearn(
-                f"step {step}: {number} groups had answers of equal reward, {number / (number + batch):.0%} of those "
-                f"that were generated for it; look at samples/ whether the reward function is right, give prompts that "
-                f"are sometimes answered right, or raise algorithm.max_filtered_share"
+                f"step {step}: algorithm.group_filter refused {number} groups, {number / (number + batch):.0%} of "
+                f"those that were generated for it; look at samples/ whether the reward function is right, give "
+                f"prompts that are sometimes answered right, or raise algorithm.max_filtered_share"
             )
 
     def _admitted(self, group: int) -> bool:

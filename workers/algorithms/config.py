@@ -58,6 +58,12 @@ class PolicyConfig(Settings):
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all drawn tokens of the step; `sequence`: mean per rollout, then over rollouts (GRPO's paper);
     `constant`: sum over tokens / (rollouts x max_response_tokens) (Dr. GRPO, arXiv 2503.20783)."""
+    group_filter: str | None = None
+    """Groups that it refuses are not trained, and the next prompt takes their place in the step; each has its ledger
+    line, `filtered`. `zero_variance`: groups whose rewards are all equal teach nothing; `module:function` of yours:
+    rewards -> whether to train; null: all groups are trained."""
+    max_filtered_share: float = Field(0.9, gt=0, lt=1)
+    """The run ends with an error when more than this share of the groups generated for a step were refused."""
 
     @property
     def upper_clip(self) -> float:
@@ -91,12 +97,12 @@ class PolicyConfig(Settings):
 
     @property
     def filters_groups(self) -> bool:
-        """Whether groups whose rewards are all equal are replaced, not trained."""
-        return False
+        """Whether some groups may be replaced, not trained."""
+        return self.group_filter is not None
 
-    def max_filtered(self, batch: int) -> int | None:
-        """Return how many groups of a step with so many may be replaced because of that; None: any number."""
-        return None
+    def max_filtered(self, batch: int) -> int:
+        """Return how many groups of a step with so many may be: with the step's own, they make up the largest share."""
+        return int(batch * self.max_filtered_share / (1 - self.max_filtered_share) + 1e-6)
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
@@ -143,25 +149,14 @@ class DAPOConfig(KlLossConfig):
     """Which algorithm."""
     eps_clip_high: float | None = Field(0.28, gt=0)
     """Upper clip: the ratio counts up to 1 + eps_clip_high, so that unlikely tokens may grow (eq. 10)."""
-    dynamic_sampling: bool = True
-    """Groups whose rewards are all equal teach nothing: they are not trained, and the next prompt takes their place in
-    the step (eq. 11). Each has its ledger line, `filtered`."""
-    max_filtered_share: float = Field(0.9, gt=0, lt=1)
-    """The run ends with an error when more than this share of the groups generated for a step had equal rewards."""
+    group_filter: str | None = "zero_variance"
+    """Dynamic sampling (eq. 11): groups that it refuses are not trained, and the next prompt takes their place in the
+    step; each has its ledger line, `filtered`. See the other algorithms'."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """L_cache of eq. 13: from `max_response_tokens` minus this on, a response's reward falls linearly, by 1 for one
     that was cut; 0: length costs nothing."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
-
-    @property
-    def filters_groups(self) -> bool:
-        """`dynamic_sampling`."""
-        return self.dynamic_sampling
-
-    def max_filtered(self, batch: int) -> int:
-        """Return the number that, with the step's own groups, makes up the largest share."""
-        return int(batch * self.max_filtered_share / (1 - self.max_filtered_share) + 1e-6)
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def load_function(name: str, *, field: str, arguments: Sequence[str] | None) -> 
     Args:
         name: of the function.
         field: of the configuration that named it.
-        arguments: that it is called with, in words; None: any.
+        arguments: that it is called with, in words; None: the caller checks them.
 
     Raises:
         ConfigError: there is no such module or function, importing it fails, or it does not take these arguments.

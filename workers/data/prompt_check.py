@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import ConfigError
 from workers.calls.user_function import excerpt
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
 from workers.data.tokenizer import ChatTemplate
 from workers.engines.model_files import load_raw_tokenizer, vocabulary_size
@@ -122,7 +122,7 @@ def _check_tokens(samples: list[_Sample], config: DataConfig, model_dir: Path) -
         if size is not None and max(sample.tokens) >= size:
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} gives token {max(sample.tokens)} for "
-                f"{config.path}:{sample.row.line}, but the model has {size} tokens (vocab_size in config.json); copy "
+                f"{config.place(sample.row.line)}, but the model has {size} tokens (vocab_size in config.json); copy "
                 f"the tokenizer that belongs to the model"
             )
 
@@ -136,7 +136,7 @@ def _check_texts(samples: list[_Sample], config: DataConfig, tokenizer: "Tokeniz
         if lost > MAX_LOST * given.total():
             raise ConfigError(
                 f"model.path: the tokenizer of {model_dir} loses {lost} of the {given.total()} characters of "
-                f"{config.path}:{sample.row.line}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
+                f"{config.place(sample.row.line)}: {excerpt(sample.text)} comes back as {excerpt(text)}; copy the "
                 f"tokenizer that belongs to the model, or remove the row"
             )
 

@@ -5,21 +5,35 @@
     position     2 0 1   1 2 0   ...          permutation(seed, epoch), or 0 1 2 without shuffle
 
 Group id -> (epoch, position) is a pure function, so a batch that an epoch does not fill goes on in the next one, and a
-resumed run needs nothing but the next group id. Built in the process that admits groups; never scores, never batches.
+resumed run needs nothing but the next group id. A source's tasks (`data.source`) are made and tokenized as they are
+asked for; those of one without an end are taken in their order. Built in the process that admits groups; never scores,
+never batches.
 """
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.config import DataConfig
-from workers.data.prompt_rows import PromptRow, check_fit, check_templates, conversation, nothing_fits, plain_text
+from workers.config import RunConfig
+from workers.data.config import DataConfig
+from workers.data.prompt_rows import (
+    PromptRow,
+    check_fit,
+    check_templates,
+    conversation,
+    nothing_fits,
+    plain_text,
+    read_prompt_rows,
+)
+from workers.data.task_source import TaskSource
 from workers.data.tokenizer import load_tokenizer, missing_chat_template
 
 logger = logging.getLogger(__name__)
@@ -33,8 +47,9 @@ class Prompt:
         tokens: int64 [P].
         ground_truth: the reference answer as it stands in the file.
         epoch: number of passes over the data before this one.
-        position: index into the prompts that were kept.
+        position: index into the prompts that were kept, or of the source's task.
         text: what was tokenized, templates included.
+        task: the whole row, as JSON text, for a rollout of the user's; else "".
     """
 
     tokens: Tensor
@@ -42,6 +57,87 @@ class Prompt:
     epoch: int
     position: int
     text: str
+    task: str = ""
+
+
+class Prompts(Protocol):
+    """The prompts of a run."""
+
+    @property
+    def size(self) -> int | None:
+        """How many an epoch has; None: they never end."""
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return epoch and position of a group, a pure function of seed and data."""
+
+    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+        """Return the prompt at a position."""
+
+    def prompt(self, group: int) -> Prompt:
+        """Return the prompt of a group; the same one for the same id, seed and data."""
+
+    def close(self) -> None:
+        """End what makes them; idempotent."""
+
+
+def open_prompts(config: RunConfig) -> Prompts:
+    """Return the prompts that a run trains on.
+
+    Raises:
+        ConfigError: the data cannot be used.
+        UserCodeFailed: the source failed.
+    """
+    data, model_dir, own = config.data, Path(config.model.path), config.rollout.is_own
+    if data.source is None:
+        rows = read_prompt_rows(data.file, data, own_rollout=own)
+        return PromptDataset(rows, data, model_dir=model_dir, seed=config.seed, own_rollout=own)
+    tokens = PromptTokens(data, model_dir=model_dir, own_rollout=own)
+    source = TaskSource(data, seed=config.seed, own_rollout=own)
+    return SourcePrompts(source, tokens, seed=config.seed, shuffle=data.shuffle)
+
+
+class PromptTokens:
+    """Renders rows and tokenizes them, as `data` says.
+
+    A rollout of the user's makes its own prompts. Its rows keep the text of their prompt field, without templates and
+    of any length, for the reward and the ledger; where there is none, one end mark.
+    """
+
+    def __init__(self, config: DataConfig, *, model_dir: Path, own_rollout: bool) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            ConfigError: there is none, or it has no chat template.
+        """
+        check_templates(config)
+        self._config = config
+        self._chat = config.chat_template and not own_rollout
+        self.own_rollout = own_rollout
+        self._tokenizer = load_tokenizer(model_dir)
+        if self._chat and not self._tokenizer.chat_template:
+            raise missing_chat_template(model_dir)
+
+    def of(self, rows: Sequence[PromptRow]) -> tuple[list[str], list[list[int]]]:
+        """Return text and tokens of each row."""
+        texts = [self._render(row.prompt) for row in rows]
+        tokens = self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
+        if self.own_rollout:
+            tokens = [ids or [self._tokenizer.eos_token_id or 0] for ids in tokens]
+        return texts, tokens
+
+    def fits(self, row: PromptRow, num_tokens: int) -> bool:
+        """Return whether a prompt is trained on; see `check_fit`."""
+        return self.own_rollout or check_fit(row, num_tokens, self._config)
+
+    def _render(self, prompt: str) -> str:
+        if self.own_rollout:
+            return prompt
+        if not self._chat:
+            return plain_text(prompt, self._config)
+        messages = conversation(prompt, self._config)
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert isinstance(rendered, str), "a chat template renders one conversation to one text"
+        return rendered
 
 
 class PromptDataset:
@@ -51,26 +147,25 @@ class PromptDataset:
         num_skipped: prompts left out because they are longer than `max_prompt_tokens`.
     """
 
-    def __init__(self, rows: list[PromptRow], config: DataConfig, *, model_dir: Path, seed: int) -> None:
+    def __init__(
+        self, rows: list[PromptRow], config: DataConfig, *, model_dir: Path, seed: int, own_rollout: bool = False
+    ) -> None:
         """Tokenize all rows.
 
         Args:
             rows: of `read_prompt_rows`.
             model_dir: whose tokenizer and chat template apply.
             seed: of the order.
+            own_rollout: a rollout of the user's takes the rows.
         Raises:
             ConfigError: a prompt is too long and `overlong` is `reject`, all prompts are too long, a prompt gives no
                 tokens, or the tokenizer has no chat template.
         """
-        check_templates(config)
         self._config = config
         self._seed = seed
-        self._tokenizer = load_tokenizer(model_dir)
-        if config.chat_template and not self._tokenizer.chat_template:
-            raise missing_chat_template(model_dir)
-        texts = [self._render(row.prompt) for row in rows]
-        tokens = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-        kept = [i for i, row in enumerate(rows) if check_fit(row, len(tokens[i]), config)]
+        maker = PromptTokens(config, model_dir=model_dir, own_rollout=own_rollout)
+        texts, tokens = maker.of(rows)
+        kept = [i for i, row in enumerate(rows) if maker.fits(row, len(tokens[i]))]
         self.num_skipped = len(rows) - len(kept)
         if not kept:
             raise nothing_fits(len(rows), config)
@@ -82,25 +177,86 @@ class PromptDataset:
         self._texts = [texts[i] for i in kept]
         self._ground_truths = [rows[i].ground_truth for i in kept]
         self._tokens = [np.asarray(tokens[i], dtype=np.int32) for i in kept]
+        self._tasks = [rows[i].task if own_rollout else "" for i in kept]
 
     def __len__(self) -> int:
         """Return D, the number of prompts of one epoch."""
         return len(self._texts)
 
+    @property
+    def size(self) -> int:
+        """D."""
+        return len(self)
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return epoch and position of a group."""
+        return _place(group, len(self), seed=self._seed, shuffle=self._config.shuffle)
+
+    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+        """Return the prompt at a position."""
+        tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
+        task, truth = self._tasks[position], self._ground_truths[position]
+        return Prompt(tokens, truth, epoch, position, self._texts[position], task)
+
     def prompt(self, group: int) -> Prompt:
         """Return the prompt of a group; the same one for the same id, seed and data."""
-        epoch, place = divmod(group, len(self))
-        position = int(epoch_order(self._seed, epoch, len(self))[place]) if self._config.shuffle else place
-        tokens = torch.from_numpy(self._tokens[position].astype(np.int64))
-        return Prompt(tokens, self._ground_truths[position], epoch, position, self._texts[position])
+        epoch, position = self.place(group)
+        return self.at(position, epoch=epoch)
 
-    def _render(self, prompt: str) -> str:
-        if not self._config.chat_template:
-            return plain_text(prompt, self._config)
-        messages = conversation(prompt, self._config)
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert isinstance(rendered, str), "a chat template renders one conversation to one text"
-        return rendered
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SourcePrompts:
+    """The tasks of a source, tokenized as they are asked for. Used by one thread.
+
+    Attributes:
+        size: tasks of an epoch; None: they never end, and group g has task g.
+    """
+
+    def __init__(self, source: TaskSource, tokens: PromptTokens, *, seed: int, shuffle: bool) -> None:
+        """Args:
+        source: closed with this.
+        tokens: of its rows.
+        seed: of the order.
+        shuffle: each epoch has an order of its own; not without an end.
+        """
+        self._source, self._tokens = source, tokens
+        self._seed, self._shuffle = seed, shuffle
+        self.size = source.size
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return epoch and index of a group's task."""
+        if self.size is None:
+            return 0, group
+        return _place(group, self.size, seed=self._seed, shuffle=self._shuffle)
+
+    def at(self, position: int, *, epoch: int = 0) -> Prompt:
+        """Make a task.
+
+        Raises:
+            UserCodeFailed: the source failed.
+            ConfigError: the task lacks its prompt or its answer, or is too long.
+        """
+        row = self._source.row(position)
+        (text,), (tokens,) = self._tokens.of([row])
+        self._tokens.fits(row, len(tokens))
+        task = row.task if self._tokens.own_rollout else ""
+        return Prompt(torch.tensor(tokens, dtype=torch.int64), row.ground_truth, epoch, position, text, task)
+
+    def prompt(self, group: int) -> Prompt:
+        """Return the prompt of a group; see `at`."""
+        epoch, position = self.place(group)
+        return self.at(position, epoch=epoch)
+
+    def close(self) -> None:
+        """End the source; idempotent."""
+        self._source.close()
+
+
+def _place(group: int, size: int, *, seed: int, shuffle: bool) -> tuple[int, int]:
+    epoch, place = divmod(group, size)
+    return epoch, int(epoch_order(seed, epoch, size)[place]) if shuffle else place
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,11 +1,13 @@
-"""Reads prompts and their reference answers from a JSONL file. Torch-free: `--dry-run` and workers read the same way.
+"""Reads data rows from a JSONL file: a prompt and its reference answer, or whatever a rollout of the user's takes.
+Torch-free: `--dry-run` and workers read the same way.
 
 Never tokenizes: that is `workers.data.prompt_dataset`. For a file of another format it says which command converts it.
 """
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +15,7 @@ import msgspec
 
 from asyncflow.errors import ConfigError
 from workers.checkpoint.files import content_hash
-from workers.config import DataConfig
+from workers.data.config import DataConfig
 
 PLACEHOLDER = "{prompt}"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -34,26 +36,36 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One line of the file.
+    """One line of the file, or one task of a source.
 
     Attributes:
         prompt: text of the prompt field, before any template.
         ground_truth: text of the answer field as it is (GSM8K: the whole solution); a number as Python writes it.
-        line: line number in the file, from 1.
+        line: line number in the file, from 1, or the task's index.
+        fields: all that it has, in its order.
     """
 
     prompt: str
     ground_truth: str
     line: int
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def task(self) -> str:
+        """All fields, as JSON text: what a rollout of the user's gets."""
+        return msgspec.json.encode(self.fields).decode()
 
 
-def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") -> list[PromptRow]:
+def read_prompt_rows(
+    path: Path, config: DataConfig, *, key: str = "data.path", own_rollout: bool = False
+) -> list[PromptRow]:
     """Read all rows; blank lines are passed over.
 
     Args:
         path: the file.
         config: its fields and templates.
         key: of the setting that names the file, for errors.
+        own_rollout: a rollout of the user's gets the rows, so that any object will do.
 
     Raises:
         ConfigError: the file cannot be read or holds no rows; a row is malformed or lacks a field (with file:line);
@@ -71,7 +83,7 @@ def read_prompt_rows(path: Path, config: DataConfig, *, key: str = "data.path") 
     if other is not None:
         raise ConfigError(f"{key}: {path} is {other}")
     lines = content.removeprefix(BYTE_ORDER_MARK).split(b"\n")
-    rows = [_read_row(text, path, i, config) for i, text in enumerate(lines, start=1) if text.strip()]
+    rows = [_read_row(text, path, i, config, own_rollout) for i, text in enumerate(lines, start=1) if text.strip()]
     if not rows:
         raise ConfigError(f"{key}: {path} holds no rows; write one JSON object a line")
     return rows
@@ -118,16 +130,20 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
     """Return whether a prompt of `num_tokens` is trained on.
 
     Raises:
-        ConfigError: it gives no tokens, or is too long and `overlong` is `reject`.
+        ConfigError: it gives no tokens, or is too long and `overlong` is `reject`, or a source made it.
     """
     if num_tokens == 0:
         raise ConfigError(
-            f"{config.path}:{row.line}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
+            f"{config.place(row.line)}: the prompt gives no tokens (the tokenizer knows none of it); remove the row"
         )
-    if num_tokens > config.max_prompt_tokens and config.overlong == "reject":
+    of_source = config.source is not None  # its group would have no prompt
+    if num_tokens > config.max_prompt_tokens and (of_source or config.overlong == "reject"):
+        advice = (
+            "have the source make shorter ones" if of_source else "shorten the prompt, or set data.overlong to skip"
+        )
         raise ConfigError(
-            f"{config.path}:{row.line}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
-            f"= {config.max_prompt_tokens}; raise that, shorten the prompt, or set data.overlong to skip"
+            f"{config.place(row.line)}: the prompt has {num_tokens} tokens, more than data.max_prompt_tokens "
+            f"= {config.max_prompt_tokens}; raise that, {'or ' if of_source else ''}{advice}"
         )
     return num_tokens <= config.max_prompt_tokens
 
@@ -135,48 +151,77 @@ def check_fit(row: PromptRow, num_tokens: int, config: DataConfig) -> bool:
 def nothing_fits(num_rows: int, config: DataConfig) -> ConfigError:
     """Return the error for a data set of which nothing is left."""
     return ConfigError(
-        f"data.max_prompt_tokens: all {num_rows} prompts of {config.path} are longer than "
+        f"data.max_prompt_tokens: all {num_rows} prompts of {config.path or config.source} are longer than "
         f"{config.max_prompt_tokens} tokens; raise it"
     )
 
 
-def _read_row(text: bytes, path: Path, line: int, config: DataConfig) -> PromptRow:
+def _read_row(text: bytes, path: Path, line: int, config: DataConfig, own_rollout: bool) -> PromptRow:
+    where = f"{path}:{line}"
     try:
         row = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}:{line}: malformed JSON: {error}; write one JSON object a line") from error
+        raise ConfigError(f"{where}: malformed JSON: {error}; write one JSON object a line") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{path}:{line}: the row is {_kind(row)}, not a JSON object; write one object a line")
+        raise ConfigError(f"{where}: the row is {kind_of(row)}, not a JSON object; write one object a line")
+    return as_row(row, line, config, own_rollout=own_rollout, where=where)
+
+
+def as_row(fields: dict[str, Any], line: int, config: DataConfig, *, own_rollout: bool, where: str) -> PromptRow:
+    """Return a row, from what a line of the file or a source says.
+
+    Args:
+        fields: all that it has.
+        line: number of the line, or index of the task.
+        config: names prompt and answer.
+        own_rollout: a rollout of the user's gets the row: any prompt and answer will do, or none.
+        where: begins errors.
+
+    Raises:
+        ConfigError: it lacks the prompt or the reference answer.
+    """
+    if own_rollout:
+        prompt, answer = (_as_text(fields.get(name)) for name in (config.prompt_field, config.answer_field))
+        return PromptRow(prompt, answer, line, fields)
+    return _prompt_row(fields, line, config, where)
+
+
+def _prompt_row(row: dict[str, Any], line: int, config: DataConfig, where: str) -> PromptRow:
     try:
         prompt, answer = row[config.prompt_field], row[config.answer_field]
     except KeyError:
-        _refuse_missing(row, path, line, config)
+        _refuse_missing(row, where, config)
     if type(prompt) is not str:
-        raise ConfigError(
-            f"{path}:{line}: {config.prompt_field!r} is {_kind(prompt)}; data.prompt_field must name text"
-        )
+        raise ConfigError(f"{where}: {config.prompt_field!r} is {kind_of(prompt)}; data.prompt_field must name text")
     if not prompt.strip():
-        raise ConfigError(f"{path}:{line}: {config.prompt_field!r} is empty; remove the row or write a prompt")
+        raise ConfigError(f"{where}: {config.prompt_field!r} is empty; remove the row or write a prompt")
     if type(answer) is int or type(answer) is float:
         answer = str(answer)
     if type(answer) is not str:
         raise ConfigError(
-            f"{path}:{line}: {config.answer_field!r} is {_kind(answer)}; data.answer_field must name text or a number"
+            f"{where}: {config.answer_field!r} is {kind_of(answer)}; data.answer_field must name text or a number"
         )
-    return PromptRow(prompt, answer, line)
+    return PromptRow(prompt, answer, line, row)
 
 
-def _refuse_missing(row: dict[str, Any], path: Path, line: int, config: DataConfig) -> NoReturn:
-    key, field = next(
-        (key, field)
-        for key, field in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field))
-        if field not in row
+def _as_text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _refuse_missing(row: dict[str, Any], where: str, config: DataConfig) -> NoReturn:
+    key, name = next(
+        (key, name)
+        for key, name in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field))
+        if name not in row
     )
     found = ", ".join(sorted(row)) or "none"
-    raise ConfigError(f"{path}:{line}: no field {field!r}; found: {found}; set data.{key} to the right one")
+    raise ConfigError(f"{where}: no field {name!r}; found: {found}; set data.{key} to the right one")
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what a JSON value is, in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 

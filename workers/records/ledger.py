@@ -4,6 +4,7 @@ The actor makes the lines of its rank's rows; `workers.records.step_record` writ
 Never reads a ledger: that is `workers.records.ledger_file`, where the fields are explained.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from tq.refill import Refill
 
 
 def ledger_lines(
-    batch: PackedBatch, *, step: int, admitted_step: int, lineage: int, time_s: float
+    batch: PackedBatch, *, step: int, admitted_step: int, lineage: int, time_s: float, with_rewards: bool = False
 ) -> list[dict[str, Any]]:
     """Return one line per group of a trained batch.
 
@@ -26,9 +27,11 @@ def ledger_lines(
         step, lineage: that trained it.
         admitted_step: that it was admitted for; another one only with `schedule.fill: first_ready`.
         time_s: seconds since the command started.
+        with_rewards: a sampler is told of them (column `rewards`; null: it failed).
     Returns:
         JSON objects; see `workers.records.ledger_file.TrainedLine`.
     """
+    rewards = batch["rewards"].values.tolist() if with_rewards else []
     groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
     hashes = _token_hashes(batch, groups)
     extremes = torch.stack(batch["versions"].extremes())
@@ -51,9 +54,14 @@ def ledger_lines(
                 "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
                 "token_hash": hashes[group],
                 "time_s": round(time_s, 3),
+                **({"rewards": [_known(rewards[k]) for k in positions]} if with_rewards else {}),
             }
         )
     return lines
+
+
+def _known(reward: float) -> float | None:
+    return reward if math.isfinite(reward) else None
 
 
 def refill_lines(refills: Sequence[Refill], *, step: int, lineage: int, time_s: float) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class TrainedLine(msgspec.Struct, frozen=True):
         token_hash: xxh3-64 (hex) over the rows in that order, of each its two lengths (int32), prompt and response
             (int64).
         time_s: seconds since the command started.
+        rewards: of its rows, with `data.sampler`; None: it failed.
     """
 
     lineage: int
@@ -48,6 +49,7 @@ class TrainedLine(msgspec.Struct, frozen=True):
     prompt_hash: str
     token_hash: str
     time_s: float
+    rewards: list[float | None] | None = None
 
 
 class DeadLetterLine(msgspec.Struct, frozen=True):

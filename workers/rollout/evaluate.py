@@ -29,7 +29,7 @@ from asyncflow.run_files import EVALUATION_FILE
 from weightsync.version import Version
 from workers.context import WorkerContext
 from workers.data.prompt_dataset import Prompt, PromptDataset
-from workers.data.prompt_rows import read_prompt_rows
+from workers.data.task_source import held_out_rows
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
 from workers.records.samples import SampleLog
@@ -217,11 +217,15 @@ class Evaluator:
 
 
 def _held_out(context: WorkerContext) -> PromptDataset:
-    """Read the first `max_prompts` prompts of the file; those that are too long are left out."""
+    """Read the first `max_prompts` prompts; those that are too long are left out."""
     config = context.config
-    data = config.evaluate.prompts(config.data)
-    rows = read_prompt_rows(Path(data.path), data, key="evaluate.path")[: config.evaluate.max_prompts or None]
-    return PromptDataset(rows, data, model_dir=Path(config.model.path), seed=config.seed)
+    return PromptDataset(
+        held_out_rows(config),
+        config.evaluate.prompts(config.data),
+        model_dir=Path(config.model.path),
+        seed=config.seed,
+        own_rollout=config.rollout.is_own,
+    )
 
 
 def _seed(run_seed: int, index: int) -> int:

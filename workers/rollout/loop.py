@@ -20,6 +20,7 @@ import numpy as np
 from asyncflow.errors import TrainingDiverged
 from tq.config import ScheduleMode
 from weightsync.version import Version
+from workers.algorithms.group_filter import load_group_filter
 from workers.context import WorkerContext
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.load import load_generate_engine
@@ -72,6 +73,8 @@ class Rollout:
             tokenizer = load_tokenizer(Path(config.model.path))
             parts = config.has_reward_parts
             self._scorer = Scorer(config.reward, tokenizer, failed=context.reward_failed, has_parts=parts)
+        size = config.schedule.n_samples_per_prompt
+        self._filter = load_group_filter(config.algorithm, group_size=size) if self._scorer else None
         self._samples = SampleLog(
             context.run_dir, context.gang.name,
             shown=config.rollout.samples_per_step, groups_per_step=config.schedule.rollout_batch_size,
@@ -84,14 +87,14 @@ class Rollout:
         )
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
-        self._feeder = Feeder(self._client, columns=task.inputs, wake=self._wake)
+        self._feeder = Feeder(self._client, columns=prompt_columns(config), wake=self._wake)
         self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)
         self._outbox = Outbox(
             scorer=self._scorer,
             samples=self._samples,
             # A lease that ends early is generated again as a whole, so that the same responses share a batch.
             rows_per_put=config.rollout.batch_size if config.deterministic else config.schedule.n_samples_per_prompt,
-            filter_size=config.schedule.n_samples_per_prompt if self._scorer and config.algorithm.filters_groups else 0,
+            group_filter=self._filter,
             failed=self._wake.set,
         )
         self._waiting: deque[tuple[RolloutLease, RolloutRequest]] = deque()
@@ -128,6 +131,8 @@ class Rollout:
         self._samples.close()
         if self._scorer is not None:
             self._scorer.close()
+        if self._filter is not None:
+            self._filter.close()
         self._client.close()
         self._rollouts.close()
         self._engine.close()

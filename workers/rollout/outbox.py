@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tq.batch import Column, PackedBatch
 from tq.client.lease import Lease
-from workers.algorithms.dapo import uniform_groups
+from workers.algorithms.group_filter import GroupFilter
 from workers.records.samples import SampleLog
 from workers.rewards.scorer import ScoredAnswer, Scorer
 from workers.rollout.rollouts import FinishedRollout
@@ -82,7 +82,7 @@ class Outbox:
         scorer: Scorer | None,
         samples: SampleLog,
         rows_per_put: int,
-        filter_size: int = 0,
+        group_filter: GroupFilter | None = None,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread that puts.
@@ -91,14 +91,14 @@ class Outbox:
             scorer: None when a role of its own computes rewards.
             samples: shows scored responses to a person.
             rows_per_put: responses of a lease that are put together, while more of it are to come.
-            filter_size: responses of a group; those whose rewards are all equal are filtered out. 0: none is.
+            group_filter: says which groups are not trained; None: all are.
             failed: is called, by the outbox's thread, when `check` would raise.
         """
         self._failed = failed
         self._scorer = scorer
         self._samples = samples
         self._rows_per_put = rows_per_put
-        self._filter_size = filter_size
+        self._filter = group_filter
         self._epoch = 0
         self._dropped_epochs = 0
         self._num_added = 0
@@ -181,7 +181,7 @@ class Outbox:
         if one.epoch < self._dropped_epochs:
             self._num_put += 1
             return
-        lot = _Lot(one.lease, one.lease.group_of(one.rollout.index) if self._filter_size else None)
+        lot = _Lot(one.lease, one.lease.group_of(one.rollout.index) if self._filter else None)
         together = self._finished.setdefault(lot, [])
         together.append(one)
         left = self._left.setdefault(lot, lot.num_rows)
@@ -195,7 +195,7 @@ class Outbox:
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
         leaving = [one.rollout for one in finished if one.rollout.leaves]
         finished = [one for one in finished if not one.rollout.leaves]
-        if leaving and self._filter_size:  # they are one group
+        if leaving and self._filter is not None:  # they are one group
             finished = []
         if finished:
             rollouts = [one.rollout for one in finished]
@@ -214,10 +214,10 @@ class Outbox:
 
     def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
         """Whether these rows, of one group, are to be filtered out."""
-        if not self._filter_size:
+        if self._filter is None:
             return False
         groups = [lease.group_of(row) for row in rows]
-        return bool(uniform_groups(groups, [score.reward for score in scores], group_size=self._filter_size))
+        return bool(self._filter.refused(groups, [score.reward for score in scores]))
 
     def _show(self, lease: RolloutLease, rollouts: Sequence[FinishedRollout], scores: Sequence[ScoredAnswer]) -> None:
         for rollout, score in zip(rollouts, scores, strict=True):

@@ -30,6 +30,8 @@ PROMPT_COLUMNS = ("prompts", "ground_truth", "epochs")
 """Written by admission when a group is admitted: tokens, the reference answer (text), the epoch."""
 TEXT_COLUMNS = ("prompts", "responses", "ground_truth")
 """What users' tasks may read as texts; `responses` is made of the drawn tokens."""
+TASKS = "tasks"
+"""Written by admission beside them, for rollouts of the user's: the whole data row, as JSON text."""
 SAMPLE_COLUMNS = ("tokens", "sample_lengths", "response_mask")
 """What was generated: see `workers.tasks.rollouts`."""
 DRAWN_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "versions", "values", "returns")
@@ -152,7 +154,7 @@ def place_tasks(tasks: Collection[Task], launched: Collection[str]) -> tuple[Pla
 
 def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collection[Task]) -> None:
     """A column that a role computes for itself never reaches the queue, so no other role may read it."""
-    reachable = {name for task in placed for name in task.outputs} | set(PROMPT_COLUMNS)
+    reachable = {name for task in placed for name in task.outputs} | {*PROMPT_COLUMNS, TASKS}
     for task in placed:
         for name in task.inputs:
             if name not in reachable:
@@ -165,7 +167,7 @@ def _refuse_unreachable_columns(placed: Collection[PlacedTask], tasks: Collectio
 
 def _refuse_circles(placed: Collection[PlacedTask]) -> None:
     """A role computes all its tasks at once, so two roles may wait for each other although no two tasks do."""
-    written, waiting = set(PROMPT_COLUMNS), list(placed)
+    written, waiting = {*PROMPT_COLUMNS, TASKS}, list(placed)
     while waiting:
         able = [task for task in waiting if written.issuperset(task.inputs)]
         if not able:

@@ -25,6 +25,7 @@ from workers.tasks.dataflow import (
     ROLES,
     SAMPLE_COLUMNS,
     SERVICES,
+    TASKS,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
     TRAINERS,
@@ -42,11 +43,24 @@ def graph_of(config: RunConfig) -> tuple[Task, ...]:
         ConfigError: a task of the user's own cannot be in this graph.
     """
     graph = algorithm_tasks(config.algorithm, old_log_probs=config.needs_old_log_probs)
+    if config.rollout.is_own:
+        graph = with_own_rollout(graph)
     if config.has_reward_parts:
         graph = with_reward_parts(graph)
     if config.actor.tri_model:
         graph = without_models(graph, config)
     return with_user_tasks(graph, config.tasks)
+
+
+def prompt_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return the columns that admission writes."""
+    return (*PROMPT_COLUMNS, TASKS) if config.rollout.is_own else PROMPT_COLUMNS
+
+
+def with_own_rollout(graph: Sequence[Task]) -> tuple[Task, ...]:
+    """Return the graph of a run whose rollouts are the user's: they get whole data rows."""
+    inputs = ("prompts", TASKS, "ground_truth")
+    return tuple(replace(task, inputs=inputs) if task.name == "actor_rollout" else task for task in graph)
 
 
 def launched_tasks(config: RunConfig, job: Job) -> tuple[PlacedTask, ...]:

@@ -10,7 +10,7 @@ from tq.batch import PackedBatch
 from tq.client.lease import Lease, read_or_release
 from tq.client.stall_monitor import StallMonitor
 from tq.messages import NoRowsReason
-from workers.algorithms.dapo import uniform_groups
+from workers.algorithms.group_filter import GroupFilter, load_group_filter
 from workers.context import WorkerContext
 from workers.tasks.chain import TaskChain
 from workers.tasks.dataflow import PlacedTask
@@ -21,6 +21,8 @@ def run_task(context: WorkerContext) -> None:
     """Serve this role's task until the queue stops."""
     task = task_of(context.gang.role, context.config, context.job)
     chain = TaskChain((*task.fused, task.name), context)
+    scores, size = "rewards" in task.outputs, context.config.schedule.n_samples_per_prompt
+    group_filter = load_group_filter(context.config.algorithm, group_size=size) if scores else None
     client = context.queue_client()
     monitor = StallMonitor(producers_timeout_s=0.0)
     while not context.stopping.is_set():
@@ -33,7 +35,7 @@ def run_task(context: WorkerContext) -> None:
             context.report(task.name, f"{len(answer)} answers", step=answer.partition)
             batch = read_or_release(answer, task.inputs, monitor=monitor, closing=context.stopping)
             if batch is not None:
-                _serve(answer, batch, task, chain, context=context)
+                _serve(answer, batch, task, chain, context=context, group_filter=group_filter)
         elif answer.reason is NoRowsReason.NEWER_VERSION:
             context.report("waiting for weights")
             chain.take_weights(answer.newest_version)
@@ -41,26 +43,30 @@ def run_task(context: WorkerContext) -> None:
             break
     client.close()
     chain.close()
+    if group_filter is not None:
+        group_filter.close()
 
 
-def _serve(lease: Lease, batch: PackedBatch, task: PlacedTask, chain: TaskChain, *, context: WorkerContext) -> None:
+def _serve(
+    lease: Lease,
+    batch: PackedBatch,
+    task: PlacedTask,
+    chain: TaskChain,
+    *,
+    context: WorkerContext,
+    group_filter: GroupFilter | None,
+) -> None:
     batch = chain.add_columns(batch, step=lease.partition)
     with context.timeline.span("put", step=lease.partition, rows=len(batch)):
-        batch = _without_uniform_groups(lease, batch, task, context=context)
+        batch = batch if group_filter is None else _filtered(lease, batch, group_filter)
         if len(batch):
             lease.put({name: batch[name] for name in task.outputs})
 
 
-def _without_uniform_groups(
-    lease: Lease, batch: PackedBatch, task: PlacedTask, *, context: WorkerContext
-) -> PackedBatch:
-    """Have groups that teach nothing taken out where this role scores and the algorithm filters; returns the others."""
-    config = context.config
-    if not config.algorithm.filters_groups or "rewards" not in task.outputs:
+def _filtered(lease: Lease, batch: PackedBatch, group_filter: GroupFilter) -> PackedBatch:
+    """Have groups that are not to be trained taken out where this role scores; returns the others."""
+    refused = group_filter.refused(lease.groups, batch["rewards"].values.tolist())
+    if not refused:
         return batch
-    rewards, size = batch["rewards"].values.tolist(), config.schedule.n_samples_per_prompt
-    uniform = uniform_groups(lease.groups, rewards, group_size=size)
-    if not uniform:
-        return batch
-    lease.filter([row for row, group in zip(lease.rows, lease.groups, strict=True) if group in uniform])
-    return batch.select([k for k, group in enumerate(lease.groups) if group not in uniform])
+    lease.filter([row for row, group in zip(lease.rows, lease.groups, strict=True) if group in refused])
+    return batch.select([k for k, group in enumerate(lease.groups) if group not in refused])

@@ -131,6 +131,7 @@ class Actor:
             admitted_step=self._loader.round_partition,
             lineage=self._context.job.lineage,
             time_s=self._context.elapsed_s,
+            with_rewards=self._config.data.sampler is not None,
         )
         check_staleness(lines, bound=self._config.schedule.staleness_bound)
         record.add_rows(batch, lines, admitted_step=self._loader.round_partition)

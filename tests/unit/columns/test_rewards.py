@@ -90,7 +90,7 @@ def test_committed_model_prefers_right_sums_of_the_training_data() -> None:
     config = configure()
     task = open_task(config)
     tokenizer = load_tokenizer(Path(config.model.path))
-    for line in Path(config.data.path).read_text().splitlines():
+    for line in config.data.file.read_text().splitlines():
         row = json.loads(line)
         others = [*(str(number) for number in range(19)), "", "123", f"0{row['answer']}", "9999", "=+"]
         texts = [row["answer"], *(text for text in others if text != row["answer"])]

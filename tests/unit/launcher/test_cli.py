@@ -77,7 +77,7 @@ def make_run(run_dir: Path, source: Path, step: int) -> Path:
 
     config = load_config(source)
     create_run_dir(run_dir, config)
-    fingerprint, data = model_fingerprint(Path(config.model.path)), data_hash(Path(config.data.path))
+    fingerprint, data = model_fingerprint(Path(config.model.path)), data_hash(config.data.file)
     make_checkpoint(run_dir, step, fingerprint=fingerprint, data=data)
     return run_dir
 

@@ -85,7 +85,7 @@ def test_memory_of_reward_models_counts() -> None:
         (("reward.model.weight=.inf",), ROLES, "reward.model.weight: inf is not finite"),
         (("reward.model.micro_batch_size=0",), ROLES, "reward.model.micro_batch_size: 0 cannot be used"),
         (("reward.model.wieght=2",), ROLES, "reward.model.wieght: unknown key"),
-        (("algorithm={name: dapo}",), ROLES, "algorithm.dynamic_sampling: true cannot be with reward.model"),
+        (("algorithm={name: dapo}",), ROLES, "algorithm.group_filter: zero_variance cannot be with reward.model"),
         (("data.max_prompt_tokens=13",), ROLES, "has 16 positions, but prompt and answer may have 17 tokens"),
         (("reward.model.path={policy}",), ROLES, "is of a Qwen2ForCausalLM, which scores no text"),
     ],
@@ -97,8 +97,8 @@ def test_settings_that_cannot_be_are_refused_in_one_line(settings: tuple[str, ..
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_dapo_without_dynamic_sampling_may_have_a_reward_model() -> None:
-    assert check("algorithm={name: dapo, dynamic_sampling: false}").config.algorithm.name == "dapo"
+def test_dapo_without_a_filter_may_have_a_reward_model() -> None:
+    assert check("algorithm={name: dapo, group_filter: null}").config.algorithm.name == "dapo"
 
 
 def swap_two_tokens(tokenizer: dict[str, Any]) -> None:

@@ -94,18 +94,18 @@ def ledger_of(directory: Path, dataset: PromptDataset, groups: list[int]) -> Led
 
 def test_prompts_are_those_of_seed_data_and_tokenizer(write_config: WriteConfig, tmp_path: Path) -> None:
     config = load_config(write_config())
-    rows = read_prompt_rows(Path(config.data.path), config.data)
+    rows = read_prompt_rows(config.data.file, config.data)
     dataset = PromptDataset(rows, config.data, model_dir=Path(config.model.path), seed=config.seed)
     ledger = ledger_of(tmp_path, dataset, [0, 1, 2, 3, 7])
     written = {line.group: (line.epoch, line.prompt_hash) for _, line in ledger.trained}
     assert prompts_of(config, ledger).expected == written
     assert prompts_of(config.model_copy(update={"seed": 1}), ledger).expected != written
-    Path(config.data.path).write_text('{"prompt": "8+1=", "answer": "9"}\n')
+    config.data.file.write_text('{"prompt": "8+1=", "answer": "9"}\n')
     assert prompts_of(config, ledger).expected != written
 
 
 def test_prompts_that_are_gone_are_not_checked(write_config: WriteConfig, tmp_path: Path) -> None:
     config = load_config(write_config())
-    Path(config.data.path).unlink()
+    config.data.file.unlink()
     found = prompts_of(config, read_ledger(tmp_path))
     assert (found.expected, "data.path: cannot read" in found.unknown) == ({}, True)

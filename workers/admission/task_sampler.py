@@ -1,0 +1,251 @@
+"""A curriculum of the user's (`data.sampler`): which task each new group gets, told of the rewards.
+
+    class Curriculum:
+        def __init__(self, size: int | None, seed: int, **options): ...   # tasks of the data; None: no end
+        def next(self) -> int: ...                                        # index of the next group's task
+        def told(self, index: int, rewards: list[float]) -> None: ...     # []: filtered out, or a dead letter
+        def state(self) -> object: ...                                    # what JSON has
+        def load(self, state: object) -> None: ...
+
+What it does is a function of the ledger: before the groups of a step are drawn it is told of all steps up to the one
+before the newest that the step's gate asks for, step by step, in the order of group ids:
+
+    version 7 is published   told: steps up to 6, whose ledger lines are there   drawn: step 8 + max_staleness
+
+`sampler.jsonl` gets a line of each draw, with the state after it, before a row is put: {"step": 7, "told": 6,
+"indices": {"61": 3, ...}, "state": ...}. A run that goes back to the checkpoint of step 7 keeps the lines up to it, as
+of the ledger: its groups have the tasks that they had, and the next ones are drawn as if nothing had been. The class
+runs in a child process; what it raises ends the run. Owned by admission's thread.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.errors import ConfigError, DeadlineExceeded, UserCodeFailed
+from asyncflow.json_lines import JsonLines, LineTail, read_lines
+from asyncflow.run_files import LEDGER_FILE, SAMPLER_FILE
+from workers.calls.user_object import UserObject
+from workers.data.config import DataConfig
+
+_METHODS = {"next": (), "told": ("index", "rewards"), "state": (), "load": ("state",)}
+_LEDGER_S = 60.0
+"""How long the lines of a finished step may take to be seen on this node (s)."""
+_LOOK_S = 0.05
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """A line of `sampler.jsonl`.
+
+    Attributes:
+        step: the weights that had to be there.
+        told: last step whose results were known.
+        indices: group -> its task.
+        state: of the sampler after it.
+    """
+
+    step: int
+    told: int
+    indices: dict[int, int]
+    state: Any
+
+
+class UserSampler:
+    """The class, in its child."""
+
+    def __init__(self, config: DataConfig, *, size: int | None, seed: int) -> None:
+        """Make the object.
+
+        Raises:
+            ConfigError: it cannot be made.
+            UserCodeNotStarted: its process did not start.
+        """
+        assert config.sampler is not None
+        self._size = size
+        options = {**config.sampler_options, "size": size, "seed": seed}
+        self._made = UserObject(
+            config.sampler, options, field="data.sampler", methods=_METHODS, timeout_s=config.timeout_s
+        )
+
+    def next(self) -> int:
+        """Return the index of the next task.
+
+        Raises:
+            UserCodeFailed: it raised, hung, or returned no index; so do the other methods.
+        """
+        index = self._made.call("next", on="next()")
+        if type(index) is not int or index < 0 or (self._size is not None and index >= self._size):
+            wanted = "0 or more" if self._size is None else f"0 to {self._size - 1}"
+            raise UserCodeFailed(f"{self._made.what} returned {index!r} on next(); return a task's index, {wanted}")
+        return index
+
+    def told(self, index: int, rewards: Sequence[float]) -> None:
+        """Say what came of a task."""
+        self._made.call("told", index, list(rewards), on=f"told(index={index}, rewards={list(rewards)})")
+
+    def state(self) -> Any:
+        """Return its state."""
+        state = self._made.call("state", on="state()")
+        try:
+            return msgspec.json.decode(msgspec.json.encode(state))
+        except (TypeError, msgspec.MsgspecError) as error:
+            raise UserCodeFailed(f"{self._made.what} returned on state() what JSON has not: {error}") from error
+
+    def load(self, state: Any) -> None:
+        """Go on from a state."""
+        self._made.call("load", state, on="load(state)")
+
+    def close(self) -> None:
+        """End the child; idempotent."""
+        self._made.close()
+
+
+def try_sampler(config: DataConfig, *, size: int | None, seed: int) -> None:
+    """Call each method once, before a run starts.
+
+    Raises:
+        ConfigError, UserCodeFailed: see `UserSampler`.
+    """
+    sampler = UserSampler(config, size=size, seed=seed)
+    try:
+        index = sampler.next()
+        sampler.told(index, [0.0, 1.0])
+        sampler.told(index, [])
+        sampler.load(sampler.state())
+    finally:
+        sampler.close()
+
+
+class TaskSampler:
+    """Draws the tasks of new groups, and remembers them."""
+
+    def __init__(self, sampler: UserSampler, run_dir: Path, *, batch: int, start_step: int) -> None:
+        """Go on where the run's file ends.
+
+        Args:
+            sampler: new; closed with this.
+            run_dir: with ledger and `sampler.jsonl`.
+            batch: groups that a step trains.
+            start_step: of the checkpoint that the run goes on from; 0: none.
+
+        Raises:
+            ConfigError: the run goes on, and the file is missing or damaged.
+            UserCodeFailed: the state cannot be loaded.
+        """
+        path = run_dir / SAMPLER_FILE
+        draws = read_draws(path)
+        if start_step and not draws:
+            raise ConfigError(f"data.sampler: its state is missing, {path}; restore the file, or start a new run")
+        _cut_torn_line(path)
+        self._sampler = sampler
+        self._batch = batch
+        self._indices = {group: index for draw in draws for group, index in draw.indices.items()}
+        self._told = draws[-1].told if draws else 0
+        self._file = JsonLines(path)
+        self._results = StepResults(run_dir / LEDGER_FILE, batch=batch)
+        if draws:
+            sampler.load(draws[-1].state)
+
+    def close(self) -> None:
+        """End the child, and close the file; idempotent."""
+        self._sampler.close()
+        self._file.close()
+
+    def index_of(self, group: int) -> int:
+        """Return the task of a group that was drawn."""
+        return self._indices[group]
+
+    def draw(self, groups: Sequence[int], version: int) -> None:
+        """Draw tasks for those groups that have none, durably.
+
+        Args:
+            groups: ids.
+            version: of the weights that had to be there; later calls have the same or a later one.
+
+        Raises:
+            UserCodeFailed: the sampler failed.
+            DeadlineExceeded: the ledger's lines are not there.
+            OSError: the file system refuses.
+        """
+        new = [group for group in groups if group not in self._indices]
+        if not new:
+            return
+        while self._told < version - 1:
+            for group, rewards in self._results.of(self._told + 1):
+                if group in self._indices:
+                    self._sampler.told(self._indices[group], rewards)
+            self._told += 1
+        drawn = {group: self._sampler.next() for group in new}
+        line = Draw(version, self._told, drawn, self._sampler.state())
+        self._file.write([msgspec.to_builtins(line, str_keys=True)])
+        self._file.sync()
+        self._indices |= drawn
+
+
+class StepResults:
+    """Reads from the ledger what came of each step's groups, in order."""
+
+    def __init__(
+        self, path: Path, *, batch: int, timeout_s: float = _LEDGER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args:
+        path: of the ledger.
+        batch: groups that a step trains.
+        timeout_s: how long its lines may take (s).
+        clock: seconds.
+        """
+        self._tail = LineTail(path)
+        self._path = path
+        self._batch = batch
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lines: dict[int, list[Mapping[str, Any]]] = {}
+
+    def of(self, step: int) -> list[tuple[int, list[float]]]:
+        """Return group and rewards of a finished step, by group; none for a group that was replaced.
+
+        Raises:
+            DeadlineExceeded: it is not there.
+        """
+        deadline = self._clock() + self._timeout_s
+        while not self._is_whole(step):
+            if self._clock() >= deadline:
+                raise DeadlineExceeded(f"{self._path}: lacks lines of step {step} after {self._timeout_s:g} s")
+            threading.Event().wait(_LOOK_S)
+        found = [(int(line["group"]), _known(line)) for line in self._lines.pop(step)]
+        return sorted(found)
+
+    def _is_whole(self, step: int) -> bool:
+        for line in self._tail.read():
+            if line["step"] >= step:
+                self._lines.setdefault(int(line["step"]), []).append(line)
+        return sum("indices" in line for line in self._lines.get(step, ())) >= self._batch
+
+
+def read_draws(path: Path) -> list[Draw]:
+    """Return the lines of `sampler.jsonl`; none if there is no file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    lines = read_lines(path, lambda _: Draw)
+    if lines.wrong:
+        number, why = lines.wrong[0]
+        raise ConfigError(f"{lines.where(number)}: no draw of a sampler ({why}); restore the file, or start a new run")
+    return [draw for _, draw in lines.lines]
+
+
+def _known(line: Mapping[str, Any]) -> list[float]:
+    return [reward for reward in line.get("rewards", ()) if reward is not None and math.isfinite(reward)]
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A crash may have left a part of a line, which the next one would go on with."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -1,0 +1,111 @@
+"""Which groups are trained (`algorithm.group_filter`): others leave the queue, and the next tasks take their places.
+
+    responses of a group are scored -> the filter keeps it    -> put, as ever
+                                   '-> the filter refuses it  -> `QueueClient.filter_groups`: the group leaves the
+                                                                 queue, admission puts the next task into its step, and
+                                                                 the ledger gets a line
+
+`zero_variance` refuses groups whose rewards are all equal. One of the user's, `def keep(rewards: list[float]) -> bool`,
+runs in a child process. Torch-free.
+"""
+
+import math
+from collections.abc import Sequence
+
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.algorithms.config import PolicyConfig
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import check_function
+
+FIELD = "algorithm.group_filter"
+ARGUMENTS = ("rewards",)
+ZERO_VARIANCE = "zero_variance"
+_TIMEOUT_S = 30.0
+
+
+class GroupFilter:
+    """Judges whole groups; owned by the process that scores: a rollout's outbox, or the role `reward`."""
+
+    def __init__(self, name: str, *, group_size: int) -> None:
+        """Import the function, if it is the user's.
+
+        Args:
+            name: of the filter.
+            group_size: G.
+
+        Raises:
+            ConfigError: there is no such function.
+            UserCodeNotStarted: its process did not start, twice.
+        """
+        self._what = f"{FIELD}: {name}"
+        self._group_size = group_size
+        self._pool: CallPool | None = None
+        if name == ZERO_VARIANCE:
+            return
+        self._pool = CallPool(
+            Entry("workers.calls.user_function:importable", {"name": name, "field": FIELD, "arguments": ARGUMENTS}),
+            what=self._what,
+            limit="the deadline",
+            timeout_s=_TIMEOUT_S,
+            concurrency=1,
+        )
+        try:
+            self._pool.until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def refused(self, groups: Sequence[int], rewards: Sequence[float]) -> frozenset[int]:
+        """Return the ids of the whole groups that are not to be trained.
+
+        Responses whose reward failed (NaN) are no part of the judgement; a group without rewards, with
+        `zero_variance` one with fewer than two, cannot be judged, and is put: its advantages are zero, and the trainer
+        counts the failures. Only after a crash in the middle of a put a part of a group may be all that is left to
+        score; it is let through.
+
+        Args:
+            groups: id of each response's group.
+            rewards: of each response; NaN: there is none.
+
+        Raises:
+            UserCodeFailed: the user's function raised, hung, or returned neither true nor false.
+        """
+        members: dict[int, list[float]] = {}
+        for group, reward in zip(groups, rewards, strict=True):
+            members.setdefault(group, []).append(reward)
+        whole = {group: own for group, own in members.items() if len(own) == self._group_size}
+        known = {group: [reward for reward in own if not math.isnan(reward)] for group, own in whole.items()}
+        return frozenset(group for group, own in known.items() if own and not self._keeps(own))
+
+    def close(self) -> None:
+        """End the child; idempotent."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _keeps(self, rewards: Sequence[float]) -> bool:
+        if self._pool is None:
+            return len(rewards) == 1 or min(rewards) < max(rewards)
+        on = f"rewards {rewards}"
+        kept = self._pool.call(list(rewards), on=on)
+        if not isinstance(kept, bool):
+            raise UserCodeFailed(f"{self._what} returned {kept!r} on {on}; return True to train the group, else False")
+        return kept
+
+
+def load_group_filter(config: PolicyConfig, *, group_size: int) -> GroupFilter | None:
+    """Return the run's filter; None: all groups are trained. See `GroupFilter`."""
+    return None if config.group_filter is None else GroupFilter(config.group_filter, group_size=group_size)
+
+
+def check_group_filter(config: PolicyConfig) -> None:
+    """Check that `load_group_filter` will find it, without running a user's module.
+
+    Raises:
+        ConfigError: there is no such filter.
+    """
+    name = config.group_filter
+    if name is None or name == ZERO_VARIANCE:
+        return
+    if ":" not in name:
+        raise ConfigError(f"{FIELD}: {name!r} is no filter; give {ZERO_VARIANCE}, module:function, or null")
+    check_function(name, field=FIELD)

@@ -1,0 +1,110 @@
+"""An object of a class of the user's, in a child process: it keeps its state between calls. Torch-free."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncflow.errors import ConfigError, UserCodeFailed, one_line
+from workers.calls.pool import CallPool, Entry
+from workers.calls.user_function import Callee, load_function
+
+
+class UserObject:
+    """The object, made once. Calls are made one after the other. A failed one ends the run: the child is gone, or what
+    the object holds is in doubt."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        field: str,
+        methods: Mapping[str, Sequence[str]],
+        timeout_s: float,
+    ) -> None:
+        """Import the class and make the object, in a child.
+
+        Args:
+            name: `module:Class`.
+            options: its arguments by name; what JSON has.
+            field: of the configuration that names it.
+            methods: that it must have -> their arguments, in words.
+            timeout_s: deadline of a call (s), `data.timeout_s`.
+
+        Raises:
+            ConfigError: there is no such class, it does not take the options, raises, or lacks a method.
+            UserCodeNotStarted: the process did not start, twice.
+        """
+        self.what = f"{field}: {name}"
+        settings = {"name": name, "options": options, "field": field, "methods": methods}
+        self._pool = CallPool(
+            Entry("workers.calls.user_object:made", settings),
+            what=self.what,
+            limit="data.timeout_s",
+            timeout_s=timeout_s,
+            concurrency=1,
+        )
+        try:
+            self._pool.until_ready()
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def call(self, method: str, *arguments: Any, on: str) -> Any:
+        """Call a method and wait.
+
+        Args:
+            on: what it is called on, in words.
+
+        Raises:
+            UserCodeFailed: it raised, hung, or returned what JSON has not.
+        """
+        return self._pool.call(method, arguments, on=on)
+
+    def size(self) -> int | None:
+        """Return `len()` of it; None: it has none.
+
+        Raises:
+            UserCodeFailed: it raised or hung, or there is nothing in it.
+        """
+        size = self.call(_SIZE, on="len()")
+        if size == 0:
+            raise UserCodeFailed(f"{self.what} is empty: its len() is 0")
+        return None if size is None else int(size)
+
+    def close(self) -> None:
+        """End the child; idempotent."""
+        self._pool.close()
+
+
+_SIZE = "__len__"
+
+
+def made(name: str, options: Mapping[str, Any], field: str, methods: Mapping[str, Sequence[str]]) -> Callee:
+    """Make the object, in the child, and return what calls its methods: (name, arguments).
+
+    Raises:
+        ConfigError: see `UserObject`.
+    """
+    kind = load_function(name, field=field, arguments=None)
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        given = " ".join(options) or "no options"
+        raise ConfigError(f"{field}: {name} cannot be made with {given}: {error}; correct the options") from error
+    except ValueError:
+        pass  # a class of C, which says nothing of its arguments
+    try:
+        thing = kind(**options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{field}: {name} raised {one_line(error)} when it was made") from error
+    for method, arguments in methods.items():
+        if not callable(getattr(thing, method, None)):
+            raise ConfigError(f"{field}: {name} has no method {method}({', '.join(arguments)}); add it")
+
+    def call(method: str, arguments: Sequence[Any]) -> Any:
+        if method == _SIZE and not hasattr(thing, _SIZE):
+            return None
+        return getattr(thing, method)(*arguments)
+
+    return Callee(call)
