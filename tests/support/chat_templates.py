@@ -143,6 +143,7 @@ def tokenizer(family: str, template: str | None = None) -> Any:
     raw.add_special_tokens(_SPECIAL.get(family, _CHATML))
     raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in _ADDED.get(family, [])])
     bos = next((text for text in ("<s>", "<|begin_of_text|>") if raw.token_to_id(text) is not None), None)
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=_ENDS.get(family, "<|im_end|>"))
+    make: Any = PreTrainedTokenizerFast
+    made = make(tokenizer_object=raw, bos_token=bos, eos_token=_ENDS.get(family, "<|im_end|>"))
     made.chat_template = template or TEMPLATES[family]
     return made
