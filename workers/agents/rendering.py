@@ -100,7 +100,7 @@ class TemplateRenderer:
         names = {mark: tokenizer.decode([mark], skip_special_tokens=False) for mark in self._stop_ids}
         self._stop_texts = [text for text in names.values() if text]
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
-        self._hidden = (set(tokenizer.all_special_ids) | set(self._stop_ids)) - marks
+        self._hidden = (_special_ids(tokenizer) | set(self._stop_ids)) - marks
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -186,7 +186,7 @@ class TemplateRenderer:
         except BadAgentRequest:
             whole = ""
         behind = self._encode(whole.rpartition(_MARK)[2])
-        special = ends.keys() | set(tokenizer.all_special_ids)
+        special = ends.keys() | _special_ids(tokenizer)
         own = next((token for token in behind if token in special), None)
         if own is None and not ends:
             raise ConfigError(
@@ -301,6 +301,11 @@ def dummy_messages(roles: Sequence[str]) -> list[Message]:
         {"role": role, "content": f"A{at} b: {{1}}"} | ({"tool_call_id": call_id([7], at)} if role == "tool" else {})
         for at, role in enumerate(roles)
     ]
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Return the tokens that are no text, most of which `all_special_ids` does not have."""
+    return {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def _user(content: str) -> Message:
