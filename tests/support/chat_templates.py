@@ -124,7 +124,8 @@ _LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 _INST = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
 _SPECIAL = {"llama3": _LLAMA, "mistral": _INST.split()}
 _ENDS = {"llama3": "<|eot_id|>", "mistral": "</s>"}
-_ADDED = {"qwen2.5": ["<tool_call>", "</tool_call>"], "qwen3": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}
+_CALL = ["<tool_call>", "</tool_call>"]
+_ADDED = {"qwen2.5": _CALL, "qwen3": [*_CALL, "<tool_response>", "</tool_response>", "<think>", "</think>"]}
 
 
 @cache
@@ -143,6 +144,7 @@ def tokenizer(family: str, template: str | None = None) -> Any:
     raw.add_special_tokens(_SPECIAL.get(family, _CHATML))
     raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in _ADDED.get(family, [])])
     bos = next((text for text in ("<s>", "<|begin_of_text|>") if raw.token_to_id(text) is not None), None)
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=_ENDS.get(family, "<|im_end|>"))
+    make: Any = PreTrainedTokenizerFast
+    made = make(tokenizer_object=raw, bos_token=bos, eos_token=_ENDS.get(family, "<|im_end|>"))
     made.chat_template = template or TEMPLATES[family]
     return made

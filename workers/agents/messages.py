@@ -81,9 +81,9 @@ def _call(call: object, arguments: str) -> dict[str, Any]:
     if isinstance(given, str) and arguments == "object":
         try:
             parsed = json.loads(given or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = given
         given = parsed if isinstance(parsed, dict) else given
     elif not isinstance(given, str) and arguments == "text":
-        given = json.dumps(given, ensure_ascii=False)
+        given = json.dumps(given)
     return {"type": "function", **call, "function": {**function, "arguments": given}}

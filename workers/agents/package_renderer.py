@@ -56,7 +56,7 @@ class PackageRenderer:
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
-        calls = []
+        calls: list[dict[str, Any]] = []
         for each in parsed.tool_calls:
             if each.status != "ok" or not each.name:
                 message["content"] = f"{message['content']}{each.raw}"

@@ -1,16 +1,11 @@
 """Reads a reply's text: reasoning, tool calls, content. Pure.
 
-Calls are read in three forms, in which most open models write them:
-
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>        Hermes, Qwen, SmolLM
-    [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]           Mistral
-    {"name": ..., "parameters": {...}}                              Llama 3; it is the whole reply
-
 What is no call after all stays content, so the agent can tell the model.
 """
 
 import json
 import re
+from enum import StrEnum
 from typing import Any
 
 from workers.agents.messages import Message
@@ -18,17 +13,41 @@ from workers.agents.messages import Message
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
 """Texts that are read here; tokenizers may have special tokens for them."""
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
-_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])\s*\Z", re.DOTALL)
+
+class CallForm(StrEnum):
+    """How a model writes tool calls."""
+
+    HERMES = "hermes"
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, at the end."""
+    LLAMA = "llama"
+    """`{"name": ..., "parameters": {...}}`, which is the whole reply."""
+
+    @staticmethod
+    def of_template(template: str) -> "CallForm":
+        """Return the form that a chat template writes; Hermes' where it knows no tools."""
+        if "<tool_call>" in template:
+            return CallForm.HERMES
+        if "[TOOL_CALLS]" in template:
+            return CallForm.MISTRAL
+        return CallForm.LLAMA if '"parameters"' in template else CallForm.HERMES
 
 
-def read_reply(text: str, *, thinks: bool = False, bare_json: bool = False) -> Message:
+_PATTERNS = {
+    CallForm.HERMES: re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL),
+    CallForm.MISTRAL: re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])\s*\Z", re.DOTALL),
+    CallForm.LLAMA: re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL),
+}
+
+
+def read_reply(text: str, form: CallForm, *, thinks: bool = False) -> Message:
     """Return the assistant's message that a text is; calls have no ids yet.
 
     Args:
         text: drawn, without end marks.
+        form: of the model's calls.
         thinks: the prompt has opened the reasoning.
-        bare_json: the whole reply may be a call, as Llama 3 writes it.
     """
     reasoning, content = _split_reasoning(text, thinks)
     calls: list[dict[str, Any]] = []
@@ -38,10 +57,7 @@ def read_reply(text: str, *, thinks: bool = False, bare_json: bool = False) -> M
         calls.extend(read)
         return "" if read else found[0]
 
-    content = _MISTRAL.sub(take, _HERMES.sub(take, content))
-    bare = content.strip().removeprefix("<|python_tag|>")
-    if bare_json and bare.startswith("{") and (read := _calls(bare)):
-        calls, content = read, ""
+    content = _PATTERNS[form].sub(take, content)
     message: Message = {"role": "assistant", "content": content.strip()}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
@@ -60,7 +76,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
     """Return the calls that a JSON text holds: all of them, or none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     calls = []
     for each in value if isinstance(value, list) else [value]:
@@ -68,6 +84,6 @@ def _calls(text: str) -> list[dict[str, Any]]:
         given = each.get("arguments", each.get("parameters")) if isinstance(each, dict) else None
         if not isinstance(name, str) or not isinstance(given, dict):
             return []
-        function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+        function = {"name": name, "arguments": json.dumps(given)}
         calls.append({"type": "function", "function": function})
     return calls

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from asyncflow.errors import ConfigError, one_line
 from workers.agents.errors import BadAgentRequest
 from workers.agents.messages import Message, Tools, call_id, normalized
-from workers.agents.parsing import MARKS, read_reply
+from workers.agents.parsing import MARKS, CallForm, read_reply
 from workers.calls.user_function import load_function
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.model_files import eos_token_ids
@@ -91,15 +91,16 @@ class TemplateRenderer:
         if not tokenizer.chat_template:
             raise ConfigError(f"model.path: the tokenizer of {tokenizer.name_or_path} has no chat template; add one")
         try:
-            self._opening = self._text([_user("x")], None, prompt=True)
+            opening = self._text([_user("x")], None, prompt=True)
         except BadAgentRequest as error:
             raise ConfigError(f"model.path: {error}") from error
-        self._thinks = self._opening.rstrip().endswith("<think>")
+        self._thinks = opening.rstrip().endswith("<think>")
+        self._call_form = CallForm.of_template(str(tokenizer.chat_template))
         self._stop_ids = self._find_stop_ids(stop_ids)
         names = {mark: tokenizer.decode([mark], skip_special_tokens=False) for mark in self._stop_ids}
         self._stop_texts = [text for text in names.values() if text]
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
-        self._hidden = (set(tokenizer.all_special_ids) | set(self._stop_ids)) - marks
+        self._hidden = (_special_ids(tokenizer) | set(self._stop_ids)) - marks
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -121,7 +122,7 @@ class TemplateRenderer:
         shown = [token for token in token_ids if token not in self._hidden]
         with self._lock:
             text = str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        return read_reply(text, thinks=self._thinks, bare_json='"parameters"' in str(self._tokenizer.chat_template))
+        return read_reply(text, self._call_form, thinks=self._thinks)
 
     def bridge(self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools) -> list[int] | None:
         """See `Renderer`. A reply that was cut gets the template's end mark, which is not trained."""
@@ -185,7 +186,7 @@ class TemplateRenderer:
         except BadAgentRequest:
             whole = ""
         behind = self._encode(whole.rpartition(_MARK)[2])
-        special = ends.keys() | set(tokenizer.all_special_ids)
+        special = ends.keys() | _special_ids(tokenizer)
         own = next((token for token in behind if token in special), None)
         if own is None and not ends:
             raise ConfigError(
@@ -223,7 +224,8 @@ class TemplateRenderer:
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            legal = text.encode(errors="replace").decode()  # a drawn "\\ud800" in JSON is no character
+            return list(self._tokenizer.encode(legal, add_special_tokens=False))
 
 
 def load_renderer(model_path: Path, name: str | None) -> Renderer:
@@ -255,7 +257,7 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
         tools: that rollouts will offer.
 
     Returns:
-        What cannot be bridged, in words: there each turn begins a new sample.
+        What it cannot do, in words, to warn of. Where it cannot bridge, each turn begins a new sample.
 
     Raises:
         ConfigError: the template ignores tools, or a bridge writes what a full render would not.
@@ -267,9 +269,12 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
         drawn = [*tokenizer.encode("42.", add_special_tokens=False), renderer.stop_ids[0]]
         bridged = renderer.bridge([*prompt, *drawn], new, tools)
         if bridged is None:
-            missing.append(" and ".join(roles))
+            missing.append(f"bridge new messages of {' and '.join(roles)}")
             continue
-        whole = renderer.render([*asked, _reply(new, "42."), *new], tools)
+        try:
+            whole = renderer.render([*asked, _reply(new, "42."), *new], tools)
+        except BadAgentRequest:  # a template may refuse several calls in one reply
+            continue
         added = bridged[len(prompt) + len(drawn) :]
         if bridged[: len(prompt) + len(drawn)] != [*prompt, *drawn] or not added or whole[-len(added) :] != added:
             shown = [tokenizer.decode(ids) for ids in (added, whole[-len(added) :])]
@@ -277,7 +282,17 @@ def prove(renderer: Renderer, tokenizer: Any, tools: Tools) -> list[str]:
                 f"model.renderer: the bridge of {type(renderer).__name__} writes {shown[0]!r} for new messages of "
                 f"{' and '.join(roles)}, where a full render ends with {shown[1]!r}; repair its bridge()"
             )
-    return missing
+    return missing + ([] if not tools or _reads_calls(renderer, asked, tools) else ["read tool calls"])
+
+
+def _reads_calls(renderer: Renderer, asked: Sequence[Message], tools: Tools) -> bool:
+    """Whether a call that the template writes is read as one."""
+    result = dummy_messages(["tool"])
+    whole = renderer.render([*asked, _reply(result, "42."), *result], tools)
+    drawn = whole[len(renderer.render(asked, tools)) :]
+    ended = next((at for at, token in enumerate(drawn) if token in renderer.stop_ids), len(drawn))
+    calls = renderer.parse(drawn[:ended]).get("tool_calls", [])
+    return [call["function"]["name"] for call in calls] == ["probe_tool"]
 
 
 def dummy_messages(roles: Sequence[str]) -> list[Message]:
@@ -288,18 +303,25 @@ def dummy_messages(roles: Sequence[str]) -> list[Message]:
     ]
 
 
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Return the tokens that are no text, most of which `all_special_ids` does not have."""
+    return {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
 def _reply(followers: Sequence[Message], content: str) -> Message:
     """Return a reply which these messages may follow: with one call for each tool's."""
-    ids = [message.get("tool_call_id") or call_id([0], at) for at, message in enumerate(followers)]
+    arguments = json.dumps({"key": content})
     calls = [
-        {"id": ids[at], "type": "function", "function": {"name": message.get("name") or "probe_tool", "arguments": ""}}
+        {
+            "id": message.get("tool_call_id") or call_id([0], at),
+            "type": "function",
+            "function": {"name": message.get("name") or "probe_tool", "arguments": arguments},
+        }
         for at, message in enumerate(followers)
         if message["role"] == "tool"
     ]
-    for call in calls:
-        call["function"]["arguments"] = json.dumps({"key": content})
     return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,115 @@
+"""Rollouts of several turns: is what is trained what the engine drew, and in how many samples?
+
+    python benchmarks/agents.py [--json [FILE]] [--turns 10000] [--seed 0]
+
+A minute on one core. Random conversations, with tools and without, by the chat templates of five families; an engine
+that draws at random logs every call at its door:
+
+    ids_changed             drawn tokens that are missing in the samples, in them twice, or differ there, in themselves
+                            or in what stands before them; conversations fork, are rewritten, and call by token ids
+    turns                   over which `ids_changed` was counted
+    samples_per_rollout     of conversations that only grow, but for Mistral's with tools
+    samples_per_rollout_rewritten  of Mistral's with tools: its template moves them to the last question
+    turn_ms                 of all, the drawing included (milliseconds of a core)
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+from json_option import add_json_option, report
+from package_path import find_packages, need
+
+TURNS_A_ROLLOUT = 8
+
+
+@dataclass
+class Tally:
+    """Of many rollouts."""
+
+    num_rollouts: int = 0
+    num_turns: int = 0
+    num_samples: int = 0
+    ids_changed: int = 0
+
+    @property
+    def samples_per_rollout(self) -> float:
+        """Their mean."""
+        return self.num_samples / self.num_rollouts
+
+
+def kinds() -> Iterator[tuple[str, bool]]:
+    """Yield (family, with tools); SmolLM2's template ignores tools."""
+    from tests.support.chat_templates import TEMPLATES
+
+    yield from (
+        (family, tools) for family in TEMPLATES for tools in (False, True) if (family, tools) != ("smollm2", True)
+    )
+
+
+def roll_out(family: str, *, tools: bool, append_only: bool, num_turns: int, seed: int) -> Tally:
+    """Have conversations of so many turns in all."""
+    from tests.support.chat_templates import tokenizer
+    from tests.support.conversations import FakeEngine, converse, count_changed
+    from workers.agents.rendering import TemplateRenderer
+    from workers.agents.session import Session
+
+    tally, renderer = Tally(), TemplateRenderer(tokenizer(family))
+    for number in count():
+        if tally.num_turns >= num_turns:
+            return tally
+        random = Random(f"{seed} {family} {tools} {append_only} {number}")
+        session, engine = Session(renderer, seed=number), FakeEngine(renderer, tokenizer(family), random)
+        tally.num_turns += converse(
+            session, engine, random, turns=TURNS_A_ROLLOUT, append_only=append_only, tools=tools
+        )
+        samples = session.samples()
+        tally.num_rollouts += 1
+        tally.num_samples += len(samples)
+        tally.ids_changed += count_changed(engine.door, samples)
+    raise AssertionError("count() does not end")
+
+
+def measure(num_turns: int, seed: int) -> dict[str, float]:
+    """Return the figures."""
+    began = time.process_time()
+    each = -(-num_turns // (2 * len(list(kinds()))))
+    tallies = {
+        (family, tools, append_only): roll_out(family, tools=tools, append_only=append_only, num_turns=each, seed=seed)
+        for family, tools in kinds()
+        for append_only in (True, False)
+    }
+    turns = sum(tally.num_turns for tally in tallies.values())
+    rewritten = ("mistral", True, True)
+    grown = [tally for kind, tally in tallies.items() if kind[2] and kind != rewritten]
+    return {
+        "ids_changed": sum(tally.ids_changed for tally in tallies.values()),
+        "turns": turns,
+        "samples_per_rollout": sum(tally.num_samples for tally in grown) / sum(tally.num_rollouts for tally in grown),
+        "samples_per_rollout_rewritten": tallies[rewritten].samples_per_rollout,
+        "turn_ms": 1e3 * (time.process_time() - began) / turns,
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    find_packages()
+    need("transformers")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json_option(parser)
+    parser.add_argument("--turns", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if given.turns < 1:
+        parser.error("--turns: give one or more")
+    figures = measure(given.turns, given.seed)
+    report(given.json, figures, "\n".join(f"{name:30} {value:10.4g}" for name, value in figures.items()))
+    return 1 if figures["ids_changed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

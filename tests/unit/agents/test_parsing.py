@@ -1,0 +1,65 @@
+"""Replies as text."""
+
+import json
+
+import pytest
+
+from workers.agents.parsing import CallForm, read_reply
+
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "names"),
+    [
+        ("hermes", f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["add"]),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", ["add", "add"]),
+        ("hermes", CALL, CALL, []),
+        ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", ["add", "add"]),
+        ("llama", '{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", ["add"]),
+        ("llama", 'It is {"name": "add", "parameters": {"a": 1}}', 'It is {"name": "add", "parameters": {"a": 1}}', []),
+    ],
+)
+def test_calls_are_read_in_the_templates_form(form: str, text: str, content: str, names: list[str]) -> None:
+    message = read_reply(text, CallForm(form))
+    calls = message.get("tool_calls", [])
+    assert (message["content"], [call["function"]["name"] for call in calls]) == (content, names)
+    assert all(json.loads(call["function"]["arguments"]) == {"a": 1} for call in calls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["{", "[]", "7", '{"name": "add"}', '{"name": 7, "arguments": {}}', '{"name": "a", "arguments": 1}', "[" * 100_000],
+)
+def test_a_malformed_call_stays_content_beside_a_good_one(body: str) -> None:
+    bad = f"<tool_call>{body}</tool_call>"
+    message = read_reply(f"<tool_call>{CALL}</tool_call>{bad}", CallForm.HERMES)
+    assert (message["content"], len(message["tool_calls"])) == (bad, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\n42", False, "hm", "42"),
+        ("hm</think>42", True, "hm", "42"),
+        ("<think>cut", False, "cut", ""),
+        ("cut", True, "cut", ""),
+        ("42 <think>no", False, None, "42 <think>no"),
+        (f"<think><tool_call>{CALL}</tool_call></think>42", False, f"<tool_call>{CALL}</tool_call>", "42"),
+    ],
+)
+def test_reasoning_is_no_content_and_calls_nothing(
+    text: str, thinks: bool, reasoning: str | None, content: str
+) -> None:
+    message = read_reply(text, CallForm.HERMES, thinks=thinks)
+    assert message == {"role": "assistant", "content": content} | (
+        {"reasoning_content": reasoning} if reasoning else {}
+    )
+
+
+def test_a_template_tells_its_form() -> None:
+    assert CallForm.of_template("<tool_call>") == CallForm.HERMES
+    assert CallForm.of_template("[TOOL_CALLS] [") == CallForm.MISTRAL
+    assert CallForm.of_template('{"name": "f", "parameters": {}}') == CallForm.LLAMA
+    assert CallForm.of_template("{{ m.content }}") == CallForm.HERMES
