@@ -38,7 +38,7 @@ class CalculatorRenderer:
     def __init__(self, tokenizer: object = None) -> None:
         """Take the model's tokenizer, which is not needed: a token is a mark or one character."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
         """Return a conversation's tokens, up to the mark behind which the policy replies.
 
         Raises:
@@ -58,12 +58,12 @@ class CalculatorRenderer:
         function = {"name": TOOL, "arguments": arguments}
         return {
             "role": "assistant",
-            "content": None,
+            "content": "",
             "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
         }
 
     def bridge(
-        self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Sequence[Message] = ()
+        self, previous_ids: Sequence[int], new_messages: Sequence[Message], tools: Sequence[Message] | None = None
     ) -> list[int]:
         """Return the next prompt's tokens: an earlier prompt and what was drawn behind it, as they are, and more."""
         end = [] if previous_ids[-1] in self.stop_ids else list(self.stop_ids)
@@ -79,8 +79,8 @@ def encode(text: str) -> list[int]:
 def _message(message: Message) -> list[int]:
     tokens = [VOCABULARY[MARKS[message["role"]]], *encode(message.get("content") or "")]
     for call in message.get("tool_calls") or ():
-        arguments = json.loads(call["function"]["arguments"])
-        tokens += [VOCABULARY[CALL], *encode(f"{arguments['a']}*{arguments['b']}")]
+        numbers = re.findall(r"\d+", call["function"]["arguments"])
+        tokens += [VOCABULARY[CALL], *encode("*".join(numbers))]
     if message["role"] == "assistant":
         tokens.append(VOCABULARY[EOS])
     return tokens
