@@ -150,7 +150,9 @@ class DataPlane:
         Raises:
             TransportError: the controller did not answer within `request_timeout_s`.
         """
-        self._ask_controller(grant, Release(grant.task, grant.token, list(rows), filtered=not failures, failures=failures))
+        self._ask_controller(
+            grant, Release(grant.task, grant.token, list(rows), filtered=not failures, failures=failures)
+        )
         self._session.held.done(grant, rows)
 
     def forget(self, grant: LeaseGrant) -> None:

@@ -30,6 +30,7 @@ from workers.rollout.feeder import Feeder
 from workers.rollout.functions import open_rollouts
 from workers.rollout.outbox import Outbox, RolloutLease
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+from workers.tasks.dataflow import TASKS
 from workers.tasks.graph import task_of
 from workers.weight_path import HeldWeights, open_receiver
 
@@ -87,7 +88,8 @@ class Rollout:
         )
         load = partial(self._engine.load_weights, adopt=receiver.adopts)
         self._weights = HeldWeights(context, receiver, load, loaded=self._loaded)
-        self._feeder = Feeder(self._client, columns=prompt_columns(config), wake=self._wake)
+        columns = ("prompts", "ground_truth", *((TASKS,) if config.rollout.is_own else ()))
+        self._feeder = Feeder(self._client, columns=columns, wake=self._wake)
         self._rollouts = open_rollouts(context, self._engine, config.rollout, wake=self._wake)
         self._outbox = Outbox(
             scorer=self._scorer,
