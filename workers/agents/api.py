@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -209,16 +210,22 @@ class Context:
 
     Attributes:
         deadline: of the rollout, by `time.monotonic()` (s).
-        scratch: a directory of its own, removed at its end.
+        directory: becomes `scratch`.
         tools: of `rollout.tools`.
         attempt: from 0; more where earlier ones failed.
     """
 
     deadline: float
-    scratch: Path
+    directory: Path
     tools: Sequence[Tool]
     attempt: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def scratch(self) -> Path:
+        """A directory of this rollout's own, removed at its end."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return self.directory
 
     def log(self, name: str, value: float) -> None:
         """Report a number of this rollout; the last one of a name counts.

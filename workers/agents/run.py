@@ -42,7 +42,7 @@ class Run:
         self._renderer = renderer
         self._session = Session(renderer, seed=begin.seed + attempt)
         self._conversations: dict[int, list[Message]] = {}
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
         self._num_drawing = 0
@@ -114,9 +114,8 @@ class Run:
         ]
         if not any(sample.log_probs for sample in samples):
             raise BadAgentRequest("rollout", "the policy was asked for nothing")
-        tool_s = time.monotonic() - self._began - self._model_s
-        if self._num_drawing:
-            tool_s -= time.monotonic() - self._drawing_since
+        now = time.monotonic()
+        tool_s = now - (self._began or now) - self._model_s - (now - self._drawing_since if self._num_drawing else 0.0)
         return Finished(
             ticket=self.begin.ticket,
             samples=samples,
@@ -150,6 +149,7 @@ class Run:
     def _count_time(self, change: int) -> None:
         if not self._num_drawing:
             self._drawing_since = time.monotonic()
+            self._began = self._began or self._drawing_since
         self._num_drawing += change
         if not self._num_drawing:
             self._model_s += time.monotonic() - self._drawing_since

@@ -140,7 +140,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         truncated: a budget ended it, or its last reply was cut.
         metrics: of the function's own.
         conversations: messages of each sample, for people.
-        turns: calls of the policy; `tool_s`: wall time in which it waited for none of them (s).
+        turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
     """
 
     ticket: int

@@ -157,7 +157,8 @@ class Worker:
             outcome = self._raised(start.run, error)
         finally:
             del self._running[start.run]
-            shutil.rmtree(start.scratch, ignore_errors=True)
+            if os.path.exists(start.scratch):
+                shutil.rmtree(start.scratch, ignore_errors=True)
         self._channel.send(outcome)
 
     def _raised(self, run: int, error: BaseException) -> Raised:
@@ -169,9 +170,7 @@ class Worker:
         return Raised(run, one_line(error))
 
     async def _call_function(self, start: Start) -> Done:
-        scratch = Path(start.scratch)
-        scratch.mkdir(parents=True, exist_ok=True)
-        context = Context(time.monotonic() + start.timeout_s, scratch, self.tools, start.attempt)
+        context = Context(time.monotonic() + start.timeout_s, Path(start.scratch), self.tools, start.attempt)
         returned = await self._rollout(task_of(start.rollout), Model(_OneRollout(self, start.run)), context)
         return _done(start.run, returned, context.metrics)
 

@@ -58,7 +58,7 @@ class FinishedRollout:
         response: text to be scored; None: the drawn tokens' text.
         metrics: numbers of its function, by name.
         conversations: messages of each sample, for people.
-        turns: calls of the policy; `tool_s`: the time in which it waited for none of them (s).
+        turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
         failure: why there is none; "" if there is one.
         leaves: its group leaves the run, and the next prompt takes its place.
         failures: how often it failed, where it leaves for that.
