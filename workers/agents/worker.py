@@ -157,7 +157,7 @@ class Worker:
             outcome = self._raised(start.run, error)
         finally:
             del self._running[start.run]
-            if os.path.exists(start.scratch):
+            if Path(start.scratch).exists():
                 shutil.rmtree(start.scratch, ignore_errors=True)
         self._channel.send(outcome)
 

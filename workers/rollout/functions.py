@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed
+from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed, UserCodeNotStarted
 from workers.agents.wire import (
     Abandon,
     Begin,
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
+_MOST_STARTS = 3
 _MOST_RESTARTS = 10
 """Deaths of the service in a row, without a finished rollout in between, that end the run."""
 
@@ -85,7 +86,7 @@ class FunctionRollouts:
         self._drawing: dict[int, Draw] = {}
         self._deaths = 0
         self._closed = False
-        self._service = _Service(setup, wake)
+        self._service = _open_service(setup, wake)
 
     @property
     def num_running(self) -> int:
@@ -226,9 +227,28 @@ class FunctionRollouts:
         self._waiting.clear()
         self._undrawn.clear()
         self._service.kill()
-        self._service = _Service(self._setup, self._wake)
+        self._service = _open_service(self._setup, self._wake)
         for one in self._running.values():
             self._service.send(_begin(one))
+
+
+class _NotStarted(Exception):
+    """The service ended while it started."""
+
+
+def _open_service(setup: Setup, wake: threading.Event) -> "_Service":
+    """Start the service, again if it dies meanwhile: memory may have been short for a moment.
+
+    Raises:
+        ConfigError: the user's function cannot be used.
+        UserCodeNotStarted: it died each time.
+    """
+    for _ in range(_MOST_STARTS):
+        try:
+            return _Service(setup, wake)
+        except _NotStarted:
+            logger.warning("the session service ended while it started; starting it again")
+    raise UserCodeNotStarted(f"the session service ended {_MOST_STARTS} times while it started; see this log")
 
 
 class _Service:
@@ -239,6 +259,7 @@ class _Service:
 
         Raises:
             ConfigError: the user's function cannot be used.
+            _NotStarted: it ended.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -262,7 +283,7 @@ class _Service:
                 raise ConfigError(text)
             case _:
                 self.kill()
-                raise UserCodeFailed("the session service ended while it started; see this log")
+                raise _NotStarted
 
     def send(self, message: ToService) -> None:
         """Send a message; to a service that is gone it goes nowhere."""
