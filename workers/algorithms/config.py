@@ -29,7 +29,7 @@ class OffPolicyConfig(Settings):
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
-    """`sequence_mask`: largest mean of a response's log ratios, up and down (nats per token)."""
+    """`sequence_mask`: largest mean of a sample's log ratios, up and down (nats per token)."""
 
     @property
     def has_proximal_policy(self) -> bool:
