@@ -49,11 +49,10 @@ class Loader:
         self._rank, self._rounds = rank, ROUNDS[num_ranks]
         self.stopped, self.round_rows, self.round_partition = False, 0, STEP
 
-    def __iter__(self) -> Iterator[tuple[PackedBatch, tuple[int, ...]]]:
+    def __iter__(self) -> Iterator[PackedBatch]:
         for shares in self._rounds:
             self.round_rows = SIZE * max(map(len, shares))
-            batch = rows_of(shares[self._rank])
-            yield batch, batch.indices
+            yield rows_of(shares[self._rank])
 
 
 def rows_of(groups: tuple[int, ...]) -> PackedBatch:
