@@ -22,14 +22,14 @@ class OffPolicyConfig(Settings):
     method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
     """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
     that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`:
-    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without responses
+    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without samples
     that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
     With one update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task
     `actor_log_probs` makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
     """Largest weight of a token (C)."""
     mask_log_ratio: float = Field(0.5, gt=0)
-    """`sequence_mask`: largest mean of a response's log ratios, up and down (nats per token)."""
+    """`sequence_mask`: largest mean of a sample's log ratios, up and down (nats per token)."""
 
     @property
     def has_proximal_policy(self) -> bool:
@@ -165,7 +165,7 @@ class DAPOConfig(KlLossConfig):
 
 
 class GSPOConfig(KlLossConfig):
-    """GRPO whose ratio and clip are those of whole responses: Zheng et al. 2025 (arXiv 2507.18071)."""
+    """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
@@ -174,7 +174,7 @@ class GSPOConfig(KlLossConfig):
     eps_clip_high: float | None = Field(4e-4, gt=0)
     """Upper clip."""
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
-    """`sequence` is the paper's: each response counts the same."""
+    """`sequence` is the paper's: each rollout counts the same."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation."""
 

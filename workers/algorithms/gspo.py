@@ -1,4 +1,4 @@
-"""GSPO: group sequence policy optimisation: ratio and clip belong to whole responses.
+"""GSPO: group sequence policy optimisation: ratio and clip belong to whole samples.
 
 Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 """

@@ -57,9 +57,8 @@ class PackedInputs:
         starts = [0, *accumulate(lengths)][:-1]
         documents = _documents(batch.tokens_T.cpu(), starts, lengths, prompts, shared_prompt=shared_prompt)
         layout = PackedLayout(tuple(one.length for one in documents), tuple(one.prompt for one in documents))
-        begins_2N = torch.zeros(
-            2, len(lengths), dtype=torch.int64
-        )  # where each sample's prompt, and its rest, would begin
+        # Where each sample would begin if all of it lay as its prompt does, and as its rest does.
+        begins_2N = torch.zeros(2, len(lengths), dtype=torch.int64)
         for document, start in zip(documents, layout.starts, strict=True):
             for sample in document.samples:
                 begins_2N[int(document.position > 0) :, sample] = start - document.position

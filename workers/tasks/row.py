@@ -15,10 +15,10 @@ ARGUMENTS = ("row",)
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One response. What is not among the task's inputs is empty.
+    """One rollout. What is not among the task's inputs is empty.
 
     Attributes:
-        prompt, response: decoded, without special tokens.
+        prompt, response: decoded, without special tokens; the response is all that the policy drew, of every turn.
         answer: the data's reference answer.
         columns: the other inputs, a number each, by name; truth values are 0 and 1.
     """

@@ -1,7 +1,7 @@
 """Steps of several updates against a loop written by hand over the same mini-batches, with the real engine."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,10 +18,11 @@ from tq.batch import Column, PackedBatch
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.config import RunConfig
-from workers.engines.base import StepStats, TrainEngine
+from workers.engines.base import Sequences, StepStats, TrainEngine
 from workers.engines.load import load_train_engine
 from workers.tasks.chain import TaskChain
 from workers.tasks.column_tasks import sequences_of
+from workers.tasks.dataflow import SAMPLE_COLUMNS
 from workers.tasks.rollouts import sample_columns, samples_of
 from workers.trainer.batching import RoundAssigner
 from workers.trainer.trainer import Trainer, open_loader, policy_learner
@@ -156,9 +157,30 @@ def test_updates_equal_a_loop_over_the_same_mini_batches() -> None:
     assert len(record.ledger) == GROUPS
 
 
+def conversations(rounds: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """The same drawn tokens in two samples a row: the prompt and the first of them; the prompt, a word and the rest."""
+    changed = []
+    for batch in rounds:
+        tokens, lengths, masks = [], [], []
+        for row, mask in zip(batch["tokens"].rows(), batch["response_mask"].rows(), strict=True):
+            prompt, drawn = row[mask == 0], row[mask == 1]
+            samples = [(prompt, drawn[:1]), (torch.cat([prompt, torch.tensor([3])]), drawn[1:])]
+            one = Sequences.of([begin for begin, _ in samples], [rest for _, rest in samples])
+            tokens.append(one.tokens_T)
+            lengths.append(one.lengths_N)
+            masks.append(one.response_mask_T)
+        columns = dict(zip(SAMPLE_COLUMNS, map(Column.of_rows, (tokens, lengths, masks)), strict=True))
+        changed.append(batch.with_columns(columns))
+    return changed
+
+
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("budget", [9, 12, 1000])
-def test_packed_by_tokens_trains_as_sample_by_sample(normalization: str, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "turn"), [(9, list), (12, list), (1000, list), (9, conversations), (40, conversations)]
+)
+def test_packed_by_tokens_trains_as_sample_by_sample(
+    normalization: str, budget: int, turn: Callable[[list[PackedBatch]], list[PackedBatch]]
+) -> None:
     """The divisor is that of the whole update, so neither packing nor shared prompts change what it is."""
     weights_after, norms = [], []
     single = ("actor.micro_batch_size=1", "actor.shared_prompt=false")
@@ -166,7 +188,7 @@ def test_packed_by_tokens_trains_as_sample_by_sample(normalization: str, budget:
     for settings in (single, packed):
         config = configure(*settings, f"algorithm.loss_normalization={normalization}", "rollout.truncated=mask")
         engine = load_train_engine(config, device=CPU)
-        record = make_trainer(config, engine, Loader(make_rounds())).train(STEP)
+        record = make_trainer(config, engine, Loader(turn(make_rounds()))).train(STEP)
         assert record is not None
         weights_after.append(torch.cat([one.flatten() for one in weights(engine)]))
         norms.append(record.training_metrics()["grad_norm"])
