@@ -1,6 +1,6 @@
 """Turns conversations into token ids and drawn ids into messages. Torch-free; reads the tokenizer and nothing else.
 
-What the model drew is never tokenized again: the next turn's prompt is the earlier ids, letter by letter, and the
+What the model drew is never tokenized again: the next turn's prompt is the earlier ids, token by token, and the
 template's text of the new messages alone behind them (the bridge):
 
     render    <|im_start|>user 6*7?<|im_end|> <|im_start|>assistant
@@ -156,10 +156,19 @@ class TemplateRenderer:
         return before + mark + behind[: min(cuts)], ids if ids[0] in self._stop_ids else None
 
     def _is_proven(self, roles: tuple[str, ...], with_tools: bool) -> bool:
-        key = tuple(role for at, role in enumerate(roles) if roles[at - 2 : at] != (role, role)), with_tools
+        shape = tuple(role for at, role in enumerate(roles) if at < 2 or roles[at - 2 : at] != (role, role))
+        key = shape, with_tools
         with self._lock:
             if key not in self._proven:
                 self._proven[key] = self._prove(*key)
+                if not self._proven[key]:
+                    logger.warning(
+                        "the chat template of %s rewrites the conversation before new messages of %s%s: there each "
+                        "turn begins a new sample",
+                        self._tokenizer.name_or_path,
+                        " and ".join(key[0]),
+                        " with tools" if with_tools else "",
+                    )
             return self._proven[key]
 
     def _prove(self, roles: Sequence[str], with_tools: bool) -> bool:
