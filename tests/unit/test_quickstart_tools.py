@@ -121,8 +121,8 @@ def test_tool_that_the_model_cannot_call_is_refused(renderer: CalculatorRenderer
 
 
 def test_chat_template_writes_what_the_renderer_does(tokenizer: Any, renderer: CalculatorRenderer) -> None:
-    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 37, "b": 64}}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    call: dict[str, Any] = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 37, "b": 64}}}
+    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     said = {"role": "assistant", "content": "2368"}
     text = tokenizer.apply_chat_template(
         [{"role": "system", "content": "1"}, TASK, called, RESULT, said, TASK],
@@ -130,7 +130,7 @@ def test_chat_template_writes_what_the_renderer_does(tokenizer: Any, renderer: C
     )  # fmt: skip
     assert text == "<sys>1<user>37*64<asst><call>37*64<eos><tool>2368<asst>2368<eos><user>37*64<asst>"
     as_text = {**called, "tool_calls": [{**call, "function": {"name": "multiply", "arguments": '{"a": 37, "b": 64}'}}]}
-    messages = [{"role": "system", "content": "1"}, TASK, as_text, RESULT, said, TASK]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "1"}, TASK, as_text, RESULT, said, TASK]
     assert renderer.render(messages, TOOLS) == tokenizer(text)["input_ids"]
 
 
@@ -159,7 +159,7 @@ def test_model_calls_in_one_of_three_and_mostly_copies_right(tokenizer: Any) -> 
         output = model.generate(prompt_BT, do_sample=True, top_k=0, max_new_tokens=8)
         texts = tokenizer.batch_decode(output[:, prompt_BT.shape[1] :])
         drawn = [text.replace("<pad>", "") for text in texts]
-        return sum(given == right for given, right in zip(drawn, wanted, strict=True)) / len(wanted)
+        return sum(map(str.__eq__, drawn, wanted)) / len(wanted)
 
     begun = [f"<user>{task}<asst>" for task in tasks]
     told = [
