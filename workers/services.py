@@ -35,9 +35,16 @@ Usable = Callable[[int, int], frozenset[str]]
 """(partition that a row was saved in, step that it is admitted for) -> names of columns."""
 
 _SAMPLING = set(SamplingConfig.model_fields) - {"batch_size", "on_swap"}
+_OWN = {
+    *("function", "agent", "agent_command", "tools"),
+    *("timeout_s", "max_turns", "max_drawn_tokens", "max_context_tokens", "max_attempts", "on_failure"),
+}
 _REFERENCE = "ref_log_probs"
 _SETTINGS: Mapping[str, Callable[[RunConfig], object]] = {
-    "actor_rollout": lambda config: (config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
+    "actor_rollout": lambda config: (
+        *(config.rollout.model_dump(include=_SAMPLING), config.model.dtype, config.sim),
+        *(config.rollout.model_dump(include=_OWN), config.model.renderer),
+    ),
     "rewards": lambda config: config.reward,
     _REFERENCE: lambda config: (config.ref.engine, config.model.dtype, config.algorithm.ref_update_interval),
     "compute_advantages_and_returns": lambda config: config.algorithm,

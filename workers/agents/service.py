@@ -155,7 +155,8 @@ class Service:
     async def _draw(self, ticket: int, prompt: Sequence[int], max_tokens: int, seed: int) -> Drawn:
         self._num_calls += 1
         call = self._num_calls
-        drawn = self._drawing[call] = asyncio.get_running_loop().create_future()
+        drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
+        self._drawing[call] = drawn
         self._engine.send(Draw(call, ticket, list(prompt), max_tokens, list(self._renderer.stop_ids), seed))
         try:
             return await drawn

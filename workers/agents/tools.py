@@ -61,7 +61,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     Raises:
         ConfigError: one cannot be found or described, or two have one name.
     """
-    tools = []
+    tools: list[Tool] = []
     for name in names:
         tool = Tool.of(load_function(name, field="rollout.tools", arguments=None))
         if any(other.name == tool.name for other in tools):

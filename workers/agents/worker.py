@@ -127,7 +127,8 @@ class Worker:
         """Send an `Ask` and wait for what it brings."""
         self._number += 1
         number = self._number
-        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
         try:
             self._channel.send(Ask(number=number, run=run, **request))
             return await reply

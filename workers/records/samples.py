@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class SampleLog:
         """
         if group % self._groups_per_step >= self._shown or self._file.closed:
             return
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             "group": group,
             "index": rollout.index,

@@ -1,0 +1,250 @@
+"""Rollouts of users' functions and agents: real service and worker processes, and an engine that knows its lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from asyncflow.errors import ConfigError
+from launcher.config.paths import find_recipe
+from workers.agents.wire import Setup
+from workers.data.tokenizer import load_tokenizer
+from workers.engines.base import GenerateRequest, Generation
+from workers.rollout.functions import FunctionRollouts
+from workers.rollout.rollouts import FinishedRollout, RolloutRequest
+
+MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
+MODULE = """
+import asyncio, os
+
+async def waits(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    open(os.path.join(task["seen"], f"{task.index}-{context.attempt}"), "w").close()
+    await asyncio.sleep(1000)
+
+async def fails(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task.index % 2:
+        raise RuntimeError("it broke")
+    return chat.sample(reward=0.5)
+
+async def two(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    other = model.chat([{"role": "user", "content": task["prompt"]}])
+    await other.reply()
+    context.log("seen", 2)
+    return [chat.sample(reward=1.0), other.sample()]
+
+async def agent(task, base_url, api_key):
+    from openai import AsyncOpenAI
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": task["prompt"]}]
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+    return {"reward": float(len(reply.choices[0].message.tool_calls)), "asked": 1}
+"""
+
+
+class Engine:
+    """Calls the tool, then says what it heard; one token takes one `step`'s wait at most."""
+
+    version = 3
+    interruptible = True
+    adopts_weights = False
+    free_slots = 64
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer(MODEL)
+        self.running: dict[int, GenerateRequest] = {}
+        self.prompts: list[list[int]] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self.running |= {one.ticket: one for one in requests}
+        self.prompts += [one.prompt_P.tolist() for one in requests]
+
+    def step(self, wake: threading.Event) -> list[Generation]:
+        done = [self._drawn(one) for one in self.running.values()]
+        self.running.clear()
+        return done
+
+    def cancel(self, ticket: int) -> None:
+        self.running.pop(ticket, None)
+
+    def abort(self) -> None:
+        self.running.clear()
+
+    def _drawn(self, request: GenerateRequest) -> Generation:
+        text = self.tokenizer.decode(request.prompt_P.tolist())
+        heard = text.split("<tool>")[-1].split("<asst>")[0] if "<tool>" in text else None
+        reply = f"{heard}<eos>" if heard else f"<call>{text.split('<user>')[-1].split('<asst>')[0]}<eos>"
+        tokens = self.tokenizer.encode(reply, add_special_tokens=False)
+        number = len(tokens)
+        return Generation.of(
+            request, tokens=tokens, log_probs=[-0.5] * number, versions=[3] * number, truncated=False
+        )  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engine]]]:
+    (tmp_path / "my_rollouts.py").write_text(MODULE)
+    opened: list[FunctionRollouts] = []
+
+    def open_them(on_failure: str = "dead_letter", **changed: Any) -> tuple[FunctionRollouts, Engine]:
+        settings: dict[str, Any] = dict(
+            model_dir=str(MODEL), renderer="configs.quickstart_tools.renderer:CalculatorRenderer", function="tools",
+            agent=None, command=[], tools=["configs.quickstart_tools.tools:multiply"], timeout_s=60.0, max_turns=0,
+            max_tokens=0, max_context=48, max_response_tokens=8, max_attempts=3, num_workers=1,
+            path=[os.fsencode(tmp_path), *map(os.fsencode, sys.path)], scratch=str(tmp_path / "scratch"),
+        )  # fmt: skip
+        engine = Engine()
+        rollouts: Any = FunctionRollouts
+        made: FunctionRollouts = rollouts(
+            engine, Setup(**settings | changed), max_running=64, on_failure=on_failure, wake=threading.Event()
+        )
+        opened.append(made)
+        return made, engine
+
+    yield open_them
+    for one in opened:
+        one.close()
+
+
+def request(index: int, **fields: str) -> RolloutRequest:
+    task = '{"prompt": "37*64"' + "".join(f', "{name}": "{value}"' for name, value in fields.items()) + "}"
+    return RolloutRequest(index, 100 + index, 7 * index, torch.tensor([1]), task, index // 2, index % 2)
+
+
+def finished(rollouts: FunctionRollouts, until: Callable[[list[FinishedRollout]], bool]) -> list[FinishedRollout]:
+    never, done = threading.Event(), []  # type: tuple[threading.Event, list[FinishedRollout]]
+    for _ in range(2000):  # a step that has nothing to do waits half a second at most
+        done += rollouts.step(never)
+        if until(done):
+            return done
+    raise AssertionError(f"only {len(done)} rollouts finished")
+
+
+def child_of_service(number: int = 0) -> psutil.Process:
+    """Return the service (0), or its worker (1)."""
+    (service,) = (
+        one for one in psutil.Process().children() if "workers.agents.service" in " ".join(one.cmdline())
+    )  # fmt: skip
+    return service if not number else service.children()[0]
+
+
+def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None:
+    rollouts, engine = start()
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    text = engine.tokenizer.decode(one.tokens_T.tolist())
+    assert text.replace(" ", "") == "<user>37*64<asst><call>37*64<eos><tool>2368<asst>2368<eos>"
+    assert one.sample_lengths == [len(one.tokens_T)]
+    drawn = engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "")
+    assert drawn == "<call>37*64<eos>2368<eos>"
+    assert len(one.log_probs_A) == len(one.versions_A) == int(one.response_mask_T.sum())
+    assert (one.reward, one.response, one.turns, one.truncated) == (None, "2368", 2, False)
+    assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_several_samples_lie_in_one_row(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:two")
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert len(one.sample_lengths) == 2
+    assert sum(one.sample_lengths) == len(one.tokens_T)
+    assert (one.reward, one.metrics) == (1.0, {"seen": 2.0})
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_rollouts_begin_again_when_the_service_or_a_worker_is_killed(start: Any, tmp_path: Path, who: int) -> None:
+    rollouts, _ = start(function="my_rollouts:waits", timeout_s=3.0)
+    rollouts.begin([request(index, seen=str(tmp_path)) for index in range(4)])
+    finished(rollouts, lambda _: len(list(tmp_path.glob("?-0"))) == 4)
+    for seen in tmp_path.glob("?-0"):
+        seen.unlink()
+    os.kill(child_of_service(who).pid, signal.SIGKILL)
+    done = finished(rollouts, lambda done: len(done) == 4)
+    assert sorted(one.index for one in done) == [0, 1, 2, 3]
+    assert len(list(tmp_path.glob("?-0"))) == 4  # each was begun once more, and paid nothing
+    assert all(one.truncated and len(one.log_probs_A) and not one.leaves for one in done)  # their time was up
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "reward", "leaves"), [("dead_letter", None, True), ("zero", 0.0, False), ("absent", None, False)]
+)
+def test_a_rollout_that_fails_each_time_is_what_on_failure_says(
+    start: Any, on_failure: str, reward: float | None, leaves: bool
+) -> None:
+    rollouts, _ = start(function="my_rollouts:fails", on_failure=on_failure)
+    rollouts.begin([request(0), request(1)])
+    good, bad = sorted(finished(rollouts, lambda done: len(done) == 2), key=lambda one: one.index)
+    assert good.reward == 0.5
+    assert (bad.leaves, bad.failures) == (leaves, 3 if leaves else 0)
+    assert len(bad.log_probs_A) == 0
+    if reward is not None:
+        assert bad.reward == reward
+    else:
+        assert "it broke" in bad.failure
+
+
+def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start: Any) -> None:
+    rollouts, engine = start(max_turns=1)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.truncated
+    assert one.turns == len(engine.prompts) == 1
+
+
+def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) -> None:
+    pytest.importorskip("openai")
+    rollouts, engine = start(function=None, agent="my_rollouts:agent", tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.reward == 1.0
+    assert one.metrics == {"asked": 1.0}
+    assert engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "") == "<call>37*64<eos>"
+
+
+def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import json, os, urllib.request as web\n"
+        "task = json.loads(os.environ['ASYNCFLOW_TASK'])\n"
+        "body = {'model': 'policy', 'messages': [{'role': 'user', 'content': task['prompt']}]}\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "json.load(web.urlopen(web.Request(url, json.dumps(body).encode(), head)))\n"
+        "json.dump({'reward': 0.25}, open(os.environ['ASYNCFLOW_RESULT'], 'w'))\n"
+    )
+    rollouts, _ = start(function=None, command=[sys.executable, str(program)], tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (one.reward, one.turns) == (0.25, 1)
+
+
+def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        start(function="nowhere:rollout")
+
+
+def test_nothing_is_left_of_it(start: Any) -> None:
+    rollouts, _ = start()
+    service = child_of_service()
+    worker = child_of_service(1)
+    rollouts.close()
+    for process in (service, worker):
+        process.wait(30) if process.is_running() else None
+    assert subprocess.run(["kill", "-0", str(worker.pid)], capture_output=True, check=False).returncode
