@@ -133,7 +133,8 @@ def test_gae_steps_from_drawn_token_to_drawn_token_of_one_sample() -> None:
     value, penalty, place = rows["values"].values.tolist(), (0.1 * (OLD - REF)).tolist(), 0
     for reward, rollout in zip(REWARDS, DRAWN, strict=True):
         for count in rollout:
-            advantage, later, ours = 0.0, 0.0, []
+            advantage, later = 0.0, 0.0
+            ours: list[float] = []
             for t in reversed(range(place, place + count)):
                 gain = (reward if t == place + count - 1 else 0.0) - penalty[t]
                 advantage = gain + 0.9 * later - value[t] + 0.9 * 0.8 * advantage
