@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("asyncflow", "launcher", "workers", "tq", "weightsync", "configs", "examples", "benchmarks", "tests")
 NAMES = [page.name for page in PAGES]
-ELSEWHERE = {"my_rewards.py", "tq.py", "set_env.sh", "config.yaml"}
+ELSEWHERE = {"my_rewards.py", "my_tools.py", "tq.py", "set_env.sh", "config.yaml"}
 """Files of users, vendors and runs that the pages speak of."""
 COLUMNS = 120
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
