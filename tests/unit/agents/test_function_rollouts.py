@@ -104,12 +104,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
     opened: list[FunctionRollouts] = []
 
     def open_them(on_failure: str = "dead_letter", **changed: Any) -> tuple[FunctionRollouts, Engine]:
-        settings: dict[str, Any] = dict(
-            model_dir=str(MODEL), renderer="configs.quickstart_tools.renderer:CalculatorRenderer", function="tools",
-            agent=None, command=[], tools=["configs.quickstart_tools.tools:multiply"], timeout_s=60.0, max_turns=0,
-            max_tokens=0, max_context=48, max_response_tokens=8, max_attempts=3, num_workers=1,
-            path=[os.fsencode(tmp_path), *map(os.fsencode, sys.path)], scratch=str(tmp_path / "scratch"),
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
+            "function": "tools", "agent": None, "command": [], "tools": ["configs.quickstart_tools.tools:multiply"],
+            "timeout_s": 60.0, "max_turns": 0, "max_tokens": 0, "max_context": 48, "max_response_tokens": 8,
+            "max_attempts": 3, "num_workers": 1, "path": [os.fsencode(tmp_path), *map(os.fsencode, sys.path)],
+            "scratch": str(tmp_path / "scratch"),
+        }  # fmt: skip
         engine = Engine()
         rollouts: Any = FunctionRollouts
         made: FunctionRollouts = rollouts(
