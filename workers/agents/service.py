@@ -127,6 +127,8 @@ class Service:
         except BudgetIsSpent as error:
             self._cut(run)
             raise SessionGone(str(error)) from error
+        except ConfigError as error:  # the model's template ignores tools
+            raise BadAgentRequest("tools", str(error)) from error
 
     def count(self, key: str, request: ChatRequest) -> int:
         """Return the tokens of a conversation.

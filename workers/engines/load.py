@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncflow.errors import ConfigError
 from asyncflow.process import keep_freed_memory
 from workers.config import RunConfig, SamplingConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
+from workers.engines.model_files import max_positions
 from workers.rewards.config import RewardModelConfig
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
                 config.model,
                 config.vllm,
                 sampling=sampling,
-                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_prompt_tokens=_longest_prompt(config, sampling),
                 device=device,
             )
         case "openai":
@@ -60,6 +62,18 @@ def load_generate_engine(config: RunConfig, sampling: SamplingConfig, *, device:
                 num_slots=sampling.batch_size,
                 max_response_tokens=sampling.max_response_tokens,
             )
+
+
+def _longest_prompt(config: RunConfig, sampling: SamplingConfig) -> int:
+    """Return the longest prompt of a call (tokens); those of later turns hold what came before."""
+    if not config.rollout.is_own:
+        return config.data.max_prompt_tokens
+    context = config.rollout.max_context_tokens or max_positions(Path(config.model.path))
+    if context is None:
+        raise ConfigError(
+            "rollout.max_context_tokens: is 0, and the model's config.json does not say how many positions it has; set it"
+        )
+    return context - sampling.max_response_tokens
 
 
 def load_frozen_model(config: RunConfig, *, device: torch.device, weights_dir: Path | None) -> FrozenEngine:

@@ -82,7 +82,8 @@ class FunctionRollouts:
         self._wake = wake
         self._running: dict[int, RolloutRequest] = {}
         self._waiting: list[tuple[int, int, Draw]] = []
-        self._undrawn: set[int] = set()
+        self._wanted: set[int] = set()
+        """Calls in `_waiting` that somebody still waits for."""
         self._drawing: dict[int, Draw] = {}
         self._deaths = 0
         self._closed = False
@@ -101,7 +102,7 @@ class FunctionRollouts:
     @property
     def free_slots(self) -> int:
         """As many as the engine has room for beyond the calls that wait, and as may run at all."""
-        return max(0, min(self._engine.free_slots - len(self._waiting), self._max_running - len(self._running)))
+        return max(0, min(self._engine.free_slots - len(self._wanted), self._max_running - len(self._running)))
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """See `Rollouts`."""
@@ -130,6 +131,7 @@ class FunctionRollouts:
         self._engine.abort()
         self._running.clear()
         self._waiting.clear()
+        self._wanted.clear()
         self._drawing.clear()
         self._service.send(Abandon())
 
@@ -150,6 +152,7 @@ class FunctionRollouts:
                 case Draw():
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
+                        self._wanted.add(message.call)
                 case Undraw(call=call):
                     self._undraw(call)
                 case Finished() | Failed():
@@ -163,9 +166,10 @@ class FunctionRollouts:
         """Give the engine as many calls as it has room for, those of the oldest rollouts first."""
         while self._waiting and self._engine.free_slots:
             _, _, draw = heapq.heappop(self._waiting)
-            if draw.ticket not in self._running or draw.call in self._undrawn:
-                self._undrawn.discard(draw.call)
+            if draw.ticket not in self._running or draw.call not in self._wanted:
+                self._wanted.discard(draw.call)
                 continue
+            self._wanted.remove(draw.call)
             request = GenerateRequest(
                 index=self._running[draw.ticket].index,
                 prompt_P=torch.tensor(draw.prompt, dtype=torch.int64),
@@ -182,10 +186,9 @@ class FunctionRollouts:
                 self._drawing[draw.call] = draw
 
     def _undraw(self, call: int) -> None:
+        self._wanted.discard(call)
         if self._drawing.pop(call, None) is not None:
             self._engine.cancel(call)
-        else:
-            self._undrawn.add(call)
 
     def _drawn(self, generation: Generation) -> None:
         if self._drawing.pop(generation.ticket, None) is None:
@@ -225,7 +228,7 @@ class FunctionRollouts:
             self._engine.cancel(call)
         self._drawing.clear()
         self._waiting.clear()
-        self._undrawn.clear()
+        self._wanted.clear()
         self._service.kill()
         self._service = _open_service(self._setup, self._wake)
         for one in self._running.values():
