@@ -46,6 +46,19 @@ class Weights:
     def close(self) -> None: ...
 
 
+class Stopping(threading.Event):
+    """Wakes others, as a worker's context does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken: list[threading.Event] = []
+
+    def set(self) -> None:
+        super().set()
+        for event in self.woken:
+            event.set()
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Evaluator, Weights, Any]]]:
     made: list[Evaluator] = []
@@ -56,11 +69,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             *(f"sim.decode_s_per_token={seconds}", "rollout.max_response_tokens=64", "evaluate.max_prompts=12"),
         ]
         (tmp_path / "samples").mkdir()
+        stopping = Stopping()
         context = SimpleNamespace(
             config=load_config(find_recipe("quickstart"), overrides=overrides),
             device=torch.device("cpu"), run_dir=tmp_path, gang=SimpleNamespace(name="evaluate-0"),
-            elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=threading.Event(),
-            report=lambda *_, **__: None, reward_failed=lambda why: None,
+            elapsed_s=0.0, job=SimpleNamespace(lineage=0), timeline=NoTimeline(), stopping=stopping,
+            report=lambda *_, **__: None, reward_failed=lambda why: None, wake_to_stop=stopping.woken.append,
         )  # fmt: skip
         receivers = []
 

@@ -11,6 +11,7 @@ from weightsync.version import Version
 from workers.engines.base import Generation
 from workers.rewards.scorer import ScoredAnswer
 from workers.rollout.evaluate import evaluated_steps, evaluation_line, wilson_interval
+from workers.rollout.rollouts import FinishedRollout
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,15 @@ def test_wilson_interval_stays_inside_0_to_1() -> None:
     assert wilson_interval(1.0, 1)[1] == 1.0
 
 
+def rolled(generation: Generation) -> FinishedRollout:
+    return FinishedRollout.of(torch.zeros(1), generation)
+
+
 def test_line_counts_answers_and_its_interval_counts_prompts() -> None:
     versions = torch.zeros(3, dtype=torch.int32)
     answers = [
-        Generation(k, torch.zeros(3 + k % 2), torch.zeros(3), versions, truncated=k == 3) for k in range(4)
+        rolled(Generation(k, torch.zeros(3 + k % 2), torch.zeros(3 + k % 2), versions, truncated=k == 3))
+        for k in range(4)
     ]  # two prompts with two answers each
     scores = [scored(reward) for reward in (1.0, 0.5, 1.0, 1.0)]
     line = evaluation_line(answers, scores, version=Version(1, 20), num_prompts=2, time_s=12.3456, seconds=0.5)
@@ -44,7 +50,7 @@ def test_line_counts_answers_and_its_interval_counts_prompts() -> None:
 
 def test_answers_that_could_not_be_scored_are_left_out() -> None:
     versions = torch.zeros(3, dtype=torch.int32)
-    answers = [Generation(k, torch.zeros(3), torch.zeros(3), versions, truncated=False) for k in range(4)]
+    answers = [rolled(Generation(k, torch.zeros(3), torch.zeros(3), versions, truncated=False)) for k in range(4)]
     scores = [
         scored(1.0),
         scored(float("nan"), failure="no idea"),

@@ -66,7 +66,7 @@ def no_rows(reason: NoRowsReason, newest_version: int = 0, lineage: int = 0) -> 
 
 def start() -> tuple[Queue, Feeder, threading.Event]:
     client, wake = Queue(), threading.Event()
-    return client, Feeder(client, wake=wake), wake  # type: ignore[arg-type]
+    return client, Feeder(client, columns=("prompts", "ground_truth"), wake=wake), wake  # type: ignore[arg-type]
 
 
 def wait_for(wake: threading.Event) -> None:

@@ -24,6 +24,7 @@ from workers.rewards.config import RewardConfig
 from workers.rewards.load import exact_reward
 from workers.rewards.scorer import Scorer
 from workers.rollout.outbox import Outbox, RolloutLease
+from workers.rollout.rollouts import FinishedRollout
 
 DEADLINE_S = 30
 
@@ -44,7 +45,7 @@ class Queue:
         self.puts.append((list(rows), columns))
         self.arrived.release()
 
-    def filter(self, granted: LeaseGrant, rows: Sequence[int]) -> None:
+    def filter(self, granted: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         assert granted.token == 7
         self.filtered.append(list(rows))
 
@@ -105,11 +106,15 @@ def answer(index: int) -> Generation:
     return Generation(index, torch.tensor([4, 1]), torch.tensor([-1.0, -2.0]), versions, truncated=False)
 
 
+def rolled(lease: RolloutLease, generation: Generation) -> FinishedRollout:
+    return FinishedRollout.of(lease.prompts[lease.position[generation.index]], generation)
+
+
 def test_slow_reward_holds_up_neither_generation_nor_other_answers(scorer: GatedScorer, samples: SampleLog) -> None:
     client = Queue()
     one, outbox = lease(client, 3, 5, 6, 7), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11, 12, 13):
-        outbox.add(one, answer(index))
+        outbox.add(one, rolled(one, answer(index)))
     assert client.arrived.acquire(timeout=DEADLINE_S)
     assert 10 not in client.puts[0][0] and len(client.puts[0][0]) == 2
     scorer.open.set()
@@ -125,7 +130,7 @@ def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
     client = Queue()
     one, outbox = lease(client, 5, 6, 7), Outbox(scorer=None, samples=samples, rows_per_put=2)
     for index in (12, 10, 11):
-        outbox.add(one, answer(index))
+        outbox.add(one, rolled(one, answer(index)))
     outbox.close(stop=threading.Event())
     assert [rows for rows, _ in client.puts] == [[12, 10], [11]]
     assert "rewards" not in client.puts[0][1]
@@ -134,7 +139,7 @@ def test_last_answers_are_put_without_a_whole_group(samples: SampleLog) -> None:
 def test_stop_leaves_unscored_answers_behind(scorer: GatedScorer, samples: SampleLog) -> None:
     client, stop = Queue(), threading.Event()
     one, outbox = lease(client, 3, 5), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
-    outbox.add(one, answer(10))
+    outbox.add(one, rolled(one, answer(10)))
     stop.set()
     outbox.close(stop=stop)
     assert client.puts == []
@@ -146,7 +151,7 @@ def test_void_lease_is_dropped_and_other_errors_are_raised(
 ) -> None:
     client = Queue(error)
     one, outbox = lease(client, 5), Outbox(scorer=None, samples=samples, rows_per_put=1)
-    outbox.add(one, answer(10))
+    outbox.add(one, rolled(one, answer(10)))
     if expected is None:
         outbox.close(stop=threading.Event())
     else:
@@ -162,7 +167,7 @@ def test_failure_wakes_whoever_would_not_look(samples: SampleLog) -> None:
         Outbox(scorer=None, samples=samples, rows_per_put=1, failed=failed.set),
     )
     outbox.check()
-    outbox.add(one, answer(10))
+    outbox.add(one, rolled(one, answer(10)))
     assert failed.wait(DEADLINE_S)
     with pytest.raises(ValueError, match="broken"):
         outbox.check()
@@ -174,12 +179,12 @@ def test_abandoned_answers_are_dropped_also_those_that_are_scored_later(
     client = Queue()
     old, outbox = lease(client, 3, 5, 6), Outbox(scorer=scorer, samples=samples, rows_per_put=2)
     for index in (10, 11):  # the first waits for its score, so the second waits for company
-        outbox.add(old, answer(index))
+        outbox.add(old, rolled(old, answer(index)))
     outbox.abandon()
     scorer.open.set()
     new = lease(client, 5, 7)
     for index in (10, 11):
-        outbox.add(new, answer(index))
+        outbox.add(new, rolled(new, answer(index)))
     outbox.close(stop=threading.Event())
     assert sorted(row for rows, _ in client.puts for row in rows) == [10, 11]
 
@@ -222,7 +227,7 @@ def test_groups_of_equal_rewards_are_filtered_and_the_others_put_as_wholes(model
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index in (12, 10, 14, 16, 15, 13, 11):
         response = torch.tensor([tokens[index], 1])
-        outbox.add(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
     outbox.close(stop=threading.Event())
     scorer.close()
     assert sorted(sorted(rows) for rows, _ in client.puts) == [[10, 11], [16]]
@@ -242,7 +247,7 @@ def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     versions = torch.tensor([3, 4], dtype=torch.int32)
     for index, token in enumerate((4, 5, 6, 4, 4, 6, 6, 7, 6), start=10):
         response = torch.tensor([token, 1])
-        outbox.add(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False))
+        outbox.add(one, rolled(one, Generation(index, response, torch.tensor([-1.0, -2.0]), versions, truncated=False)))
     outbox.close(stop=threading.Event())
     scorer.close()
     assert [sorted(rows) for rows in client.filtered] == [[13, 14, 15]], "both that have a reward have the same one"

@@ -22,6 +22,7 @@ from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, SimLengths
 from workers.rollout.loop import Rollout
 from workers.rollout.outbox import RolloutLease
+from workers.rollout.rollouts import RolloutRequest, SingleTurn
 from workers.weight_path import HeldWeights
 
 DEADLINE_S = 20
@@ -94,7 +95,8 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     sim = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=0.0)
     made: Any = object.__new__(Rollout)
     made._config = SimpleNamespace(
-        schedule=SimpleNamespace(mode=mode),
+        schedule=SimpleNamespace(mode=mode, n_samples_per_prompt=4),
+        rollout=SimpleNamespace(is_own=False),
         weightsync=SimpleNamespace(timeout_s=timeout_s),
         seed=0,
         deterministic=False,
@@ -108,6 +110,7 @@ def make(mode: ScheduleMode = ScheduleMode.ASYNC, *, timeout_s: float = DEADLINE
     )
     lengths = SimLengths(sim, samples_per_step=8, seed=0)
     made._engine = SimGenerateEngine(sim, lengths, num_slots=4, max_response_tokens=9)
+    made._rollouts = SingleTurn(made._engine)
     made._wake = threading.Event()
     made._receiver, made._feeder, made._outbox = Weights(), Feed(), Put()
     made._weights = HeldWeights(made._context, made._receiver, made._engine.load_weights, loaded=made._loaded)
@@ -127,7 +130,7 @@ def turn(loop: Any) -> None:
 
 
 def versions(put: Put) -> dict[int, list[int]]:
-    return {generation.index: generation.versions_R.tolist() for _, generation in put}
+    return {generation.index: generation.versions_A.tolist() for _, generation in put}
 
 
 def test_row_that_is_leased_again_while_it_runs_is_answered_for_both_leases() -> None:
@@ -144,7 +147,7 @@ def test_async_takes_newer_weights_before_it_begins_a_step() -> None:
     turn(loop)
     loop._feeder.leases.append(lease(1, 0))
     turn(loop)
-    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])  # one that still runs
+    loop._rollouts.begin([RolloutRequest(7, 99, 0, torch.tensor([1]))])  # one that still runs
     loop._running[99] = lease(1, 7)
     loop._receiver.newest = Version(0, 1)
     loop._feeder.leases.append(lease(1, 1))
@@ -159,7 +162,7 @@ def test_async_takes_newer_weights_before_it_begins_a_step() -> None:
 def test_substep_takes_newer_weights_at_once() -> None:
     loop = make(ScheduleMode.SUBSTEP)
     turn(loop)
-    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._rollouts.begin([RolloutRequest(7, 99, 0, torch.tensor([1]))])
     loop._receiver.newest = Version(0, 1)
     loop._swap_if_due()
     assert loop._weights.version == Version(0, 1)
@@ -253,9 +256,9 @@ def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> N
     loop = make()
     loop._receiver.newest = Version(0, 9)
     turn(loop)
-    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._rollouts.begin([RolloutRequest(7, 99, 0, torch.tensor([1]))])
     loop._running[99] = lease(10, 7)
-    loop._waiting.append((lease(10, 8), rollout.GenerateRequest(8, torch.tensor([1]), 0, 98)))
+    loop._waiting.append((lease(10, 8), RolloutRequest(8, 98, 0, torch.tensor([1]))))
     loop._feeder.leases.append(lease(10, 6))
     loop._receiver.newest = Version(1, 4)
     loop._swap_if_due()
@@ -271,7 +274,7 @@ def test_answers_are_abandoned_when_the_trainer_went_back_to_a_checkpoint() -> N
 def test_answers_that_a_later_lineage_overtook_while_it_was_loaded_are_abandoned() -> None:
     loop = make(ScheduleMode.SUBSTEP)
     turn(loop)
-    loop._engine.submit([rollout.GenerateRequest(7, torch.tensor([1]), 0, 99)])
+    loop._rollouts.begin([RolloutRequest(7, 99, 0, torch.tensor([1]))])
     loop._running[99] = lease(1, 7)
     loop._receiver.newest = Version(1, 0)
     loop._weights.load_newest()

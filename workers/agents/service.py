@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import AsyncFlowError, ConfigError, one_line
+from asyncflow.extras import pip_line
 from asyncflow.process import die_with_parent
 from workers.agents.channel import Channel
 from workers.agents.command import run_command
@@ -144,7 +145,7 @@ class Service:
             from workers.agents.gateway import Gateway
         except ImportError as error:
             raise ConfigError(
-                f"rollout: agents need {error.name}, which is not installed; pip install 'asyncflow-rl[agents]'"
+                f"rollout: agents need {error.name}, which is not installed; {pip_line('agents')}"
             ) from error
         return Gateway(self)
 

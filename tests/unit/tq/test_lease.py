@@ -57,7 +57,7 @@ class MemoryClient:
     def ack(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
         self._take(rows, self.acked)
 
-    def filter(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
+    def filter(self, grant: LeaseGrant, rows: Sequence[int], *, failures: int = 0) -> None:
         self._take(rows, self.filtered)
 
     def release(self, grant: LeaseGrant, rows: Sequence[int]) -> None:
