@@ -241,6 +241,7 @@ def test_free_places_are_filled_while_others_run_unless_the_run_is_deterministic
     slow = SimConfig(lengths="constant", mean_tokens=4, decode_s_per_token=1e3)
     lengths = SimLengths(slow, samples_per_step=8, seed=0)
     loop._engine = SimGenerateEngine(slow, lengths, num_slots=4, max_response_tokens=9)
+    loop._rollouts = SingleTurn(loop._engine)
     loop._weights.load_newest()
     loop._feeder.leases.append(lease(1, 0, 1))
     loop._take_leases()

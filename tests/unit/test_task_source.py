@@ -161,15 +161,13 @@ def test_rows_of_a_rollout_of_ones_own_need_no_prompt(tmp_path: Path) -> None:
         f"data.path={file}",
         "rollout.agent_command=[python3]",
         "actor.max_tokens_per_micro_batch=99",
+        "model.renderer=configs.quickstart_tools.renderer:CalculatorRenderer",
     )
     config = load_config(find_recipe("quickstart"), overrides=own, roles="rollout:1,actor:1")
     checked = check_run(config)
     assert (checked.num_prompts, checked.first_prompt.text) == (2, '{"board":[[1,2],[3,null]],"level":2}')
-    assert next(task for task in checked.tasks if task.role == "rollout").inputs[:3] == (
-        "prompts",
-        "tasks",
-        "ground_truth",
-    )
+    (rollout,) = (task for task in checked.tasks if task.role == "rollout")
+    assert rollout.inputs == ("prompts", "tasks", "ground_truth")
     made = {one.position: one for one in map(open_prompts(config).prompt, range(2))}
     assert json.loads(made[0].task) == {"board": [[1, 2], [3, None]], "level": 2}
     assert (made[0].tokens.numel(), made[0].ground_truth) == (1, "")

@@ -71,7 +71,7 @@ def _longest_prompt(config: RunConfig, sampling: SamplingConfig) -> int:
     context = config.rollout.max_context_tokens or max_positions(Path(config.model.path))
     if context is None:
         raise ConfigError(
-            "rollout.max_context_tokens: is 0, and the model's config.json does not say how many positions it has; set it"
+            "rollout.max_context_tokens: is 0, and the model's config.json names no number of positions; set it"
         )
     return context - sampling.max_response_tokens
 
