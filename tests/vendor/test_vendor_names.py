@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.vllm.config import OWN_ARGUMENTS, VllmConfig
 from workers.engines.vllm.process import engine_arguments, plan_log_probs
+from workers.rollout.config import SamplingConfig
 
 from .signatures import dictionary_keys, parameters
 from .uses import Use, uses_of

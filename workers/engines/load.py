@@ -10,10 +10,11 @@ import torch
 
 from asyncflow.errors import ConfigError
 from asyncflow.process import keep_freed_memory
-from workers.config import RunConfig, SamplingConfig
+from workers.config import RunConfig
 from workers.engines.base import FrozenEngine, GenerateEngine, TrainEngine, ValueEngine
 from workers.engines.model_files import max_positions
 from workers.rewards.config import RewardModelConfig
+from workers.rollout.config import SamplingConfig
 
 if TYPE_CHECKING:
     from workers.engines.hf.frozen import RewardModel

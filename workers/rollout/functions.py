@@ -42,10 +42,10 @@ from workers.agents.wire import (
     Undraw,
 )
 from workers.calls.frames import LENGTH_BYTES, frame, length_of
-from workers.config import SamplingConfig
 from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.model_files import max_positions
+from workers.rollout.config import SamplingConfig
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workers.config import SamplingConfig
 from workers.engines.base import GenerateEngine
+from workers.rollout.config import SamplingConfig
 
 
 class Adapter:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from workers.config import SamplingConfig
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 from .hf_adapter import HfAdapter, HfFinishAdapter, HfKeepAdapter

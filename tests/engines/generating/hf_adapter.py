@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.hf.engine import HfEngine
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 

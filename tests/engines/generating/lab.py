@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from workers.config import SamplingConfig
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 from .tiny_model import Reference

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.config import SamplingConfig
 from workers.engines.sim.config import SimConfig
 from workers.engines.sim.engine import SimGenerateEngine, SimLengths, sim_shapes
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.engine import VllmEngine
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 from .tiny_model import MAX_POSITIONS

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 import configs
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
+from workers.rollout.config import SamplingConfig
 
 from .adapter import Adapter
 from .tiny_model import MAX_POSITIONS

@@ -16,7 +16,7 @@ from workers.algorithms.config import AlgorithmConfig, OffPolicyConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.ppo import PPO
 from workers.algorithms.rloo import leave_one_out
-from workers.config import RolloutConfig
+from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from workers.algorithms.algorithm import Moments
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
-from workers.config import RolloutConfig
+from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import sample_columns, samples_of
 
 GROUP, LENGTHS, MOST = 3, (3, 1, 4, 2, 6, 5), 6

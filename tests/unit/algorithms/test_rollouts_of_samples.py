@@ -13,7 +13,7 @@ from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.load import load_algorithm
 from workers.algorithms.losses import LossCounts
 from workers.algorithms.ppo import PPO
-from workers.config import RolloutConfig
+from workers.rollout.config import RolloutConfig
 from workers.tasks.rollouts import samples_of
 
 CPU = torch.device("cpu")

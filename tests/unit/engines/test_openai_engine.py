@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from asyncflow.errors import ConfigError, EngineFailed, PlanError, UserCodeFailed
 from tests.support.completions_server import Answer, CompletionsServer, error, events, in_turn, reply, stream
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, generate
 from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.engine import OpenAIEngine
+from workers.rollout.config import SamplingConfig
 
 EOS = 1
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import SamplingConfig
 from workers.engines.hf.engine import draw_tokens
+from workers.rollout.config import SamplingConfig
 
 
 def config(**changes: float) -> SamplingConfig:

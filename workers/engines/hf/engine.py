@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weightsync.plan import Need
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.attention import STEP_ATTENTION
 from workers.engines.hf.batch import Response, RunningBatch, StepInputs
@@ -36,6 +36,7 @@ from workers.engines.hf.model import (
     weight_needs,
 )
 from workers.engines.model_files import eos_token_ids, max_positions
+from workers.rollout.config import SamplingConfig
 
 
 class HfEngine:

@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncflow.errors import ConfigError, EngineFailed
 from weightsync.plan import Need
 from workers.calls.pool import CallPool
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
@@ -33,6 +33,7 @@ from workers.engines.openai.config import OpenAIConfig
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks
+from workers.rollout.config import SamplingConfig
 
 logger = logging.getLogger(__name__)
 

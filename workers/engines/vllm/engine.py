@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncflow.errors import EngineFailed
 from weightsync.plan import Need
-from workers.config import ModelConfig, SamplingConfig
+from workers.config import ModelConfig
 from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.model_files import eos_token_ids, max_positions
@@ -29,6 +29,7 @@ from workers.engines.response_tasks import ResponseTasks
 from workers.engines.vllm.config import VllmConfig
 from workers.engines.vllm.mailbox import WeightMailbox
 from workers.engines.vllm.process import VllmProcess, engine_arguments, max_length, plan_log_probs
+from workers.rollout.config import SamplingConfig
 
 _SHUTDOWN_S = 1.0
 """How long vLLM's process may take to end by itself (s)."""
