@@ -1,9 +1,9 @@
-"""Rollouts of several turns: is what is trained what the engine drew, and in how many samples?
+"""Rollouts of several turns: what is trained, what the gateway costs, what a run with a tool learns and survives.
 
-    python benchmarks/agents.py [--json [FILE]] [--turns 10000] [--seed 0]
+    python benchmarks/agents.py [--json [FILE]] [--only ids,gateway,tools,kills] [--turns 10000] [--seed 0]
 
-A minute on one core. Random conversations, with tools and without, by the chat templates of five families; an engine
-that draws at random logs every call at its door:
+`ids`, a minute on one core: random conversations, with tools and without, by the chat templates of five families; an
+engine that draws at random logs every call at its door:
 
     ids_changed             drawn tokens that are missing in the samples, in them twice, or differ there, in themselves
                             or in what stands before them; conversations fork, are rewritten, and call by token ids
@@ -11,6 +11,18 @@ that draws at random logs every call at its door:
     samples_per_rollout     of conversations that only grow, but for Mistral's with tools
     samples_per_rollout_rewritten  of Mistral's with tools: its template moves them to the last question
     turn_ms                 of all, the drawing included (milliseconds of a core)
+
+`gateway`, half a minute: the `openai` client in another process, histories of 2 k tokens, 32 sessions, turns of 100 ms:
+
+    gateway_cpu_ms          of a turn (milliseconds of a core)
+
+`tools`, some eight minutes: quickstart-tools, 60 steps:
+
+    tools_accuracy          held out, the median of 3 seeds; tools_accuracy_without: of one run with `tools: []`
+
+`kills`, some five minutes: a run whose user workers, session service and rollout are killed every three seconds:
+
+    kills, skipped, twice   how many; groups that were left out, or trained twice
 """
 
 import argparse
@@ -20,10 +32,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
+from agents_parts import tools_runs
 from json_option import add_json_option, report
 from package_path import find_packages
 
 TURNS_A_ROLLOUT = 8
+PARTS = ("ids", "gateway", "tools", "kills")
 
 
 @dataclass
@@ -98,14 +112,29 @@ def main() -> int:
     find_packages()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json_option(parser)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, e.g. ids,kills")
+    parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--turns", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.turns < 1:
         parser.error("--turns: give one or more")
-    figures = measure(given.turns, given.seed)
+    chosen = given.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"--only: there is no part {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    figures: dict[str, float] = {}
+    if "ids" in chosen:
+        figures |= measure(given.turns, given.seed)
+    if "gateway" in chosen:
+        from agents_parts import gateway_cpu
+
+        figures |= gateway_cpu.measure()
+    if "tools" in chosen:
+        figures |= tools_runs.accuracies(seeds=3, steps=60)
+    if "kills" in chosen:
+        figures |= tools_runs.kills(number=given.kills, seed=given.seed)
     report(given.json, figures, "\n".join(f"{name:30} {value:10.4g}" for name, value in figures.items()))
-    return 1 if figures["ids_changed"] else 0
+    return 1 if figures.get("ids_changed") else 0
 
 
 if __name__ == "__main__":

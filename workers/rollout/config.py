@@ -1,0 +1,89 @@
+"""Settings of generating engines and rollouts. Torch-free."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from asyncflow.settings import Settings
+
+_COLDEST = 0.01
+
+
+def _is_drawable(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:
+        raise ValueError(f"give {_COLDEST:g} or more: vLLM draws at that instead, and others overflow")
+    return temperature
+
+
+Temperature = Annotated[float, AfterValidator(_is_drawable)]
+
+
+class SamplingConfig(Settings):
+    """What a generating engine needs to know."""
+
+    engine: Literal["hf", "vllm", "openai", "sim"] = "hf"
+    """Generating engine; `hf`: transformers; `vllm`: see `vllm`; `openai`: servers of yours, see `openai`; `sim`:
+    sleeps, see `sim`."""
+    batch_size: int = Field(64, ge=1)
+    """Responses generated at the same time by one instance; rounded down to whole groups, at least one."""
+    max_response_tokens: int = Field(ge=1)
+    """Longest response (tokens); a longer one is cut and flagged."""
+    temperature: Temperature = Field(1.0, ge=0)
+    """Sampling temperature; 0: the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 keeps every token."""
+    top_k: int = Field(0, ge=0, lt=2**31)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    on_swap: Literal["recompute", "keep", "finish"] = "recompute"
+    """Responses that run when newer weights are due go on with them: their keys and values are computed again
+    (`recompute`), or those of the old weights stay (`keep`, which costs nothing). `finish`: the weights wait until all
+    that runs has ended, as they always do for `openai`."""
+
+
+class RolloutConfig(SamplingConfig):
+    """Generation."""
+
+    temperature: Temperature = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities, here and in training, are those of the tempered distribution."""
+    truncated: Literal["train", "mask"] = "train"
+    """Responses cut at `max_response_tokens`: `train` on them, or `mask` their loss."""
+    samples_per_step: int = Field(8, ge=0)
+    """Prompts with their responses written to `samples/` per step."""
+    function: str | None = None
+    """A rollout of yours, of any turns and samples: `async def` as `module:function`, or `tools`, which calls
+    `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
+    agent: str | None = None
+    """Instead: `async def agent(task, base_url, api_key)` as `module:function`, which speaks OpenAI's API."""
+    agent_command: tuple[str, ...] = ()
+    """Instead: a program with its arguments, which finds the policy by OPENAI_BASE_URL and OPENAI_API_KEY."""
+    tools: tuple[str, ...] = ()
+    """Typed functions of yours as `module:function`, which the policy may call."""
+    timeout_s: float = Field(600.0, gt=0, le=86400)
+    """Longest time of a rollout (s); then what was drawn is the rollout, truncated."""
+    max_turns: int = Field(0, ge=0)
+    """Most replies in a rollout; then it is truncated. 0: no limit."""
+    max_drawn_tokens: int = Field(0, ge=0)
+    """Most tokens that the policy draws in a rollout, all replies together; then it is truncated. 0: no limit."""
+    max_context_tokens: int = Field(0, ge=0)
+    """Longest prompt and reply together, of one turn; then the rollout is truncated. 0: the model's positions."""
+    max_attempts: int = Field(3, ge=1)
+    """How often a rollout whose function raised or died is begun."""
+    on_failure: Literal["dead_letter", "zero", "absent"] = "dead_letter"
+    """What then: its group leaves, and the next prompt takes its place; it has reward 0; or the group does without
+    it."""
+    num_workers: int = Field(1, ge=1, le=256)
+    """Processes of an instance that run functions of yours, many rollouts in each."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether rollouts are functions or agents of the user's, not one response to each prompt."""
+        return self.function is not None or self.agent is not None or bool(self.agent_command)
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        given = [name for name in ("function", "agent", "agent_command") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; keep one")
+        if self.tools and self.function is None:
+            raise ValueError("tools are given, but no rollout.function to use them; add `function: tools`")
+        return self
