@@ -42,19 +42,19 @@ def _bench(credentials: Credentials) -> Iterator[Bench]:
 def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
     controller, client = bench.started()
     prompts = Column.of_rows([torch.arange(3), torch.arange(5)])
-    assert isinstance(done(client.create([0, 1], {"prompts": prompts, "x": numbers(0, 1)}, groups=[4, 4])), Stored)
+    assert isinstance(done(client.create([0, 1], {"tokens": prompts, "x": numbers(0, 1)}, groups=[4, 4])), Stored)
     assert controller.hears(RowsCreated) == RowsCreated(
-        "storage-0", 1, [0, 1], [4, 4], ["prompts", "x"], [3, 5], 8 * 8 + 2 * 4
+        "storage-0", 1, [0, 1], [4, 4], ["tokens", "x"], [3, 5], 8 * 8 + 2 * 4
     )
     done(client.put("ref", 3, [1], {"ref": numbers(2)}))
     assert controller.hears(OutputsWritten) == OutputsWritten("storage-0", "ref", [1], ["ref"], [0], 4)
-    read = client.get([1, 0], "prompts")["prompts"]
+    read = client.get([1, 0], "tokens")["tokens"]
     assert [row.tolist() for row in read.rows()] == [[0, 1, 2, 3, 4], [0, 1, 2]]
     assert read.values.dtype is torch.int64
     done(client.put("train", 5, [0, 1]))
     done(client.put("ref", 4, [0]))
     with pytest.raises(LeaseFenced, match="row 0"):
-        client.get([0], "prompts")
+        client.get([0], "tokens")
     assert (stats(client).num_rows, stats(client).num_bytes) == (0, 0)
 
 
