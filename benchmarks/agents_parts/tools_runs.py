@@ -33,7 +33,7 @@ def kills(*, number: int, seed: int) -> dict[str, float]:
         run_dir = Path(directory) / "run"
         steps = 20 + 4 * number
         restarts = ("launcher.max_restarts=1000", "launcher.max_global_restarts=1000", f"steps={steps}")
-        command = [BIN / "asyncflow-launch", "quickstart-tools", "--run-dir", run_dir, *_settings(restarts)]
+        command = [str(BIN / "asyncflow-launch"), "quickstart-tools", "--run-dir", str(run_dir), *_settings(restarts)]
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         done = 0
         while done < number and run.poll() is None:
@@ -76,7 +76,7 @@ def _steps(run_dir: Path) -> int:
 def _accuracy(run_dir: Path, setting: str, *, steps: int) -> float:
     settings = (setting, f"steps={steps}", f"evaluate.interval={steps}", "checkpoint.interval=0")
     roles = "rollout:1,actor:1,evaluate:1"
-    command = [BIN / "asyncflow-launch", "quickstart-tools", "--run-dir", run_dir, "--roles", roles]
+    command = [str(BIN / "asyncflow-launch"), "quickstart-tools", "--run-dir", str(run_dir), "--roles", roles]
     done = subprocess.run([*command, *_settings(settings)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{setting}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")

@@ -8,6 +8,7 @@ from workers.agents.worker import BUILT_IN
 from workers.calls.pool import CallPool, Entry
 from workers.calls.user_function import check_function
 from workers.config import RunConfig
+from workers.tasks.dataflow import TRAINERS
 
 
 def check_own_rollouts(config: RunConfig) -> None:
@@ -23,9 +24,11 @@ def check_own_rollouts(config: RunConfig) -> None:
         raise ConfigError(
             f"deterministic: true cannot be with rollout.{what}, whose calls are drawn as they come; set it to false"
         )
-    if not config.actor.max_tokens_per_micro_batch and config.actor.engine != "sim":
+    for role in TRAINERS.intersection(config.roles):
+        if getattr(config, role).max_tokens_per_micro_batch or config.actor.engine == "sim":
+            continue
         raise ConfigError(
-            f"actor.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} has any number of samples; "
+            f"{role}.max_tokens_per_micro_batch: is 0, but a rollout of rollout.{what} has any number of samples; "
             f"set it to the tokens that fit a forward-backward"
         )
     if "reward" in config.roles:

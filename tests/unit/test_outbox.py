@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,22 @@ def test_answers_without_a_reward_are_no_part_of_what_is_filtered_and_are_put(
     }
     assert {row for row, reward in put.items() if math.isnan(reward)} == {12, 16, 17, 18}
     assert (put[10], put[11]) == (1.0, 0.0)
+
+
+def test_a_group_that_leaves_takes_no_other_groups_rollouts_with_it(scorer: GatedScorer, samples: SampleLog) -> None:
+    """One of its rollouts failed; the others come later, together with those of the next group."""
+    client = Queue()
+    rows = [10, 11, 12, 13]
+    granted = LeaseGrant("actor_rollout", 7, 1, rows, [0, 0, 1, 1], ["storage-0"] * 4)
+    columns = {
+        "prompts": Column.of_rows([torch.tensor([token]) for token in (5, 6, 7, 5)]),
+        "ground_truth": Column.of_texts(["-"] * 4),
+    }
+    one = RolloutLease(Lease(client, granted), PackedBatch(tuple(rows), columns, (0, 0, 1, 1)))
+    outbox = Outbox(scorer=scorer, samples=samples, rows_per_put=2)
+    outbox.add(one, replace(rolled(one, answer(10)), leaves=True, failures=3, failure="it broke"))
+    for index in (12, 11, 13):
+        outbox.add(one, rolled(one, answer(index)))
+    outbox.close(stop=threading.Event())
+    assert sorted(row for put, _ in client.puts for row in put) == [12, 13]
+    assert sorted(row for filtered in client.filtered for row in filtered) == [10, 11]

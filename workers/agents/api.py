@@ -247,9 +247,17 @@ class Context:
         return await call_tool(self.tools, tool_call, run=self.run)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that blocks in a thread, so that other rollouts of this process go on."""
+        """Run a function that blocks in a thread, so that other rollouts of this process go on.
+
+        A rollout that is cancelled meanwhile ends when the function does; one that hangs costs the process.
+        """
         surroundings = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(None, surroundings.run, function, *args)
+        work = asyncio.get_running_loop().run_in_executor(None, surroundings.run, function, *args)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            raise
 
 
 def task_of(begin: Begin) -> Task:

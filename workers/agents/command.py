@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncflow.errors import UserCodeFailed, one_line
 from asyncflow.process import die_with_parent
 from workers.agents.wire import Start
-from workers.rewards.base import as_number
+from workers.rewards.base import finite
 
 _RESULT = "result.json"
 
@@ -69,7 +69,7 @@ def _result(path: Path) -> tuple[float | None, dict[str, float]]:
     if not path.exists():
         return None, {}
     try:
-        numbers = {str(name): as_number(value) for name, value in json.loads(path.read_text()).items()}
+        numbers = {str(name): finite(name, value) for name, value in json.loads(path.read_text()).items()}
     except Exception as error:
         raise UserCodeFailed(f"rollout.agent_command: its result is no object of numbers: {one_line(error)}") from error
     return numbers.pop("reward", None), numbers

@@ -13,6 +13,9 @@ from workers.agents.messages import Message
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
 """Texts that are read here; tokenizers may have special tokens for them."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, as JSON can escape it: no message may have one."""
+
 
 class CallForm(StrEnum):
     """How a model writes tool calls."""
@@ -82,7 +85,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
     for each in value if isinstance(value, list) else [value]:
         name = each.get("name") if isinstance(each, dict) else None
         given = each.get("arguments", each.get("parameters")) if isinstance(each, dict) else None
-        if not isinstance(name, str) or not isinstance(given, dict):
+        if not isinstance(name, str) or not isinstance(given, dict) or _SURROGATE.search(name):
             return []
         function = {"name": name, "arguments": json.dumps(given)}
         calls.append({"type": "function", "function": function})

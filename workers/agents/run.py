@@ -45,6 +45,7 @@ class Run:
         self._began: float | None = None
         self._turns = 0
         self._num_drawn = 0
+        self._num_reserved = 0
         self._num_drawing = 0
         self._model_s = 0.0
         self._drawing_since = 0.0
@@ -74,10 +75,13 @@ class Run:
             raise
         self._turns += 1
         self._count_time(+1)
+        self._num_reserved += room
         try:
             drawn = await draw(self.begin.ticket, prompt.ids, room, prompt.seed)
         finally:
+            self._num_reserved -= room
             self._count_time(-1)
+        self.spent = False
         if self.ended:
             raise SessionGone("this rollout has ended")
         self._num_drawn += len(drawn.token_ids)
@@ -135,7 +139,7 @@ class Run:
             raise BudgetIsSpent(f"rollout.max_turns: this rollout has had its {setup.max_turns} turns")
         room = min(max_tokens or setup.max_response_tokens, setup.max_response_tokens)
         if setup.max_tokens:
-            room = min(room, setup.max_tokens - self._num_drawn)
+            room = min(room, setup.max_tokens - self._num_drawn - self._num_reserved)
             if room <= 0:
                 raise BudgetIsSpent(f"rollout.max_drawn_tokens: this rollout has drawn its {setup.max_tokens} tokens")
         if setup.max_context:

@@ -60,6 +60,8 @@ CANCEL_S = 2.0
 _MOST_DEATHS = 3
 """Workers that die one after the other, with no rollout finished in between and nobody's code running, before all that
 they held pay an attempt."""
+_RETRY_S = (1.0, 5.0, 20.0, 0.0)
+"""Pauses after a worker that did not start (s)."""
 _NO_NODES: list[int] = []
 
 
@@ -194,12 +196,11 @@ class Service:
         )
         try:
             node, reply = await run.complete(request, ask.prompt, draw=self._draw)
+            worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
         except (BudgetIsSpent, ContextLengthExceeded, SessionGone) as error:
             worker.send(NotTold(ask.number, str(error), budget=True))
         except Exception as error:  # noqa: BLE001  templates raise what they like at messages that they do not know
-            worker.send(NotTold(ask.number, one_line(error), budget=False))
-        else:
-            worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))
+            worker.send(NotTold(ask.number, ascii(one_line(error)), budget=False))
 
     def done(self, worker: UserWorker, message: Done) -> None:
         """A function returned."""
@@ -216,7 +217,7 @@ class Service:
             self._cut(run)
         elif message.skipped:
             self._end(run)
-            self._engine.send(Failed(run.begin.ticket, message.text, skipped=True))
+            self._engine.send(Failed(run.begin.ticket, ascii(message.text), skipped=True))
         else:
             self._fail(run, message.text)
 
@@ -237,10 +238,15 @@ class Service:
                 self._again(run)
 
     async def _replace(self) -> None:
-        try:
-            await self._add_worker()
-        except (ConfigError, OSError, TimeoutError) as error:
-            self._engine.send(Broken(f"a process of rollout functions did not start again: {one_line(error)}"))
+        for pause_s in _RETRY_S:
+            try:
+                await self._add_worker()
+                return
+            except (ConfigError, OSError, TimeoutError) as error:  # memory may be short for a moment
+                logger.warning("a process of rollout functions did not start again: %s", one_line(error))
+                why = one_line(error)
+            await asyncio.sleep(pause_s)
+        self._engine.send(Broken(f"a process of rollout functions did not start again: {why}"))
 
     async def _add_worker(self) -> None:
         self._workers.append(await UserWorker.start(self._setup, self))
@@ -272,11 +278,11 @@ class Service:
     async def _call_program(self, run: Run, start: Start) -> None:
         try:
             reward, metrics = await run_command(self._setup.command, start)
-        except AsyncFlowError as error:
+        except Exception as error:  # noqa: BLE001  the boundary to a user's program, and to the machine that runs it
             if run.spent:
                 self._cut(run)
             else:
-                self._fail(run, str(error))
+                self._fail(run, one_line(error))
         else:
             self._finish(run, Done(run.number, _NO_NODES, reward, metrics))
 
@@ -286,13 +292,12 @@ class Service:
 
     def _finish(self, run: Run, done: Done, *, spent: bool = False) -> None:
         try:
-            finished = run.result(done, spent=spent)
-        except AsyncFlowError as error:
+            self._engine.send(run.result(done, spent=spent))
+        except (AsyncFlowError, TypeError, ValueError) as error:  # also what cannot travel: text that is no Unicode
             self._fail(run, f"its budget was spent, and {error}" if spent else str(error))
             return
         self._deaths = 0
         self._end(run)
-        self._engine.send(finished)
 
     def _fail(self, run: Run, text: str) -> None:
         if run.attempt + 1 < self._setup.max_attempts:
@@ -300,7 +305,7 @@ class Service:
             self._again(run, pays=True)
         else:
             self._end(run)
-            self._engine.send(Failed(run.begin.ticket, text))
+            self._engine.send(Failed(run.begin.ticket, ascii(text)))
 
     def _again(self, run: Run, *, pays: bool = False) -> None:
         """Begin another attempt, with nothing of this one."""

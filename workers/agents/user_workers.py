@@ -165,18 +165,27 @@ class UserWorker:
         self._channel.close()
 
     async def _read(self) -> None:
-        while (message := await self._channel.receive()) is not None:
-            match message:
-                case Ask():
-                    self._owner.asked(self, message)
-                case Done():
-                    if self._ended(message.run):
-                        self._owner.done(self, message)
-                case Raised():
-                    if self._ended(message.run):
-                        self._owner.raised(self, message)
-                case Pong():
-                    self._last_pong = asyncio.get_running_loop().time()
+        try:
+            while (message := await self._channel.receive()) is not None:
+                self._heard(message)
+        finally:
+            await self._bury()
+
+    def _heard(self, message: FromWorker) -> None:
+        match message:
+            case Ask():
+                self._owner.asked(self, message)
+            case Done():
+                if self._ended(message.run):
+                    self._owner.done(self, message)
+            case Raised():
+                if self._ended(message.run):
+                    self._owner.raised(self, message)
+            case Pong():
+                self._last_pong = asyncio.get_running_loop().time()
+
+    async def _bury(self) -> None:
+        """Leave nothing of it, and tell whose code ran."""
         self.alive = False
         for timer in self._ending.values():
             timer.cancel()

@@ -46,7 +46,7 @@ from workers.agents.wire import (
 )
 from workers.calls.child import outlive_stop_signals
 from workers.calls.user_function import load_function
-from workers.rewards.base import as_number
+from workers.rewards.base import finite
 
 NOBODY = -1
 """In the shared page: no rollout's code runs."""
@@ -113,7 +113,8 @@ class Worker:
                     _run.reset(token)
                 case Stop():
                     if (task := self._running.get(message.run)) is not None:
-                        task.cancel()
+                        # Behind its first step: a task that never began would not say that it ended.
+                        asyncio.get_running_loop().call_soon(task.cancel)
                 case Told():
                     reply = Reply(message.message, message.finish_reason, message.token_ids, message.node)
                     self._settle(message.number, reply)
@@ -160,7 +161,10 @@ class Worker:
             del self._running[start.run]
             if Path(start.scratch).exists():
                 shutil.rmtree(start.scratch, ignore_errors=True)
-        self._channel.send(outcome)
+        try:
+            self._channel.send(outcome)
+        except (TypeError, ValueError, OverflowError) as error:  # text that is no Unicode, a number beyond JSON's
+            self._channel.send(Raised(start.run, ascii(f"what cannot be passed on: {one_line(error)}")))
 
     def _raised(self, run: int, error: BaseException) -> Raised:
         if not self._told and not isinstance(error, asyncio.CancelledError | UserCodeFailed):
@@ -283,21 +287,21 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     nodes = [sample.node for sample in samples]
     if len(set(nodes)) < len(nodes):
         raise UserCodeFailed("the rollout function returned one sample twice")
-    rewards = {as_number(sample.reward) for sample in samples if sample.reward is not None}
+    rewards = {finite("the reward", sample.reward) for sample in samples if sample.reward is not None}
     if len(rewards) > 1:
         raise UserCodeFailed(f"the samples of one rollout have rewards {sorted(rewards)}; a rollout has one reward")
     metrics = dict(logged)
     for sample in samples:
-        metrics |= {str(name): as_number(value) for name, value in sample.metrics.items()}
+        metrics |= {str(name): finite(name, value) for name, value in sample.metrics.items()}
     return Done(run, nodes, rewards.pop() if rewards else None, metrics)
 
 
 def _reward_of(returned: Any) -> tuple[float | None, dict[str, float]]:
     """Return reward and metrics of what an agent returned: a number, {"reward": ..., more}, or None."""
     if isinstance(returned, Mapping):
-        numbers = {str(name): as_number(value) for name, value in returned.items()}
+        numbers = {str(name): finite(name, value) for name, value in returned.items()}
         return numbers.pop("reward", None), numbers
-    return (None if returned is None else as_number(returned)), {}
+    return (None if returned is None else finite("the reward", returned)), {}
 
 
 if __name__ == "__main__":

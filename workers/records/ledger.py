@@ -35,12 +35,14 @@ def ledger_lines(
     groups, prompts = _positions(batch), _row_bytes(batch["prompts"])
     hashes = _token_hashes(batch, groups)
     extremes = torch.stack(batch["versions"].extremes())
-    extremes[:, batch["versions"].lengths == 0] = step - 1  # nothing was drawn, so nothing is stale
+    drew_N = batch["versions"].lengths > 0
     oldest, newest = extremes.tolist()
     epochs = batch["epochs"].values
     lines = []
     for group, positions in groups.items():
-        first = min(oldest[k] for k in positions)
+        drew = [k for k in positions if drew_N[k]]
+        # Where nothing was drawn, nothing is stale.
+        first, last = (min(oldest[k] for k in drew), max(newest[k] for k in drew)) if drew else (step - 1, step - 1)
         lines.append(
             {
                 "lineage": lineage,
@@ -49,7 +51,7 @@ def ledger_lines(
                 "group": group,
                 "epoch": int(epochs[positions[0]]),
                 "indices": [batch.indices[k] for k in positions],
-                "versions": [first, max(newest[k] for k in positions)],
+                "versions": [first, last],
                 "staleness": step - 1 - first,
                 "prompt_hash": xxhash.xxh3_64_hexdigest(prompts[positions[0]]),
                 "token_hash": hashes[group],

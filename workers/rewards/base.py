@@ -100,5 +100,17 @@ def as_number(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def finite(name: str, value: object) -> float:
+    """Return a number of a rollout: its reward, or a metric.
+
+    Raises:
+        UserCodeFailed: it is none, or not between -`LARGEST_REWARD` and that.
+    """
+    number = as_number(value)
+    if not abs(number) <= LARGEST_REWARD:
+        raise UserCodeFailed(f"{name} is {number}; give a number of at most {LARGEST_REWARD:g}")
+    return number
+
+
 ScoreFunction = Callable[[str, str, str], Score]
 """(prompt, response, answer) -> score: what `load_reward` returns."""

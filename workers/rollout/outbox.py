@@ -106,6 +106,8 @@ class Outbox:
         self._done: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
         self._finished: dict[_Lot, list[_Finished]] = {}
         self._left: dict[_Lot, int] = {}
+        self._groups_left: dict[RolloutLease, set[int]] = {}
+        """Groups that left the queue while others of their rows ran here."""
         self._closing = threading.Event()
         self._dropped = threading.Event()
         self._failure: Exception | None = None
@@ -175,6 +177,7 @@ class Outbox:
             self._num_put += sum(map(len, self._finished.values()))
             self._finished.clear()
             self._left.clear()
+            self._groups_left.clear()
 
     def _gather(self, one: "_Finished") -> None:
         """Put the responses of a lease, or of a group that may be filtered, once there are enough, or all the rest."""
@@ -191,12 +194,20 @@ class Outbox:
             self._num_put += len(together)
             if not self._left[lot]:
                 del self._left[lot]
+                if not any(other.lease is one.lease for other in self._left):
+                    self._groups_left.pop(one.lease, None)
 
     def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]") -> None:
         leaving = [one.rollout for one in finished if one.rollout.leaves]
-        finished = [one for one in finished if not one.rollout.leaves]
-        if leaving and self._filter is not None:  # they are one group
-            finished = []
+        left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}
+        if left:
+            self._groups_left[lease] = left
+        for one in leaving:
+            lease.lease.filter([one.index], failures=one.failures)
+        # The queue takes a put as a whole, and has no rows of groups that left.
+        late = [one.rollout.index for one in finished if lease.group_of(one.rollout.index) in left]
+        lease.lease.filter([row for row in late if row in lease.lease.open_rows])
+        finished = [one for one in finished if one.rollout.index not in late]
         if finished:
             rollouts = [one.rollout for one in finished]
             rows = [one.index for one in rollouts]
@@ -209,8 +220,6 @@ class Outbox:
                 lease.lease.filter(rows)
             else:
                 lease.lease.put(columns, rows)
-        for one in leaving:
-            lease.lease.filter([one.index], failures=one.failures)
 
     def _teaches_nothing(self, lease: RolloutLease, rows: Sequence[int], scores: Sequence[ScoredAnswer]) -> bool:
         """Whether these rows, of one group, are to be filtered out."""

@@ -46,6 +46,18 @@ async def two(task, model, context):
     context.log("seen", 2)
     return [chat.sample(reward=1.0), other.sample()]
 
+async def odd(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task["kind"] == "unicode":
+        raise RuntimeError("\\ud800")
+    return chat.sample(reward=float("inf"))
+
+async def sleeps(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    await context.run(__import__("time").sleep, 1000)
+
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -234,6 +246,23 @@ def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     rollouts.begin([request(0)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert (one.reward, one.turns) == (0.25, 1)
+
+
+@pytest.mark.parametrize("kind", ["unicode", "inf"])
+def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str) -> None:
+    rollouts, _ = start(function="my_rollouts:odd", max_attempts=1)
+    rollouts.begin([request(0, kind=kind)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.leaves
+    assert ("inf" if kind == "inf" else "ud800") in one.failure
+
+
+def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:sleeps", timeout_s=1.0)
+    rollouts.begin([request(0)])
+    finished(rollouts, lambda done: len(done) == 1)
+    worker = child_of_service(1)
+    worker.wait(30)
 
 
 def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
