@@ -63,3 +63,9 @@ def test_a_template_tells_its_form() -> None:
     assert CallForm.of_template("[TOOL_CALLS] [") == CallForm.MISTRAL
     assert CallForm.of_template('{"name": "f", "parameters": {}}') == CallForm.LLAMA
     assert CallForm.of_template("{{ m.content }}") == CallForm.HERMES
+
+
+def test_a_call_with_half_a_character_is_text() -> None:
+    """No message could carry its name."""
+    text = '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'
+    assert "tool_calls" not in read_reply(text, CallForm.HERMES)

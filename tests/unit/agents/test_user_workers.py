@@ -166,6 +166,19 @@ def test_a_cancelled_rollout_leaves_and_others_go_on(users: Path) -> None:
     assert "cancelled" in death.how
 
 
+def test_a_stop_that_follows_a_start_at_once_costs_no_process(users: Path) -> None:
+    async def run() -> None:
+        worker = await UserWorker.start(setup_of(users, "odd"), Owner())
+        worker.begin(start_of(users, 1, "wait"))
+        worker.end(1, within_s=30)
+        while worker.num_rollouts:
+            await asyncio.sleep(0.01)
+        assert worker.alive
+        await worker.gone()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_a_function_that_is_no_coroutine_function_is_refused(users: Path) -> None:
     with pytest.raises(ConfigError, match="async def"):
         asyncio.run(told_by(users, "plain", "x"))
