@@ -4,7 +4,7 @@
 
 The model (Qwen2 architecture, 100 k parameters, one token per character) is trained on sums most of whose answers are
 drawn at random. It thus knows what an answer looks like, and is right about one time in three. Its output is
-committed: nobody needs to run this to use the quickstart. On one machine the same arguments give the same bytes.
+committed, so the quickstart does without this. On one machine the same arguments give the same bytes.
 """
 
 import json
@@ -35,16 +35,16 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def make_model() -> Qwen2ForCausalLM:
+def make_model(num_tokens: int = len(VOCABULARY), max_length: int = MAX_LENGTH) -> Qwen2ForCausalLM:
     """Return the untrained model; its weights follow from torch's global seed."""
     config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=num_tokens,
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         initializer_range=0.1,
         tie_word_embeddings=False,
         pad_token_id=VOCABULARY[PAD],
@@ -82,7 +82,7 @@ def batches(
 
 
 def train(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], num_steps: int, lr: float) -> None:
-    """Train on the next token of the answers; the learning rate falls linearly to zero."""
+    """Train on the next token where there is a label; the learning rate falls linearly to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
     for tokens, labels in data:
@@ -92,6 +92,18 @@ def train(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], num_st
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
+    """Write what `transformers` loads, and say how large it is."""
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD]
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+    click.echo(f"{sum(p.numel() for p in model.parameters())} parameters in {os.path.relpath(directory)}")
 
 
 def is_held_out(left: int, right: int) -> bool:
@@ -120,16 +132,8 @@ def main(target: Path, steps: int, batch_size: int, wrong: float, lr: float, see
     torch.manual_seed(seed)
     model = make_model()
     train(model, batches(steps, batch_size, wrong, torch.Generator().manual_seed(seed)), steps, lr)
-    directory = target / "model"
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD]
-    )
-    model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    for path in directory.iterdir():
-        path.chmod(0o644)
+    save(model, make_tokenizer(), target / "model")
     write_rows(target)
-    click.echo(f"{sum(p.numel() for p in model.parameters())} parameters in {os.path.relpath(directory)}")
 
 
 if __name__ == "__main__":

@@ -4,23 +4,21 @@
 
 The model (Qwen2 architecture, 95 k parameters, one token per character) is trained on conversations about products. In
 a third of them it calls the calculator and repeats its result, now and then with a wrong digit; in the others it says
-some number. It thus knows what a call looks like; GRPO teaches it to call, and to copy right. Its output is committed:
-nobody needs to run this to use the quickstart. On one machine the same arguments give the same bytes.
+some number. It thus knows what a call looks like; GRPO teaches it to call, and to copy right. Its output is committed,
+so the quickstart does without this. On one machine the same arguments give the same bytes.
 """
 
 import json
-import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, Qwen2Tokenizer
 
+from configs.quickstart.make_model import IGNORED, make_model, save, train
 from configs.quickstart_tools.renderer import CALL, EOS, MARKS, PAD, UNK, VOCABULARY
 from configs.quickstart_tools.tools import multiply
 
@@ -28,8 +26,6 @@ MAX_LENGTH = 48
 FACTORS = range(10, 100)
 LEAST, MOST = 100, 9801
 """Products."""
-IGNORED = -100
-"""Label of a position that has no loss."""
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] if tool.function.name != 'multiply' -%}
 {{- raise_exception('this model can call multiply only') -}}
@@ -55,26 +51,6 @@ def make_tokenizer() -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (*MARKS.values(), CALL)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def make_model() -> Qwen2ForCausalLM:
-    """Return the untrained model; its weights follow from torch's global seed."""
-    config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        pad_token_id=VOCABULARY[PAD],
-        eos_token_id=VOCABULARY[EOS],
-        bos_token_id=None,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
 
 
 def make_conversation(calls: float, wrong: float, source: random.Random) -> str:
@@ -117,19 +93,6 @@ def batch(texts: list[str]) -> tuple[Tensor, Tensor]:
     return tokens_BT, labels_BT
 
 
-def train(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], num_steps: int, lr: float) -> None:
-    """Train on the next token of what the model says; the learning rate falls linearly to zero."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
-    for tokens, labels in data:
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-
 def is_held_out(left: int, right: int) -> bool:
     """Return whether a product is kept from training: one in five, 37*64 whenever 64*37 is."""
     return (left + right) % 5 == 0
@@ -160,19 +123,11 @@ def main(target: Path, steps: int, batch_size: int, calls: float, wrong: float, 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     source = random.Random(seed)
-    model = make_model()
+    model = make_model(len(VOCABULARY), MAX_LENGTH)
     data = (batch([make_conversation(calls, wrong, source) for _ in range(batch_size)]) for _ in range(steps))
     train(model, data, steps, lr)
-    directory = target / "model"
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD]
-    )
-    model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    for path in directory.iterdir():
-        path.chmod(0o644)
+    save(model, make_tokenizer(), target / "model")
     write_rows(target)
-    click.echo(f"{sum(p.numel() for p in model.parameters())} parameters in {os.path.relpath(directory)}")
 
 
 if __name__ == "__main__":
