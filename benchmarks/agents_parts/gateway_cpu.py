@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.requests import ChatRequest, Completion, Message
+from workers.agents.messages import Message
+from workers.agents.requests import ChatRequest, Completion
 
 _SESSIONS = 32
 _TURNS = 24

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from workers.agents.gateway import Gateway
-from workers.agents.requests import ChatRequest, Completion, Message
+from workers.agents.messages import Message
+from workers.agents.requests import ChatRequest, Completion
 
 Draw = Callable[[ChatRequest], Completion]
 DEADLINE_S = 30

@@ -15,16 +15,18 @@ Every call goes on behind exactly the tokens that were drawn before; what the po
 import asyncio
 import contextvars
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from asyncflow.errors import UserCodeFailed
+from workers.agents.messages import Message
+from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
-from workers.agents.wire import Begin, Message
+from workers.agents.wire import Begin
+from workers.rewards.base import finite
 
 T = TypeVar("T")
 
@@ -105,24 +107,13 @@ class Sample:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Policy(Protocol):
-    """Asks the session service, for one rollout."""
+Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
+"""(request, token ids) -> the policy's reply to the conversation, or what it draws behind the token ids, if given.
 
-    async def ask(
-        self,
-        *,
-        messages: Sequence[Message] = (),
-        tools: Sequence[Message] | None = None,
-        prompt: Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Reply:
-        """Return the policy's reply to a conversation, or what it draws behind the tokens of `prompt`.
-
-        Raises:
-            BudgetSpent: see there.
-            UserCodeFailed: the request cannot be taken.
-        """
+Raises:
+    BudgetSpent: see there.
+    UserCodeFailed: the request cannot be taken.
+"""
 
 
 class Model:
@@ -145,7 +136,7 @@ class Model:
             token_ids: of the whole prompt, at least 1.
             max_tokens, stop: see `Chat.reply`.
         """
-        return await self._policy.ask(prompt=list(token_ids), max_tokens=max_tokens, stop=stop)
+        return await self._policy(ChatRequest([], max_tokens=max_tokens, stop=tuple(stop)), token_ids)
 
     def sample(
         self, reply: Reply, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
@@ -182,7 +173,8 @@ class Chat:
             BudgetSpent: see there.
             UserCodeFailed: the conversation cannot be rendered.
         """
-        reply = await self._policy.ask(messages=self.messages, tools=self._tools, max_tokens=max_tokens, stop=stop)
+        request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop))
+        reply = await self._policy(request, None)
         self.messages.append(reply.message)
         self._node = reply.node
         return reply
@@ -233,10 +225,7 @@ class Context:
         Raises:
             UserCodeFailed: it is no finite number.
         """
-        number = float(value)
-        if not math.isfinite(number):
-            raise UserCodeFailed(f"context.log: {name} is {value!r}; give a finite number")
-        self.metrics[name] = number
+        self.metrics[name] = finite(f"context.log: {name}", value)
 
     def skip(self, reason: str) -> None:
         """Give this task up: its group leaves the run, and the next prompt takes its place."""

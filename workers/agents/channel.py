@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncflow.decoding import msgpack_decoder
-from workers.calls.frames import LENGTH_BYTES, frame, length_of
+from workers.calls.frames import frame, read_frame
 
 S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -46,8 +46,7 @@ class Channel(Generic[S, R]):
     async def receive(self) -> R | None:
         """Return the next message; None: the peer is gone, or sent what is no message."""
         try:
-            size = length_of(await self._reader.readexactly(LENGTH_BYTES))
-            message: R = self._decoder.decode(await self._reader.readexactly(size))
+            message: R = self._decoder.decode(await read_frame(self._reader))
         except (EOFError, ConnectionError, msgspec.DecodeError):
             return None
         return message

@@ -10,11 +10,11 @@ class AgentError(AsyncFlowError):
 
     Attributes:
         status: of HTTP.
-        code: in the body of the HTTP answer.
+        code: in the body of the HTTP answer, if it has one.
     """
 
     status: ClassVar[int] = 400
-    code: ClassVar[str] = "invalid_request_error"
+    code: ClassVar[str | None] = None
 
 
 class SessionGone(AgentError):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Message = dict[str, Any]
-"""OpenAI's chat format: `role`, `content` (text), `tool_calls`, `tool_call_id`, `reasoning_content`."""
+from workers.agents.messages import Message
+
 Tool = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
 

@@ -5,10 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncflow.errors import AsyncFlowError
 from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.messages import Message
 from workers.agents.rendering import Renderer
 from workers.agents.requests import ChatRequest, Completion
 from workers.agents.session import DrawnTokens, Session
-from workers.agents.wire import Begin, Done, Drawn, Finished, Message, SampleTokens, Setup
+from workers.agents.wire import Begin, Done, Drawn, Finished, SampleTokens, Setup
 
 DrawCall = Callable[[int, Sequence[int], int, int], Awaitable[Drawn]]
 """(ticket, prompt ids, most tokens, seed) -> what the policy drew behind them."""

@@ -62,7 +62,6 @@ _MOST_DEATHS = 3
 they held pay an attempt."""
 _RETRY_S = (1.0, 5.0, 20.0, 0.0)
 """Pauses after a worker that did not start (s)."""
-_NO_NODES: list[int] = []
 
 
 class Service:
@@ -103,7 +102,7 @@ class Service:
         if not self._setup.command:
             for _ in range(self._setup.num_workers):
                 await self._add_worker()
-        self._engine.send(Ready(self._base_url))
+        self._engine.send(Ready())
         while (message := await self._engine.receive()) is not None:
             match message:
                 case Begin():
@@ -284,11 +283,11 @@ class Service:
             else:
                 self._fail(run, one_line(error))
         else:
-            self._finish(run, Done(run.number, _NO_NODES, reward, metrics))
+            self._finish(run, Done(run.number, [], reward, metrics))
 
     def _cut(self, run: Run) -> None:
         """A budget is spent: what was drawn is the rollout, and it is not made again."""
-        self._finish(run, Done(run.number, _NO_NODES, None, {}), spent=True)
+        self._finish(run, Done(run.number, [], None, {}), spent=True)
 
     def _finish(self, run: Run, done: Done, *, spent: bool = False) -> None:
         try:

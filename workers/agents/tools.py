@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncflow.errors import ConfigError, one_line
-from workers.agents.wire import Message
+from workers.agents.messages import Message
 from workers.calls.user_function import load_function
 
 if TYPE_CHECKING:

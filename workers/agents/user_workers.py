@@ -18,7 +18,6 @@ from workers.agents.wire import (
     Done,
     FromWorker,
     Loaded,
-    Message,
     NotTold,
     Ping,
     Pong,
@@ -67,7 +66,6 @@ class UserWorker:
 
     Attributes:
         alive: it takes rollouts.
-        tools: descriptions of `rollout.tools`.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class UserWorker:
         self._how = "ended by itself"
         self._tasks: list[asyncio.Task[None]] = []
         self.alive = True
-        self.tools: list[Message] = []
 
     @staticmethod
     async def start(setup: Setup, owner: Owner) -> "UserWorker":
@@ -119,7 +116,6 @@ class UserWorker:
             await worker.gone()
             why = loaded.text if isinstance(loaded, Broken) else "its process ended while it was imported; see the log"
             raise ConfigError(why)
-        worker.tools = loaded.tools
         loop = asyncio.get_running_loop()
         worker._last_pong = loop.time()
         worker._tasks = [loop.create_task(worker._read()), loop.create_task(worker._watch())]

@@ -9,12 +9,9 @@ Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
 A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
 """
 
-from typing import Any
-
 import msgspec
 
-Message = dict[str, Any]
-"""A chat message as OpenAI's API has it."""
+from workers.agents.messages import Message
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -89,9 +86,7 @@ class NotDrawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The service takes rollouts; agents find it at `base_url` ("": nobody asks for it)."""
-
-    base_url: str
+    """The service takes rollouts."""
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -198,9 +193,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The worker has imported the function and the tools; their descriptions as OpenAI's API has them."""
-
-    tools: list[Message]
+    """The worker has imported the function and the tools."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

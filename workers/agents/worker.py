@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import die_with_parent
 from workers.agents.api import BudgetSpent, Context, Model, Reply, Sample, TaskSkipped, task_of
 from workers.agents.channel import Channel
+from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, load_tools
 from workers.agents.wire import (
     Ask,
@@ -33,7 +35,6 @@ from workers.agents.wire import (
     Done,
     FromWorker,
     Loaded,
-    Message,
     NotTold,
     Ping,
     Pong,
@@ -81,7 +82,7 @@ async def _serve(connection: socket.socket, mark: mmap.mmap) -> None:
         await channel.drain()
         return
     asyncio.get_running_loop().set_task_factory(lambda loop, coroutine, **more: _marked(loop, coroutine, mark, **more))
-    channel.send(Loaded([tool.description for tool in worker.tools]))
+    channel.send(Loaded())
     await worker.serve()
 
 
@@ -124,14 +125,16 @@ class Worker:
                 case Ping():
                     self._channel.send(Pong())
 
-    async def ask(self, run: int, **request: Any) -> Reply:
-        """Send an `Ask` and wait for what it brings."""
+    async def ask(self, run: int, request: ChatRequest, token_ids: Sequence[int] | None) -> Reply:
+        """See `workers.agents.api.Policy`."""
         self._number += 1
         number = self._number
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         try:
-            self._channel.send(Ask(number=number, run=run, **request))
+            prompt = None if token_ids is None else list(token_ids)
+            stop = list(request.stop)
+            self._channel.send(Ask(number, run, request.messages, request.tools, prompt, request.max_tokens, stop))
             return await reply
         except (TypeError, ValueError) as error:  # what msgpack has no word for
             raise UserCodeFailed(f"messages and tools must be plain JSON: {one_line(error)}") from error
@@ -176,39 +179,12 @@ class Worker:
 
     async def _call_function(self, start: Start) -> Done:
         context = Context(time.monotonic() + start.timeout_s, Path(start.scratch), self.tools, start.attempt)
-        returned = await self._rollout(task_of(start.rollout), Model(_OneRollout(self, start.run)), context)
+        returned = await self._rollout(task_of(start.rollout), Model(partial(self.ask, start.run)), context)
         return _done(start.run, returned, context.metrics)
 
     async def _call_agent(self, start: Start) -> Done:
         returned = await self._rollout(task_of(start.rollout), f"{start.base_url}/v1", start.key)
         return Done(start.run, [], *_reward_of(returned))
-
-
-class _OneRollout:
-    """The policy, as one rollout asks for it."""
-
-    def __init__(self, worker: Worker, run: int) -> None:
-        self._worker = worker
-        self._run = run
-
-    async def ask(
-        self,
-        *,
-        messages: Sequence[Message] = (),
-        tools: Sequence[Message] | None = None,
-        prompt: Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Reply:
-        """See `workers.agents.api.Policy`."""
-        return await self._worker.ask(
-            self._run,
-            messages=list(messages),
-            tools=list(tools) if tools else None,
-            prompt=None if prompt is None else list(prompt),
-            max_tokens=max_tokens,
-            stop=list(stop),
-        )
 
 
 class _Marked(Coroutine[Any, Any, Any]):

@@ -1,9 +1,9 @@
 """Which groups are trained (`algorithm.group_filter`): others leave the queue, and the next tasks take their places.
 
     responses of a group are scored -> the filter keeps it    -> put, as ever
-                                   '-> the filter refuses it  -> `QueueClient.filter_groups`: the group leaves the
-                                                                 queue, admission puts the next task into its step, and
-                                                                 the ledger gets a line
+                                   '-> the filter refuses it  -> `Lease.filter`: the group leaves the queue, admission
+                                                                 puts the next task into its step, and the ledger gets
+                                                                 a line
 
 `zero_variance` refuses groups whose rewards are all equal. One of the user's, `def keep(rewards: list[float]) -> bool`,
 runs in a child process. Torch-free.

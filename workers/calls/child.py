@@ -23,7 +23,6 @@ from typing import Any
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.process import STOP_SIGNALS, die_with_parent
 from workers.calls.frames import (
-    LENGTH_BYTES,
     Ask,
     Cancel,
     Cancelled,
@@ -34,7 +33,7 @@ from workers.calls.frames import (
     Returned,
     Unusable,
     frame,
-    length_of,
+    read_frame,
     receive,
     to_child,
 )
@@ -98,7 +97,7 @@ class Server:
         """
         reader, writer = await asyncio.open_connection(sock=connection)
         while True:
-            message = to_child(await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES))))
+            message = to_child(await read_frame(reader))
             if isinstance(message, Ask):
                 self._running[message.number] = asyncio.create_task(self._answer(message, writer))
             elif isinstance(message, Cancel):

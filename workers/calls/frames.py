@@ -9,6 +9,7 @@ Cancel 2    ------------------------->   cancels its coroutine (only an async ch
             <-------------------------   Cancelled
 """
 
+import asyncio
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -143,7 +144,25 @@ def receive(connection: socket.socket) -> ToChild:
     Raises:
         EOFError: the pool is gone.
     """
-    return to_child(_exactly(connection, length_of(_exactly(connection, LENGTH_BYTES))))
+    return to_child(receive_frame(connection))
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Wait for the next frame's message.
+
+    Raises:
+        EOFError: the peer is gone, or wrote what is no frame.
+    """
+    return _exactly(connection, length_of(_exactly(connection, LENGTH_BYTES)))
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the next frame's message.
+
+    Raises:
+        EOFError, ConnectionError: the peer is gone, or wrote what is no frame.
+    """
+    return await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES)))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -18,7 +18,6 @@ from typing import Any
 from asyncflow.clock import awake_slices
 from asyncflow.errors import ConfigError
 from workers.calls.frames import (
-    LENGTH_BYTES,
     Ask,
     Cancel,
     Load,
@@ -29,7 +28,7 @@ from workers.calls.frames import (
     ToPool,
     Unusable,
     frame,
-    length_of,
+    read_frame,
     to_pool,
 )
 
@@ -221,7 +220,7 @@ class ChildProcess:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                reply = to_pool(await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES))))
+                reply = to_pool(await read_frame(reader))
                 waiting = self._replies.get(_LOADED if isinstance(reply, Loaded | Refused) else reply.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)

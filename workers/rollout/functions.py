@@ -41,7 +41,7 @@ from workers.agents.wire import (
     ToService,
     Undraw,
 )
-from workers.calls.frames import LENGTH_BYTES, frame, length_of
+from workers.calls.frames import frame, receive_frame
 from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.model_files import max_positions
@@ -84,9 +84,8 @@ class FunctionRollouts:
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
         """Calls in `_waiting` that somebody still waits for."""
-        self._drawing: dict[int, Draw] = {}
+        self._drawing: set[int] = set()
         self._deaths = 0
-        self._closed = False
         self._service = _open_service(setup, wake)
 
     @property
@@ -130,14 +129,11 @@ class FunctionRollouts:
         """See `Rollouts`."""
         self._engine.abort()
         self._running.clear()
-        self._waiting.clear()
-        self._wanted.clear()
-        self._drawing.clear()
+        self._forget_calls()
         self._service.send(Abandon())
 
     def close(self) -> None:
         """See `Rollouts`."""
-        self._closed = True
         self._service.kill()
 
     def _heard(self) -> list[FinishedRollout]:
@@ -183,16 +179,18 @@ class FunctionRollouts:
             except BadRequest as error:
                 self._service.send(NotDrawn(draw.call, str(error)))
             else:
-                self._drawing[draw.call] = draw
+                self._drawing.add(draw.call)
 
     def _undraw(self, call: int) -> None:
         self._wanted.discard(call)
-        if self._drawing.pop(call, None) is not None:
+        if call in self._drawing:
+            self._drawing.remove(call)
             self._engine.cancel(call)
 
     def _drawn(self, generation: Generation) -> None:
-        if self._drawing.pop(generation.ticket, None) is None:
+        if generation.ticket not in self._drawing:
             return
+        self._drawing.remove(generation.ticket)
         self._service.send(
             Drawn(
                 generation.ticket,
@@ -218,21 +216,22 @@ class FunctionRollouts:
 
     def _restart(self) -> None:
         """The service is gone: start it again, and what ran."""
-        if self._closed:
-            return
         self._deaths += 1
         if self._deaths > _MOST_RESTARTS:
             raise UserCodeFailed(f"the session service died {self._deaths} times in a row; see this log")
         logger.warning("the session service died; its %d rollouts begin again", len(self._running))
-        for call in list(self._drawing):
+        for call in self._drawing:
             self._engine.cancel(call)
-        self._drawing.clear()
-        self._waiting.clear()
-        self._wanted.clear()
+        self._forget_calls()
         self._service.kill()
         self._service = _open_service(self._setup, self._wake)
         for one in self._running.values():
             self._service.send(_begin(one))
+
+    def _forget_calls(self) -> None:
+        self._waiting.clear()
+        self._wanted.clear()
+        self._drawing.clear()
 
 
 class _NotStarted(Exception):
@@ -310,9 +309,8 @@ class _Service:
 
     def _read(self) -> None:
         try:
-            stream = self._socket.makefile("rb")
-            while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
-                self._heard.put(self._decoder.decode(stream.read(length_of(header))))
+            while True:
+                self._heard.put(self._decoder.decode(receive_frame(self._socket)))
                 self._wake.set()
         except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
             logger.debug("the session service's last words: %s", error)

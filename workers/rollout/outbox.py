@@ -204,10 +204,10 @@ class Outbox:
             self._groups_left[lease] = left
         for one in leaving:
             lease.lease.filter([one.index], failures=one.failures)
-        # The queue takes a put as a whole, and has no rows of groups that left.
-        late = [one.rollout.index for one in finished if lease.group_of(one.rollout.index) in left]
-        lease.lease.filter([row for row in late if row in lease.lease.open_rows])
-        finished = [one for one in finished if one.rollout.index not in late]
+        if left:  # the queue takes a put as a whole, and has no rows of these
+            late = {one.rollout.index for one in finished if lease.group_of(one.rollout.index) in left}
+            lease.lease.filter([row for row in lease.lease.open_rows if row in late])
+            finished = [one for one in finished if one.rollout.index not in late]
         if finished:
             rollouts = [one.rollout for one in finished]
             rows = [one.index for one in rollouts]

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from workers.agents.requests import ChatRequest, Completion, Message
+from workers.agents.messages import Message
+from workers.agents.requests import ChatRequest, Completion
 
 Body = dict[str, Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from workers.agents.errors import BadAgentRequest
-from workers.agents.requests import Message
+from workers.agents.messages import Message
 
 logger = logging.getLogger(__name__)
 

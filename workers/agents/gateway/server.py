@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 from aiohttp import web
 
-from workers.agents.errors import BadAgentRequest, ContextLengthExceeded, SessionGone
+from workers.agents.errors import AgentError, BadAgentRequest
 from workers.agents.gateway import chat_completions, messages, responses
 from workers.agents.gateway.dialect import Body, Dialect, event
 from workers.agents.gateway.fields import one_system_message
@@ -29,7 +29,6 @@ _DIALECTS: dict[str, Dialect] = {
 }
 _COUNT = "/v1/messages/count_tokens"
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-_REFUSALS = (BadAgentRequest, ContextLengthExceeded, SessionGone)
 _GOODBYE_S = 2.0
 
 
@@ -126,7 +125,7 @@ class Gateway:
                 await stream.write(b": keep-alive\n\n")
                 answer = await turns.answer(turn, timeout_s=self._keep_alive_s)
             await stream.write(b"".join(dialect.events(answer)))
-        except _REFUSALS as refusal:
+        except AgentError as refusal:
             await stream.write(event(_refusal(http.path, refusal)[1]))
         await stream.write_eof()
         return stream
@@ -150,22 +149,20 @@ async def _refusals(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (*_REFUSALS, web.HTTPException) as refusal:
+    except (AgentError, web.HTTPException) as refusal:
         status, body = _refusal(request.path, refusal)
         return _json(body, status)
 
 
 def _refusal(path: str, error: Exception) -> tuple[int, Body]:
     """Return status and body of an error, as the path's API has them."""
-    param = code = None
+    param: str | None = None
+    code: str | None = None
     message = str(error)
     match error:
-        case BadAgentRequest():
-            status, param = 400, error.field
-        case ContextLengthExceeded():
-            status, code = 400, "context_length_exceeded"
-        case SessionGone():
-            status, code = 410, "session_gone"
+        case AgentError():
+            status, code = error.status, error.code
+            param = error.field if isinstance(error, BadAgentRequest) else None
         case web.HTTPException():
             status, message = error.status, error.reason
         case _:
