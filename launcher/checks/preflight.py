@@ -289,11 +289,19 @@ def _check_critic(config: RunConfig) -> None:
 
 def _check_overlong(config: RunConfig) -> None:
     """Refuse a buffer for long answers that begins before their first token: it would price every answer alike."""
-    algorithm, longest = config.algorithm, config.rollout.max_response_tokens
-    if isinstance(algorithm, DAPOConfig) and algorithm.overlong_buffer_tokens > longest:
+    algorithm, rollout = config.algorithm, config.rollout
+    if not isinstance(algorithm, DAPOConfig) or not algorithm.overlong_buffer_tokens:
+        return
+    if rollout.is_own and not rollout.max_drawn_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} is a price of long rollouts, but "
+            f"rollout.max_drawn_tokens 0 sets them no limit; set that, or overlong_buffer_tokens to 0"
+        )
+    if algorithm.overlong_buffer_tokens > rollout.longest_rollout:
+        limit = "max_drawn_tokens" if rollout.is_own else "max_response_tokens"
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} are more than the longest answer "
-            f"(rollout.max_response_tokens {longest}); set it below that"
+            f"(rollout.{limit} {rollout.longest_rollout}); set it below that"
         )
 
 
