@@ -219,8 +219,8 @@ def _training_rows(config: RunConfig) -> tuple[int | None, list[PromptRow]]:
     stuck_s = config.launcher.operation_timeout_s
     if (data.source or data.sampler) and data.timeout_s >= stuck_s:
         raise ConfigError(
-            f"data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {stuck_s:g}, after which the "
-            f"process that makes tasks is taken for stuck; lower it, or raise that"
+            f"data.timeout_s: {data.timeout_s:g} is not below launcher.operation_timeout_s {stuck_s:g}, after which "
+            f"the process that makes tasks is taken for stuck; lower it, or raise that"
         )
     if data.source is None:
         rows = read_prompt_rows(data.file, data, own_rollout=own)

@@ -27,6 +27,7 @@ class Run:
         begin: the rollout.
         key: of its session, void at its end.
         attempt: from 0.
+        num_deaths: workers that died under this rollout, its earlier attempts included, with nobody's code running.
         ended: nothing more comes of it.
         spent: it was refused a call since it has had its turns, tokens or context.
     """
@@ -37,6 +38,7 @@ class Run:
         self.begin = begin
         self.key = key
         self.attempt = attempt
+        self.num_deaths = 0
         self.ended = False
         self.spent = False
         self._setup = setup

@@ -58,6 +58,22 @@ async def sleeps(task, model, context):
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
 
+async def crashes(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task.index == 0:
+        await context.run(__import__("ctypes").string_at, 0)
+    return chat.sample(reward=1.0)
+
+async def starts(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    with open(os.path.join(task["seen"], "child.tmp"), "w") as file:
+        file.write(str(child.pid))
+    os.rename(file.name, os.path.join(task["seen"], "child"))
+    await child.wait()
+
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -155,7 +171,9 @@ def child_of_service(number: int = 0) -> psutil.Process:
     (service,) = (
         one for one in psutil.Process().children() if "workers.agents.service" in " ".join(one.cmdline())
     )  # fmt: skip
-    return service if not number else service.children()[0]
+    if not number:
+        return service
+    return next(one for one in service.children() if "workers.agents.worker" in " ".join(one.cmdline()))
 
 
 def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None:
@@ -263,6 +281,35 @@ def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:
     finished(rollouts, lambda done: len(done) == 1)
     worker = child_of_service(1)
     worker.wait(30)
+
+
+def test_a_rollout_whose_thread_crashes_pays_in_the_end_though_others_finish(start: Any) -> None:
+    """Nobody's code runs in the loop when its process dies."""
+    rollouts, _ = start(function="my_rollouts:crashes", max_attempts=2)
+    rollouts.begin([request(0)])
+    done: list[FinishedRollout] = []
+    for index in range(1, 40):
+        rollouts.begin([request(index)])
+        done += finished(rollouts, lambda new: len(new) > 0)
+        if any(one.leaves for one in done):
+            break
+    (bad,) = (one for one in done if one.leaves)
+    assert bad.index == 0 and bad.failures == 2
+    assert all(one.reward == 1.0 for one in done if one is not bad)
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_what_users_code_started_ends_with_a_service_that_is_killed(start: Any, tmp_path: Path, program: bool) -> None:
+    if program:
+        line = f"sleep 1000 & echo $! > {tmp_path}/child.tmp; mv {tmp_path}/child.tmp {tmp_path}/child; wait"
+        rollouts, _ = start(function=None, command=["sh", "-c", line], tools=[])
+    else:
+        rollouts, _ = start(function="my_rollouts:starts")
+    rollouts.begin([request(0, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "child").exists())
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    child.wait(30)
 
 
 def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:
