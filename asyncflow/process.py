@@ -50,6 +50,8 @@ def end_session_with_me() -> None:
         os.close(end)
         return
     try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         os.setsid()
         os.dup2(end, 0)
         os.closerange(3, _MOST_DESCRIPTORS)

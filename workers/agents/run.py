@@ -133,6 +133,7 @@ class Run:
             conversations=[talk for node, talk in self._conversations.items() if nodes is None or node in nodes],
             turns=self._turns,
             tool_s=max(0.0, tool_s),
+            bridge_failures=self._session.num_bridge_failures,
         )
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:

@@ -190,9 +190,7 @@ class Service:
             _keep(self._work[run], self._answer(worker, run, ask))
 
     async def _answer(self, worker: UserWorker, run: Run, ask: Ask) -> None:
-        request = ChatRequest(
-            messages=ask.messages, tools=ask.tools, max_tokens=ask.max_tokens, stop=tuple(ask.stop), repeat_key=None
-        )
+        request = ChatRequest(ask.messages, ask.tools, ask.max_tokens, tuple(ask.stop))
         try:
             node, reply = await run.complete(request, ask.prompt, draw=self._draw)
             worker.send(Told(ask.number, node, reply.message, reply.finish_reason, list(reply.token_ids)))

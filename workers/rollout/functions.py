@@ -345,6 +345,7 @@ def _finished(request: RolloutRequest, message: Finished) -> FinishedRollout:
         conversations=message.conversations,
         turns=message.turns,
         tool_s=message.tool_s,
+        bridge_failures=message.bridge_failures,
     )
 
 

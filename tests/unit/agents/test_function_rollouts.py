@@ -18,12 +18,15 @@ from launcher.config.paths import find_recipe
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
+from workers.rewards.config import RewardConfig
+from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """
 import asyncio, os
+from configs.quickstart_tools.renderer import CalculatorRenderer
 
 async def waits(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -58,11 +61,16 @@ async def sleeps(task, model, context):
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
 
+other_ended = asyncio.Event()
+
 async def crashes(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     if task.index == 0:
+        await other_ended.wait()
+        await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
         await context.run(__import__("ctypes").string_at, 0)
+    other_ended.set()
     return chat.sample(reward=1.0)
 
 async def starts(task, model, context):
@@ -73,6 +81,13 @@ async def starts(task, model, context):
         file.write(str(child.pid))
     os.rename(file.name, os.path.join(task["seen"], "child"))
     await child.wait()
+
+class NoBridge(CalculatorRenderer):
+    def render(self, messages, tools=None):
+        return super().render(messages, tools)[len(messages) > 1:]
+
+    def bridge(self, previous_ids, new_messages, tools=None):
+        return None
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -190,6 +205,17 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
 
 
+def test_turns_that_could_not_be_bridged_are_counted_for_the_metrics(start: Any) -> None:
+    rollouts, engine = start(renderer="my_rollouts:NoBridge")
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (len(one.sample_lengths), one.turns) == (2, 2)
+    scorer = Scorer(RewardConfig(function="exact"), engine.tokenizer)
+    parts = scorer.score(one, "2368").result(timeout=60).parts
+    scorer.close()
+    assert (parts["turns"], parts["bridge_failures"]) == (2.0, 1.0)
+
+
 def test_several_samples_lie_in_one_row(start: Any) -> None:
     rollouts, _ = start(function="my_rollouts:two")
     rollouts.begin([request(0)])
@@ -288,7 +314,7 @@ def test_a_rollout_whose_thread_crashes_pays_in_the_end_though_others_finish(sta
     rollouts, _ = start(function="my_rollouts:crashes", max_attempts=2)
     rollouts.begin([request(0)])
     done: list[FinishedRollout] = []
-    for index in range(1, 40):
+    for index in range(1, 12):
         rollouts.begin([request(index)])
         done += finished(rollouts, lambda new: len(new) > 0)
         if any(one.leaves for one in done):
