@@ -141,7 +141,6 @@ class UserWorker:
         if run not in self._rollouts or run in self._ending or not self.alive:
             return
         self._channel.send(Stop(run))
-        self._channel.send(Ping())
         self._await_end(run, within_s)
 
     def kill(self, how: str) -> None:
@@ -153,6 +152,7 @@ class UserWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _await_end(self, run: int, within_s: float) -> None:
+        self._channel.send(Ping())
         loop = asyncio.get_running_loop()
         self._ending[run] = loop.call_later(within_s, self._late, run, within_s, loop.time())
 
@@ -161,7 +161,8 @@ class UserWorker:
         if self._last_pong <= since:
             self._await_end(run, within_s)
             return
-        self._culprit = run
+        if self.alive:  # else it is being killed for something else
+            self._culprit = run
         self.kill(f"did not end a cancelled rollout within {within_s:g} s")
 
     async def gone(self) -> None:
