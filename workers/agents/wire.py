@@ -249,7 +249,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         run: which attempt.
-        nodes: the last drawn piece of each sample; empty: all that were drawn.
+        nodes: drawn pieces; each that no other goes on from ends a sample. Empty: all that were drawn.
         reward, metrics: of the rollout.
     """
 

@@ -206,7 +206,7 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_turns_that_could_not_be_bridged_are_counted_for_the_metrics(start: Any) -> None:
+def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
     rollouts, engine = start(renderer="my_rollouts:NoBridge")
     rollouts.begin([request(0)])
     (one,) = finished(rollouts, lambda done: len(done) == 1)
