@@ -70,7 +70,7 @@ def _hosts_a_service(process: "psutil.Process") -> bool:  # type: ignore[name-de
 def _runs(process: "psutil.Process", module: str) -> bool:  # type: ignore[name-defined]  # noqa: F821
     """Whether a process was started with a module; one that it forked, with the same line, does not count."""
     line, parent = process.cmdline(), process.parent()
-    return module in line and (parent is None or parent.cmdline() != line)
+    return bool(module in line and (parent is None or parent.cmdline() != line))
 
 
 def _steps(run_dir: Path) -> int:

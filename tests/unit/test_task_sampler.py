@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,10 @@ def trained(
             file.write(json.dumps({"step": step, "group": group, "indices": [], "rewards": rewards[group]}) + "\n")
 
 
-def opened(run_dir: Path, sampler: Any, *, start_step: int = 0) -> TaskSampler:
-    return TaskSampler(sampler, run_dir, batch=2, start_step=start_step)
+def opened(
+    run_dir: Path, sampler: Any, *, start_step: int = 0, progress: Callable[[], None] = lambda: None
+) -> TaskSampler:
+    return TaskSampler(sampler, run_dir, batch=2, start_step=start_step, progress=progress)
 
 
 def test_results_are_told_in_order_up_to_the_step_before_the_weights_that_the_draw_waits_for(tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_draw_waits_for_room_on_the_disk_and_says_that_it_gets_on(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data)
 
-    tasks = TaskSampler(Noting(), tmp_path, batch=2, start_step=0, progress=lambda: said.append(len(refused)))  # type: ignore[arg-type]
+    tasks = opened(tmp_path, Noting(), progress=lambda: said.append(len(refused)))
     monkeypatch.setattr("asyncflow.json_lines.os.write", full_twice)
     tasks.draw([0, 1, 2], 0)
     assert [draw.indices for draw in read_draws(tmp_path / SAMPLER_FILE)] == [{0: 0, 1: 1, 2: 2}]

@@ -208,7 +208,8 @@ class TaskSampler:
     def _save(self) -> None:
         while True:
             try:
-                return self._file.sync()
+                self._file.sync()
+                return
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
