@@ -100,11 +100,13 @@ class Sample:
         node: that piece.
         reward: of the whole rollout; None: `reward.function` scores the last reply.
         metrics: numbers by name.
+        earlier: pieces of the same conversation: what the last one does not go on from in tokens is trained beside it.
     """
 
     node: int
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    earlier: tuple[int, ...] = ()
 
 
 Policy = Callable[[ChatRequest, Sequence[int] | None], Awaitable[Reply]]
@@ -156,7 +158,7 @@ class Chat:
         self.messages = messages
         self._policy = policy
         self._tools = tools
-        self._node: int | None = None
+        self._nodes: list[int] = []
 
     def add(self, *messages: Message) -> None:
         """Append messages, e.g. `{"role": "tool", "tool_call_id": ..., "content": ...}`."""
@@ -176,24 +178,25 @@ class Chat:
         request = ChatRequest(self.messages, self._tools or None, max_tokens, tuple(stop))
         reply = await self._policy(request, None)
         self.messages.append(reply.message)
-        self._node = reply.node
+        self._nodes.append(reply.node)
         return reply
 
     def fork(self) -> "Chat":
         """Return a conversation that goes on from here by itself."""
         other = Chat(self._policy, [dict(message) for message in self.messages], self._tools)
-        other._node = self._node
+        other._nodes = list(self._nodes)
         return other
 
     def sample(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Sample:
-        """Return the sample that ends with the last reply.
+        """Return the sample that ends with the last reply; earlier replies that it could not go on from in tokens are
+        samples beside it.
 
         Raises:
             UserCodeFailed: there was none.
         """
-        if self._node is None:
+        if not self._nodes:
             raise UserCodeFailed("chat.sample: the policy has not replied yet; call chat.reply() first")
-        return Sample(self._node, reward, metrics or {})
+        return Sample(self._nodes[-1], reward, metrics or {}, earlier=tuple(self._nodes[:-1]))
 
 
 @dataclass

@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.agents.rendering import load_renderer
+from workers.agents.rendering import load_renderer, prove
 from workers.agents.tools import load_tools
 from workers.agents.worker import load_rollout
 from workers.calls.user_function import Callee
+from workers.data.tokenizer import load_tokenizer
 
 
 def usable(
     *, model_dir: str, renderer: str | None, function: str | None, agent: str | None, tools: Sequence[str]
 ) -> Callee:
-    """Import the user's function, tools and renderer.
+    """Import the user's function, tools and renderer; what is returned says what the renderer cannot do, in words.
 
     Raises:
         ConfigError: one of them cannot be used, or the model's template ignores tools.
@@ -21,6 +22,7 @@ def usable(
         load_rollout(function, agent)
     described = [tool.description for tool in load_tools(tools)]
     rendering = load_renderer(Path(model_dir), renderer)
+    missing: list[str] = []
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words
-        rendering.render([{"role": "user", "content": "?"}], described or None)
-    return Callee(lambda: None)
+        missing = prove(rendering, load_tokenizer(Path(model_dir)), described or None)
+    return Callee(lambda: missing)

@@ -136,6 +136,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         metrics: of the function's own.
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
+        bridge_failures: turns that began a new sample though they went on from a reply.
     """
 
     ticket: int
@@ -147,6 +148,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     conversations: list[list[Message]]
     turns: int
     tool_s: float
+    bridge_failures: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -247,7 +249,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         run: which attempt.
-        nodes: the last drawn piece of each sample; empty: all that were drawn.
+        nodes: drawn pieces; each that no other goes on from ends a sample. Empty: all that were drawn.
         reward, metrics: of the rollout.
     """
 

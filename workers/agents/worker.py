@@ -269,6 +269,7 @@ def _done(run: int, returned: Any, logged: Mapping[str, float]) -> Done:
     metrics = dict(logged)
     for sample in samples:
         metrics |= {str(name): finite(name, value) for name, value in sample.metrics.items()}
+    nodes = list(dict.fromkeys(node for sample in samples for node in (*sample.earlier, sample.node)))
     return Done(run, nodes, rewards.pop() if rewards else None, metrics)
 
 

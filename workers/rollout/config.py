@@ -79,6 +79,11 @@ class RolloutConfig(SamplingConfig):
         """Whether rollouts are functions or agents of the user's, not one response to each prompt."""
         return self.function is not None or self.agent is not None or bool(self.agent_command)
 
+    @property
+    def longest_rollout(self) -> int:
+        """Most tokens that are drawn in a rollout; one reply's, where nothing limits several."""
+        return (self.is_own and self.max_drawn_tokens) or self.max_response_tokens
+
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:
         given = [name for name in ("function", "agent", "agent_command") if getattr(self, name)]

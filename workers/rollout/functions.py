@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,8 @@ _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
 _MOST_STARTS = 3
 _MOST_RESTARTS = 10
-"""Deaths of the service in a row, without a finished rollout in between, that end the run."""
+"""Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
+_IN_A_ROW = -1
 
 
 class FunctionRollouts:
@@ -85,7 +87,8 @@ class FunctionRollouts:
         self._wanted: set[int] = set()
         """Calls in `_waiting` that somebody still waits for."""
         self._drawing: set[int] = set()
-        self._deaths = 0
+        self._deaths: Counter[int] = Counter()
+        """Of the service, by ticket of each rollout that ran."""
         self._service = _open_service(setup, wake)
 
     @property
@@ -129,6 +132,7 @@ class FunctionRollouts:
         """See `Rollouts`."""
         self._engine.abort()
         self._running.clear()
+        self._deaths.clear()
         self._forget_calls()
         self._service.send(Abandon())
 
@@ -154,7 +158,7 @@ class FunctionRollouts:
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
-                        self._deaths = 0
+                        del self._deaths[message.ticket], self._deaths[_IN_A_ROW]
                         finished.append(self._result(request, message))
         return finished
 
@@ -216,9 +220,11 @@ class FunctionRollouts:
 
     def _restart(self) -> None:
         """The service is gone: start it again, and what ran."""
-        self._deaths += 1
-        if self._deaths > _MOST_RESTARTS:
-            raise UserCodeFailed(f"the session service died {self._deaths} times in a row; see this log")
+        self._deaths.update([_IN_A_ROW, *self._running])
+        ticket, number = max(self._deaths.items(), key=lambda each: each[1])
+        if number > _MOST_RESTARTS:
+            what = "in a row" if ticket == _IN_A_ROW else f"under the rollout of row {self._running[ticket].index}"
+            raise UserCodeFailed(f"the session service died {number} times {what}; see this log")
         logger.warning("the session service died; its %d rollouts begin again", len(self._running))
         for call in self._drawing:
             self._engine.cancel(call)
@@ -339,6 +345,7 @@ def _finished(request: RolloutRequest, message: Finished) -> FinishedRollout:
         conversations=message.conversations,
         turns=message.turns,
         tool_s=message.tool_s,
+        bridge_failures=message.bridge_failures,
     )
 
 

@@ -59,6 +59,7 @@ class FinishedRollout:
         metrics: numbers of its function, by name.
         conversations: messages of each sample, for people.
         turns: calls of the policy; `tool_s`: time since the first in which it waited for none (s).
+        bridge_failures: turns that began a new sample though they went on from a reply.
         failure: why there is none; "" if there is one.
         leaves: its group leaves the run, and the next prompt takes its place.
         failures: how often it failed, where it leaves for that.
@@ -78,6 +79,7 @@ class FinishedRollout:
     conversations: Sequence[Sequence[Mapping[str, Any]]] = ()
     turns: int = 1
     tool_s: float = 0.0
+    bridge_failures: int = 0
     failure: str = ""
     leaves: bool = False
     failures: int = 0

@@ -18,12 +18,15 @@ from launcher.config.paths import find_recipe
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
+from workers.rewards.config import RewardConfig
+from workers.rewards.scorer import Scorer
 from workers.rollout.functions import FunctionRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest
 
 MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """
 import asyncio, os
+from configs.quickstart_tools.renderer import CalculatorRenderer
 
 async def waits(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -57,6 +60,35 @@ async def sleeps(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
+
+other_ended = asyncio.Event()
+
+async def crashes(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task.index == 0:
+        await other_ended.wait()
+        await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
+        asyncio.get_running_loop().call_soon(os._exit, 139)  # as a thread's crash: no rollout's own step
+        await asyncio.sleep(1000)
+    other_ended.set()
+    return chat.sample(reward=1.0)
+
+async def starts(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    with open(os.path.join(task["seen"], "child.tmp"), "w") as file:
+        file.write(str(child.pid))
+    os.rename(file.name, os.path.join(task["seen"], "child"))
+    await child.wait()
+
+class NoBridge(CalculatorRenderer):
+    def render(self, messages, tools=None):
+        return super().render(messages, tools)[len(messages) > 1:]
+
+    def bridge(self, previous_ids, new_messages, tools=None):
+        return None
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -155,7 +187,9 @@ def child_of_service(number: int = 0) -> psutil.Process:
     (service,) = (
         one for one in psutil.Process().children() if "workers.agents.service" in " ".join(one.cmdline())
     )  # fmt: skip
-    return service if not number else service.children()[0]
+    if not number:
+        return service
+    return next(one for one in service.children() if "workers.agents.worker" in " ".join(one.cmdline()))
 
 
 def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None:
@@ -170,6 +204,17 @@ def test_a_tool_loop_is_one_sample_of_exactly_what_was_drawn(start: Any) -> None
     assert len(one.log_probs_A) == len(one.versions_A) == int(one.response_mask_T.sum())
     assert (one.reward, one.response, one.turns, one.truncated) == (None, "2368", 2, False)
     assert [message["role"] for message in one.conversations[0]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_turns_that_could_not_be_bridged_are_trained_as_samples_and_counted_for_the_metrics(start: Any) -> None:
+    rollouts, engine = start(renderer="my_rollouts:NoBridge")
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (len(one.sample_lengths), one.turns) == (2, 2)
+    scorer = Scorer(RewardConfig(function="exact"), engine.tokenizer)
+    parts = scorer.score(one, "2368").result(timeout=60).parts
+    scorer.close()
+    assert (parts["turns"], parts["bridge_failures"]) == (2.0, 1.0)
 
 
 def test_several_samples_lie_in_one_row(start: Any) -> None:
@@ -263,6 +308,34 @@ def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:
     finished(rollouts, lambda done: len(done) == 1)
     worker = child_of_service(1)
     worker.wait(30)
+
+
+def test_a_rollout_whose_process_dies_beside_its_steps_pays_in_the_end_though_others_finish(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:crashes", max_attempts=2)
+    rollouts.begin([request(0)])
+    done: list[FinishedRollout] = []
+    for index in range(1, 12):
+        rollouts.begin([request(index)])
+        done += finished(rollouts, lambda new: len(new) > 0)
+        if any(one.leaves for one in done):
+            break
+    (bad,) = (one for one in done if one.leaves)
+    assert bad.index == 0 and bad.failures == 2
+    assert all(one.reward == 1.0 for one in done if one is not bad)
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_what_users_code_started_ends_with_a_service_that_is_killed(start: Any, tmp_path: Path, program: bool) -> None:
+    if program:
+        line = f"sleep 1000 & echo $! > {tmp_path}/child.tmp; mv {tmp_path}/child.tmp {tmp_path}/child; wait"
+        rollouts, _ = start(function=None, command=["sh", "-c", line], tools=[])
+    else:
+        rollouts, _ = start(function="my_rollouts:starts")
+    rollouts.begin([request(0, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "child").exists())
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    child.wait(30)
 
 
 def test_a_function_that_cannot_be_imported_is_refused(start: Any) -> None:

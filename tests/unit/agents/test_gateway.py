@@ -99,7 +99,7 @@ def test_idempotency_key_names_one_turn() -> None:
     async def body(agent: Agent, sessions: ScriptedSessions, gateway: Gateway) -> None:
         one, two = {"Idempotency-Key": "one"}, {"Idempotency-Key": "two"}
         assert [text(await agent.ask(**key)) for key in (one, two, one)] == ["1", "2", "1"]
-        assert [request.repeat_key for request in sessions.requests] == ["one", "two"]
+        assert len(sessions.requests) == 2
         status, answer = await agent.ask({**HELLO, "max_tokens": 5}, **one)
         assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 

@@ -18,7 +18,8 @@ class OpenAIConfig(Settings):
     """
 
     urls: tuple[str, ...] = ()
-    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; they get requests in turn."""
+    """Servers of one and the same model, e.g. `[http://10.0.0.7:8000]`; all calls of a rollout go to one of
+    them."""
     model: str = ""
     """Name under which they serve the model; empty: the first that they list."""
     api_key_variable: str = "OPENAI_API_KEY"

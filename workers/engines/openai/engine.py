@@ -9,7 +9,6 @@ A vLLM server that lost its weights is noticed (`ServedWeights`).
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import re
@@ -78,7 +77,6 @@ class OpenAIEngine:
         self._pauses_s = sum(pauses(config.retries, config.retry_pause_s))
         self._servers = self._tasks.call(self._connect, what="connections", timeout_s=config.timeout_s)
         self._weights = [ServedWeights(server, timeout_s=config.update_timeout_s) for server in self._servers]
-        self._turn = itertools.cycle(zip(self._servers, self._weights, strict=True))
         first = self._servers[0]
         self._served = config.model or self._run(
             first.first_model(), "the servers' models", timeout_s=(config.retries + 1) * config.timeout_s
@@ -102,9 +100,7 @@ class OpenAIEngine:
                 max_length=self._max_length,
                 max_response_tokens=self._sampling.max_response_tokens,
             )
-        self._tasks.start(
-            [(request.ticket, self._generate(request, *next(self._turn), self.version)) for request in requests]
-        )
+        self._tasks.start([(request.ticket, self._generate(request, self.version)) for request in requests])
 
     def step(self, wake: threading.Event) -> list[Generation]:
         """Wait until responses finish, some tokens came, or `wake` is set; returns those that finished.
@@ -171,9 +167,9 @@ class OpenAIEngine:
             for url in config.urls
         ]
 
-    async def _generate(
-        self, request: GenerateRequest, server: OpenAIServer, weights: ServedWeights, version: int
-    ) -> Generation:
+    async def _generate(self, request: GenerateRequest, version: int) -> Generation:
+        number = request.index % len(self._servers)  # all turns of a rollout find their prefix in one server's cache
+        server, weights = self._servers[number], self._weights[number]
         sampling, limit = self._sampling, request.limit(self._sampling.max_response_tokens)
         ends = sorted({*self._eos, *request.stop_ids})
         body = {
