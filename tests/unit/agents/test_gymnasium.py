@@ -9,7 +9,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from tests.support.policies import played
 
 gymnasium: Any = pytest.importorskip("gymnasium", reason="pip install '.[gymnasium]'")
-from workers.agents.gymnasium import Episodes, TextEnvironment
+from workers.agents.gymnasium import Episodes, TextEnvironment  # noqa: E402
 
 closed: list[int] = []
 
