@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from tests.support.chat_templates import tokenizer
 from tests.support.policies import Played, played
 from workers.agents import BudgetSpent, Environment, Reply, Task, tool
 from workers.agents.messages import Message
+from workers.agents.preflight import usable
 from workers.agents.worker import load_rollout
 
 closed: list["Guess"] = []
@@ -148,3 +150,19 @@ def test_a_class_is_a_rollout_function_if_it_is_an_environment(
         return
     with pytest.raises(ConfigError, match=r"rollout.function: .*defines no 'Plain.rollout'"):
         load_rollout("my_game:Plain", None)
+
+
+def test_tools_of_an_environment_need_a_template_that_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tool_game.py").write_text(
+        "from workers.agents import Environment, tool\n"
+        "class Game(Environment):\n    @tool\n    def look(self) -> str: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for family in ("qwen2.5", "smollm2"):
+        tokenizer(family).save_pretrained(tmp_path / family)
+        (tmp_path / family / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 0}')
+    usable(model_dir=str(tmp_path / "qwen2.5"), renderer=None, function="my_tool_game:Game", agent=None, tools=[])
+    with pytest.raises(ConfigError, match="ignores tools"):
+        usable(model_dir=str(tmp_path / "smollm2"), renderer=None, function="my_tool_game:Game", agent=None, tools=[])
