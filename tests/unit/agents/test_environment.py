@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from configs.smollm2_tools.calculator import Calculator
 from tests.support.chat_templates import tokenizer
 from tests.support.policies import Played, played
 from workers.agents import BudgetSpent, Environment, Reply, Task, tool
@@ -166,3 +167,10 @@ def test_tools_of_an_environment_need_a_template_that_writes_them(
     usable(model_dir=str(tmp_path / "qwen2.5"), renderer=None, function="my_tool_game:Game", agent=None, tools=[])
     with pytest.raises(ConfigError, match="ignores tools"):
         usable(model_dir=str(tmp_path / "smollm2"), renderer=None, function="my_tool_game:Game", agent=None, tools=[])
+
+
+def test_calculator_of_the_recipe_takes_two_turns() -> None:
+    game = played(Calculator, "<calc>37*64</calc>", "It is 2368.", "never", task={"prompt": "37*64"})
+    assert (game.sample.node, game.sample.reward) == (2, None)
+    assert game.last.messages[-1]["content"] == "The calculator says 2368."
+    assert [message["content"] for message in game.last.messages[-3:-1]] == ["What is 37*64?", "<calc>37*64</calc>"]
