@@ -244,7 +244,14 @@ class Context:
         A rollout that is cancelled meanwhile ends when the function does; one that hangs costs the process.
         """
         surroundings = contextvars.copy_context()
-        work = asyncio.get_running_loop().run_in_executor(None, surroundings.run, function, *args)
+
+        def call() -> T:
+            try:
+                return surroundings.run(function, *args)
+            except StopIteration as error:  # no future takes it: the wait would never end
+                raise RuntimeError("StopIteration: what was iterated over has ended") from error
+
+        work = asyncio.get_running_loop().run_in_executor(None, call)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

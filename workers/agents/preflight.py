@@ -18,9 +18,11 @@ def usable(
     Raises:
         ConfigError: one of them cannot be used, or the model's template ignores tools.
     """
+    given = load_tools(tools)
     if function is not None or agent is not None:
-        load_rollout(function, agent)
-    described = [tool.description for tool in load_tools(tools)]
+        environment = getattr(load_rollout(function, agent), "__self__", None)
+        given += getattr(environment, "tools", ())
+    described = [tool.description for tool in given]
     rendering = load_renderer(Path(model_dir), renderer)
     missing: list[str] = []
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words

@@ -203,7 +203,7 @@ class Service:
         """A function returned."""
         run = self._runs.get(message.run)
         if run is not None:
-            self._finish(run, message)
+            self._finish(run, message, spent=run.spent)
 
     def raised(self, worker: UserWorker, message: Raised) -> None:
         """A function raised."""

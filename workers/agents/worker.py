@@ -244,6 +244,8 @@ def load_rollout(function: str | None, agent: str | None) -> Callable[..., Any]:
     else:
         assert function is not None, "an agent's program is not called from here"
         field, name, arguments = "rollout.function", BUILT_IN.get(function, function), ("task", "model", "context")
+    if agent is None and isinstance(load_function(name, field=field, arguments=None), type):
+        name += ".rollout"  # an environment
     found = load_function(name, field=field, arguments=arguments)
     if not any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
         raise ConfigError(f"{field}: {name} is no coroutine function; write `async def`")

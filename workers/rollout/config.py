@@ -50,8 +50,9 @@ class RolloutConfig(SamplingConfig):
     samples_per_step: int = Field(8, ge=0)
     """Prompts with their responses written to `samples/` per step."""
     function: str | None = None
-    """A rollout of yours, of any turns and samples: `async def` as `module:function`, or `tools`, which calls
-    `rollout.tools` until a reply calls none; null: one response to each prompt (docs/agents.md)."""
+    """A rollout of yours, of any turns and samples: `async def` as `module:function`, an environment as
+    `module:Class`, or `tools`, which calls `rollout.tools` until a reply calls none; null: one response to each prompt
+    (docs/agents.md)."""
     agent: str | None = None
     """Instead: `async def agent(task, base_url, api_key)` as `module:function`, which speaks OpenAI's API."""
     agent_command: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ MODEL = find_recipe("quickstart-tools").parent / "quickstart_tools" / "model"
 MODULE = """
 import asyncio, os
 from configs.quickstart_tools.renderer import CalculatorRenderer
+from workers.agents import Environment
 
 async def waits(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -89,6 +90,16 @@ class NoBridge(CalculatorRenderer):
 
     def bridge(self, previous_ids, new_messages, tools=None):
         return None
+class Again(Environment):
+    def reset(self, task):
+        return task["prompt"]
+
+    def step(self, reply):
+        return "37*64", 0.25, False
+
+class Stopped(Again):
+    def step(self, reply):
+        return next(iter([]))
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -264,6 +275,20 @@ def test_a_rollout_that_has_had_its_turns_is_truncated_and_not_made_again(start:
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.truncated
     assert one.turns == len(engine.prompts) == 1
+
+
+def test_an_environment_whose_turns_are_spent_is_truncated_and_keeps_what_it_earned(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:Again", max_turns=2, tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert (one.reward, one.truncated, one.turns) == (0.25, True, 2)
+
+
+def test_a_step_that_runs_out_of_what_it_iterates_over_is_a_failure(start: Any) -> None:
+    rollouts, _ = start(function="my_rollouts:Stopped", max_attempts=1, tools=[])
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert one.leaves and "StopIteration" in one.failure
 
 
 def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) -> None:
