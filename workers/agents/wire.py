@@ -28,6 +28,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         num_workers: processes that run users' code.
         path: where modules are sought; as the file system spells it.
         scratch: directory for the rollouts' own files.
+        seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
     """
 
     model_dir: str
@@ -45,6 +46,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     path: list[bytes]
     scratch: str
+    seal: bytes = b""
+    port: int = 0
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +89,9 @@ class NotDrawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The service takes rollouts."""
+    """The service takes rollouts; the gateway's port, 0 if it has none."""
+
+    port: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -57,6 +59,13 @@ async def sleeps(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
+
+async def hangs(task, base_url, api_key):
+    written = os.path.join(task["seen"], str(task.index))
+    with open(written + ".part", "w") as file:
+        file.write(f"{base_url} {api_key}")
+    os.rename(written + ".part", written)
+    await asyncio.sleep(1000)
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -229,6 +238,33 @@ def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) 
     assert one.reward == 1.0
     assert one.metrics == {"asked": 1.0}
     assert engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "") == "<call>37*64<eos>"
+
+
+def test_an_agent_of_a_restored_run_or_of_a_service_that_died_hears_that_its_session_is_gone(
+    start: Any, tmp_path: Path
+) -> None:
+    rollouts, _ = start(function=None, agent="my_rollouts:hangs", tools=[], seal=b"seal")
+    rollouts.begin([request(1, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "1").exists())
+    rollouts.abort()
+    rollouts.begin([request(2, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "1") == 410
+    assert asked_by(tmp_path / "2") == 200
+    (tmp_path / "2").rename(tmp_path / "old")
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "old") == 410
+    assert asked_by(tmp_path / "2") == 200
+
+
+def asked_by(agent: Path) -> int:
+    base_url, key = agent.read_text().split()
+    try:
+        with urlopen(Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}), timeout=60) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
 
 
 def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
