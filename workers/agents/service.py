@@ -276,7 +276,7 @@ class Service:
 
     async def _call_program(self, run: Run, start: Start) -> None:
         try:
-            reward, metrics = await run_command(self._setup.command, start)
+            reward, metrics = await run_command(self._setup, start)
         except Exception as error:  # noqa: BLE001  the boundary to a user's program, and to the machine that runs it
             if run.spent:
                 self._cut(run)

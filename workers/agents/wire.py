@@ -9,9 +9,22 @@ Drawn 31      ------------->  parses             ---- Told 2 ----->  the reply
 A ticket names a rollout, a run one attempt at it; numbers of calls are the asking side's own.
 """
 
+from typing import Any
+
 import msgspec
 
 from workers.agents.messages import Message
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """An entry of `rollout.models`, as the configuration has it."""
+
+    base_url: str
+    model: str
+    api_key_variable: str
+    options: dict[str, Any]
+    timeout_s: float
+    retries: int
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -28,6 +41,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         num_workers: processes that run users' code.
         path: where modules are sought; as the file system spells it.
         scratch: directory for the rollouts' own files.
+        models: `rollout.models`.
+        max_memory_bytes, max_file_bytes: limits of each process that runs users' code; 0: none.
         seal, port: of the gateway of a service before this one; see `workers.agents.gateway`.
     """
 
@@ -46,6 +61,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     path: list[bytes]
     scratch: str
+    models: dict[str, ServedModel] = msgspec.field(default_factory=dict)
+    max_memory_bytes: int = 0
+    max_file_bytes: int = 0
     seal: bytes = b""
     port: int = 0
 

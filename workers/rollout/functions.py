@@ -39,6 +39,7 @@ from workers.agents.wire import (
     FromService,
     NotDrawn,
     Ready,
+    ServedModel,
     Setup,
     ToService,
     Undraw,
@@ -380,6 +381,9 @@ def open_rollouts(
         num_workers=own.num_workers,
         path=[os.fsencode(place) for place in sys.path],
         scratch=str(context.run_dir / "scratch" / context.gang.name),
+        models={name: ServedModel(**served.model_dump()) for name, served in own.models.items()},
+        max_memory_bytes=int(own.max_memory_gb * 2**30),
+        max_file_bytes=int(own.max_file_gb * 2**30),
         seal=secrets.token_bytes(32),
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)

@@ -60,6 +60,15 @@ async def sleeps(task, model, context):
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
 
+async def greedy(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task["kind"] == "memory":
+        held = await context.run(bytearray, 2**33)
+    if task["kind"] == "file":
+        (context.scratch / "long").write_bytes(bytes(2**21))
+    return chat.sample(reward=0.5)
+
 async def hangs(task, base_url, api_key):
     written = os.path.join(task["seen"], str(task.index))
     with open(written + ".part", "w") as file:
@@ -291,6 +300,29 @@ def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str)
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.leaves
     assert ("inf" if kind == "inf" else "ud800") in one.failure
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_rollout_over_a_limit_fails_and_names_it_and_others_go_on(start: Any, kind: str) -> None:
+    limits = {"max_memory_bytes": 2**32, "max_file_bytes": 2**20}
+    rollouts, _ = start(function="my_rollouts:greedy", on_failure="absent", max_attempts=1, **limits)
+    rollouts.begin([request(0, kind=kind), request(1, kind="none")])
+    failed, other = sorted(finished(rollouts, lambda done: len(done) == 2), key=lambda one: one.index)
+    assert f"rollout.max_{kind}_gb" in failed.failure
+    assert (other.failure, other.reward) == ("", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"), [("", "ended with code 1"), ("signal.signal(signal.SIGXFSZ, signal.SIG_DFL)", "max_file_gb")]
+)
+def test_a_program_has_the_same_limits(start: Any, first: str, words: str) -> None:
+    """Python ignores the signal that other programs die of."""
+    code = f"import os, signal\n{first}\nopen(os.environ['ASYNCFLOW_RESULT'], 'wb').write(bytes(2**21))"
+    limits = {"max_attempts": 1, "max_file_bytes": 2**20}
+    rollouts, _ = start("absent", function=None, command=[sys.executable, "-c", code], tools=[], **limits)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert words in one.failure
 
 
 def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:

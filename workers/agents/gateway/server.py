@@ -4,7 +4,8 @@
     base_url                      Anthropic's SDK takes it as it is, OpenAI's with `/v1`
 
 Statuses: 400 a field that is not served, or `context_length_exceeded`; 401 no such key; 410 the session has ended, or
-the run was restored since; 413 a body over the limit. A stream's answer comes when the turn is finished, with comments every `keep_alive_s` before.
+the run was restored since; 413 a body over the limit. A stream's answer comes when the turn is finished, with comments
+every `keep_alive_s` before.
 """
 
 import contextlib

@@ -1,0 +1,132 @@
+"""Models that are asked and not trained: a server of a few lines that fails as real ones do."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from asyncflow.errors import ConfigError, UserCodeFailed
+from workers.agents import other_model
+from workers.agents.other_model import OtherModel, Utterance
+from workers.agents.wire import ServedModel
+from workers.rollout.config import RolloutConfig
+
+KEY = "sk-secret-of-a-judge"
+HELLO = [{"role": "user", "content": "hello"}]
+SAID = {"choices": [{"message": {"role": "assistant", "content": "7/10", "refusal": None}, "finish_reason": "stop"}]}
+
+
+class Judge:
+    """Answers as `answers` says, the last one for ever; `asked`: (path, key, body)."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any]] = [(200, SAID)]
+        self.asked: list[tuple[str, str | None, Any]] = []
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.asked.append((self.path, self.headers["Authorization"], body))
+                status, answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def served(self, **changed: Any) -> ServedModel:
+        url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        fields: dict[str, Any] = {"base_url": url, "model": "judge-7b", "api_key_variable": "JUDGE_KEY"}
+        return ServedModel(**{**fields, "options": {"temperature": 0}, "timeout_s": 20.0, "retries": 2, **changed})
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setattr(other_model, "_LONGEST_PAUSE_S", 0.0)
+    one = Judge()
+    yield one
+    one.http.shutdown()
+    one.http.server_close()
+
+
+def ask(served: ServedModel, **fields: Any) -> Utterance:
+    async def asked() -> Utterance:
+        model = OtherModel("judge", served)
+        try:
+            return await model.chat(HELLO, **fields)
+        finally:
+            await model.close()
+
+    return asyncio.run(asyncio.wait_for(asked(), 60))
+
+
+def test_a_judge_is_asked_with_its_key_and_options(judge: Judge) -> None:
+    said = ask(judge.served(), max_tokens=5)
+    assert (said.text, said.finish_reason, said.tool_calls) == ("7/10", "stop", [])
+    body = {"model": "judge-7b", "temperature": 0, "max_tokens": 5, "messages": HELLO}
+    assert judge.asked == [("/v1/chat/completions", f"Bearer {KEY}", body)]
+
+
+def test_a_request_that_failed_is_sent_again(judge: Judge) -> None:
+    judge.answers = [(429, {}), (503, b"busy"), (200, SAID)]
+    assert ask(judge.served()).text == "7/10"
+    assert len(judge.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "asked"),
+    [
+        ((500, b"broken"), "answered 500: broken; asked 3 times", 3),
+        ((401, {"error": f"wrong key {KEY}"}), "wrong key ***", 1),
+        ((302, b""), "answered 302", 1),
+        ((200, b"<html>"), "no chat completion: <html>", 1),
+        ((200, {"choices": []}), "no chat completion", 1),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_without_the_key(judge: Judge, answer: Any, words: str, asked: int) -> None:
+    judge.answers = [answer]
+    with pytest.raises(UserCodeFailed) as raised:
+        ask(judge.served())
+    text = str(raised.value)
+    assert text.startswith("rollout.models.judge (http://127.0.0.1:")
+    assert words in text
+    assert KEY not in text and "\n" not in text
+    assert len(judge.asked) == asked
+
+
+def test_a_server_that_is_not_there_is_named(judge: Judge) -> None:
+    with pytest.raises(UserCodeFailed, match=r"rollout.models.judge .*does not answer: .*asked 3 times"):
+        ask(judge.served(base_url="http://127.0.0.1:1"))
+
+
+def test_a_key_that_is_not_there_is_refused_before_anything_is_asked(judge: Judge) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.models.judge.api_key_variable: the environment has no OTHER_KEY"):
+        OtherModel("judge", judge.served(api_key_variable="OTHER_KEY"))
+    assert ask(judge.served(api_key_variable="")).text == "7/10"
+    assert judge.asked[0][1] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"models": {"judge": {"base_url": "http://me:word@host/v1", "model": "m"}}}, "user's name"),
+        ({"models": {"judge": {"base_url": "http://host/v1", "model": "m"}}, "function": None}, "clients of their own"),
+    ],
+)
+def test_models_that_cannot_be_asked_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        RolloutConfig.model_validate({"max_response_tokens": 4, "function": "tools", **fields})
