@@ -17,6 +17,7 @@ import torch
 
 from asyncflow.errors import ConfigError
 from launcher.config.paths import find_recipe
+from tests.support.judge import Judge
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
@@ -59,6 +60,12 @@ async def sleeps(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
     await chat.reply()
     await context.run(__import__("time").sleep, 1000)
+
+async def judged(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    said = await context.models["judge"].chat([{"role": "user", "content": "how good is it?"}])
+    return chat.sample(reward=float(said.text.partition("/")[0]))
 
 async def greedy(task, model, context):
     chat = model.chat([{"role": "user", "content": task["prompt"]}])
@@ -300,6 +307,22 @@ def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str)
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.leaves
     assert ("inf" if kind == "inf" else "ud800") in one.failure
+
+
+def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    judge = Judge()
+    try:
+        models = {"judge": judge.served(retries=0)}
+        rollouts, _ = start("absent", function="my_rollouts:judged", max_attempts=1, models=models)
+        rollouts.begin([request(0)])
+        (good,) = finished(rollouts, lambda done: len(done) == 1)
+        judge.answers = [(401, b"bad key sk-secret")]
+        rollouts.begin([request(1)])
+        (bad,) = finished(rollouts, lambda done: len(done) == 1)
+    finally:
+        judge.close()
+    assert (good.reward, bad.failure.endswith("answered 401: bad key ***")) == (7.0, True)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])

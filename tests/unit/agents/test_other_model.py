@@ -1,16 +1,14 @@
-"""Models that are asked and not trained: a server of a few lines that fails as real ones do."""
+"""Models that are asked and not trained."""
 
 import asyncio
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from asyncflow.errors import ConfigError, UserCodeFailed
+from tests.support.judge import SAID, Judge
 from workers.agents import other_model
 from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.wire import ServedModel
@@ -18,39 +16,6 @@ from workers.rollout.config import RolloutConfig
 
 KEY = "sk-secret-of-a-judge"
 HELLO = [{"role": "user", "content": "hello"}]
-SAID = {"choices": [{"message": {"role": "assistant", "content": "7/10", "refusal": None}, "finish_reason": "stop"}]}
-
-
-class Judge:
-    """Answers as `answers` says, the last one for ever; `asked`: (path, key, body)."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[int, Any]] = [(200, SAID)]
-        self.asked: list[tuple[str, str | None, Any]] = []
-        judge = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.asked.append((self.path, self.headers["Authorization"], body))
-                status, answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def served(self, **changed: Any) -> ServedModel:
-        url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        fields: dict[str, Any] = {"base_url": url, "model": "judge-7b", "api_key_variable": "JUDGE_KEY"}
-        return ServedModel(**{**fields, "options": {"temperature": 0}, "timeout_s": 20.0, "retries": 2, **changed})
 
 
 @pytest.fixture
@@ -59,8 +24,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setattr(other_model, "_LONGEST_PAUSE_S", 0.0)
     one = Judge()
     yield one
-    one.http.shutdown()
-    one.http.server_close()
+    one.close()
 
 
 def ask(served: ServedModel, **fields: Any) -> Utterance:
