@@ -43,9 +43,8 @@ def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:
     """
     for what, wanted in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
         if wanted:
-            _, hard = resource.getrlimit(what)
-            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(what, (most, most))
+            hard = resource.getrlimit(what)[1]
+            resource.setrlimit(what, 2 * (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard),))
 
 
 @contextmanager

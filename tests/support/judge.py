@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from workers.agents.wire import ServedModel
+from workers.rollout.config import ServedModelConfig
 
 SAID = {"choices": [{"message": {"role": "assistant", "content": "7/10", "refusal": None}, "finish_reason": "stop"}]}
 
@@ -36,10 +36,12 @@ class Judge:
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
-    def served(self, **changed: Any) -> ServedModel:
+    def served(self, **changed: Any) -> ServedModelConfig:
         url = f"http://127.0.0.1:{self.http.server_port}/v1"
         fields: dict[str, Any] = {"base_url": url, "model": "judge-7b", "api_key_variable": "JUDGE_KEY"}
-        return ServedModel(**{**fields, "options": {"temperature": 0}, "timeout_s": 20.0, "retries": 2, **changed})
+        return ServedModelConfig(
+            **{**fields, "options": {"temperature": 0}, "timeout_s": 20.0, "retries": 2, **changed}
+        )
 
     def close(self) -> None:
         """Answer no more."""

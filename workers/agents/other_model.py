@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from asyncflow.errors import ConfigError, UserCodeFailed, one_line
 from asyncflow.extras import pip_line
 from workers.agents.messages import Message
-from workers.agents.wire import ServedModel
 from workers.engines.openai.config import read_api_key
+from workers.rollout.config import ServedModelConfig
 
 if TYPE_CHECKING:
     import aiohttp
@@ -52,46 +52,52 @@ class Utterance:
 class OtherModel:
     """One of `context.models`; used in one event loop."""
 
-    def __init__(self, name: str, served: ServedModel) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Read its key; nothing is asked yet.
+
+        Args:
+            name: among `rollout.models`.
+            settings: a `ServedModelConfig`, as another process sends it.
 
         Raises:
             ConfigError: the key's variable is not set, or the HTTP client is not installed.
         """
         self._what = f"rollout.models.{name}"
-        field = f"{self._what}.api_key_variable"
-        self._key = read_api_key(served.api_key_variable, field) if served.api_key_variable else ""
-        if served.api_key_variable and not self._key:
-            raise ConfigError(
-                f"{field}: the environment has no {served.api_key_variable}; export it, or leave this out"
-            )
+        self._config = config = ServedModelConfig.model_validate(settings)
+        field, variable = f"{self._what}.api_key_variable", config.api_key_variable
+        self._key = read_api_key(variable, field) if variable else ""
+        if variable and not self._key:
+            raise ConfigError(f"{field}: the environment has no {variable}; export it, or leave this out")
         if importlib.util.find_spec("aiohttp") is None:
             raise ConfigError(f"{self._what} needs aiohttp, which is not installed; {pip_line('agents')}")
-        self._served = served
         self._session: aiohttp.ClientSession | None = None
 
     async def chat(self, messages: Sequence[Message], **fields: Any) -> Utterance:
-        """Have it reply to a conversation.
+        """Have it reply to a conversation; nothing is appended.
 
         Args:
-            messages: of the conversation; none is appended.
-            fields: more of the request, e.g. `temperature=0`; they go before `options` of the configuration.
+            messages: of the conversation.
+            fields: more of the request, e.g. `temperature=0`; they go before the configuration's `options`.
 
         Raises:
             UserCodeFailed: it does not answer, or with an error, after as many retries as it is allowed.
         """
-        served = self._served
-        body = {"model": served.model, **served.options, **fields, "messages": list(messages)}
-        for attempt in range(served.retries + 1):
+        body = {"model": self._config.model, **self._config.options, **fields, "messages": list(messages)}
+        for attempt in range(self._config.retries + 1):
             if attempt:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S))
             status, said = await self._ask(body)
-            if status == 200:
-                return self._read(said)
             if status not in _PASSING:
                 break
-        how = "does not answer" if status == _NO_ANSWER else f"answered {status}"
-        raise self._failed(f"{how}: {said}", attempt + 1)
+        if status != 200:
+            how = "does not answer" if status == _NO_ANSWER else f"answered {status}"
+            raise self._failed(f"{how}: {said}" + (f" (asked {attempt + 1} times)" if attempt else ""))
+        try:
+            choice = json.loads(said)["choices"][0]
+            message = {name: value for name, value in choice["message"].items() if value is not None}
+            return Utterance({"content": "", **message}, str(choice.get("finish_reason")))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise self._failed(f"answered what is no chat completion: {said}") from error
 
     async def close(self) -> None:
         """Close its connections; idempotent."""
@@ -104,28 +110,19 @@ class OtherModel:
 
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._session = aiohttp.ClientSession(headers=headers, trust_env=True)
-        url, timeout = f"{self._served.base_url.rstrip('/')}/chat/completions", self._served.timeout_s
+            timeout = aiohttp.ClientTimeout(self._config.timeout_s)
+            self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True)
+        url = f"{self._config.base_url.rstrip('/')}/chat/completions"
         try:
-            async with self._session.post(
-                url, json=body, timeout=aiohttp.ClientTimeout(timeout), allow_redirects=False
-            ) as answer:
+            async with self._session.post(url, json=body, allow_redirects=False) as answer:
                 return answer.status, await answer.text(errors="replace")
         except TimeoutError:
-            return _NO_ANSWER, f"it took longer than timeout_s = {timeout:g} s"
+            return _NO_ANSWER, f"it took longer than timeout_s = {self._config.timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return _NO_ANSWER, one_line(error)
 
-    def _read(self, said: str) -> Utterance:
-        try:
-            choice = json.loads(said)["choices"][0]
-            message = {name: value for name, value in choice["message"].items() if value is not None}
-            return Utterance({"content": "", **message}, str(choice.get("finish_reason")))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise self._failed(f"answered what is no chat completion: {said}", 1) from error
-
-    def _failed(self, how: str, attempts: int) -> UserCodeFailed:
+    def _failed(self, how: str) -> UserCodeFailed:
         """Return the error; a server may repeat the key that it refuses."""
-        shown = " ".join((how.replace(self._key, "***") if self._key else how).split())[:_SHOWN]
-        times = f"; asked {attempts} times" if attempts > 1 else ""
-        return UserCodeFailed(f"{self._what} ({self._served.base_url}): {shown}{times}")
+        shown = " ".join((how.replace(self._key, "***") if self._key else how).split())
+        shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+        return UserCodeFailed(f"{self._what} ({self._config.base_url}): {shown}")

@@ -7,7 +7,6 @@ from typing import Any
 from workers.agents.other_model import OtherModel
 from workers.agents.rendering import load_renderer
 from workers.agents.tools import load_tools
-from workers.agents.wire import ServedModel
 from workers.agents.worker import load_rollout
 from workers.calls.user_function import Callee
 
@@ -28,8 +27,8 @@ def usable(
     """
     if function is not None or agent is not None:
         load_rollout(function, agent)
-    for name, served in models.items():
-        OtherModel(name, ServedModel(**served))
+    for name, settings in models.items():
+        OtherModel(name, settings)
     described = [tool.description for tool in load_tools(tools)]
     rendering = load_renderer(Path(model_dir), renderer)
     if renderer is None or ":" not in renderer:  # a class of the user's may know few words

@@ -16,17 +16,6 @@ import msgspec
 from workers.agents.messages import Message
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """An entry of `rollout.models`, as the configuration has it."""
-
-    base_url: str
-    model: str
-    api_key_variable: str
-    options: dict[str, Any]
-    timeout_s: float
-    retries: int
-
-
 class Setup(msgspec.Struct, frozen=True, tag=True):
     """The service's first message.
 
@@ -61,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     path: list[bytes]
     scratch: str
-    models: dict[str, ServedModel] = msgspec.field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     max_memory_bytes: int = 0
     max_file_bytes: int = 0
     seal: bytes = b""

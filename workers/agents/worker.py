@@ -106,7 +106,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told = False
         self.tools: Sequence[Tool] = load_tools(setup.tools)
-        self._models = {name: OtherModel(name, served) for name, served in setup.models.items()}
+        self._models = {name: OtherModel(name, settings) for name, settings in setup.models.items()}
         self._rollout = load_rollout(setup.function, setup.agent)
         self._body = self._call_function if setup.agent is None else self._call_agent
 

@@ -61,25 +61,18 @@ def as_score(value: object, *, what: str, response: str) -> Score:
 
 
 def as_rewards(value: Any, number: int, *, what: str) -> list[float]:
-    """Turn what a user's function of groups gave into rewards.
-
-    Args:
-        value: numbers.
-        number: how many there must be.
-        what: begins a message.
+    """Turn what a user's function of groups gave into rewards, `number` of them; `what` begins a message.
 
     Raises:
-        UserCodeFailed: it is none of these, or one is no number that float32 holds.
+        UserCodeFailed: it is no such list of numbers that float32 holds.
     """
     try:
-        rewards = [] if isinstance(value, (str, Mapping)) else [as_number(each) for each in value]
+        rewards = [as_number(each) for each in value]
     except Exception:  # noqa: BLE001  the boundary to a user's objects
         rewards = []
     if len(rewards) != number or not all(abs(reward) <= LARGEST_REWARD for reward in rewards):
-        raise UserCodeFailed(
-            f"{what} returned {reprlib.repr(value)} for {number} responses; return a list of {number} numbers that "
-            f"float32 holds, in the members' order"
-        )
+        wanted = f"a list of {number} numbers that float32 holds, in the members' order"
+        raise UserCodeFailed(f"{what} returned {reprlib.repr(value)} for {number} responses; return {wanted}")
     return rewards
 
 

@@ -32,16 +32,12 @@ class GroupReward:
     """The function behind a pool of children."""
 
     def __init__(self, config: RewardConfig, *, group_size: int, failed: Callable[[str], None]) -> None:
-        """Import the function.
+        """Import the function; raises as `PooledReward.until_ready` does.
 
         Args:
             config: names it.
             group_size: G.
             failed: is told of every group that has no rewards, in one line.
-
-        Raises:
-            ConfigError: there is no such function.
-            UserCodeNotStarted: its process did not start, twice.
         """
         name = config.group_function
         assert name is not None
@@ -66,48 +62,39 @@ class GroupReward:
         """Have the function reward a group.
 
         Members that drew nothing or have no reward of their own keep what they have. If the function fails, no member
-        has a reward, as where `reward.function` fails. After a crash in the middle of a put, a part of a group may be
-        all that is left: it cannot be compared, so it has no rewards.
+        has a reward, as where `reward.function` fails; nor has a part of a group, which may be all that is left after
+        a crash in the middle of a put.
 
         Args:
             task: the data row, JSON; None: prompt and ground truth are all that is known of it.
             rollouts, scores: of the members, in their order.
         """
         rewarded: Future[Sequence[ScoredAnswer]] = Future()
-        seen = [k for k, rollout in enumerate(rollouts) if not scores[k].failure and len(rollout.log_probs_A)]
-        if len(scores) < self._group_size:
-            rewarded.set_result(_without(scores, seen, _CUT))
-        elif not seen:
-            rewarded.set_result(scores)
-        else:
-            first = scores[0]
-            task = task or json.dumps({"prompt": first.prompt, "ground_truth": first.answer})
-            members = [_member(rollouts[k], scores[k]) for k in seen]
-            pending = self._pool.submit(task, members, on=f"{len(seen)} responses to {excerpt(first.prompt)}")
-            pending.add_done_callback(lambda done: self._settle(done, rewarded, scores, seen))
+        seen = [k for k, one in enumerate(scores) if not one.failure and len(rollouts[k].log_probs_A)]
+        if not seen or len(scores) < self._group_size:
+            rewarded.set_result(_changed(scores, seen, _CUT))
+            return rewarded
+        first = scores[0]
+        task = task or json.dumps({"prompt": first.prompt, "ground_truth": first.answer})
+        members = [_member(rollouts[k], scores[k]) for k in seen]
+        pending = self._pool.submit(task, members, on=f"{len(seen)} responses to {excerpt(first.prompt)}")
+
+        def settle(done: "Future[list[float]]") -> None:
+            try:
+                rewarded.set_result(_changed(scores, seen, done.result()))
+            except UserCodeFailed as error:  # costs one group, not the run
+                logger.warning("%s; its answers have no weight", error)
+                self._failed(str(error))
+                rewarded.set_result(_changed(scores, seen, str(error)))
+            except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it
+                rewarded.set_exception(error)
+
+        pending.add_done_callback(settle)
         return rewarded
 
     def close(self) -> None:
         """End the children; idempotent."""
         self._pool.close()
-
-    def _settle(
-        self,
-        done: "Future[list[float]]",
-        rewarded: "Future[Sequence[ScoredAnswer]]",
-        scores: Sequence[ScoredAnswer],
-        seen: Sequence[int],
-    ) -> None:
-        try:
-            new = dict(zip(seen, done.result(), strict=True))
-        except UserCodeFailed as error:  # costs one group, not the run
-            logger.warning("%s; its answers have no weight", error)
-            self._failed(str(error))
-            rewarded.set_result(_without(scores, seen, str(error)))
-        except Exception as error:  # noqa: BLE001  the boundary of a thread: the caller of `result` raises it
-            rewarded.set_exception(error)
-        else:
-            rewarded.set_result([replace(one, reward=new.get(k, one.reward)) for k, one in enumerate(scores)])
 
 
 def _member(rollout: FinishedRollout, score: ScoredAnswer) -> dict[str, Any]:
@@ -121,5 +108,11 @@ def _member(rollout: FinishedRollout, score: ScoredAnswer) -> dict[str, Any]:
     }
 
 
-def _without(scores: Sequence[ScoredAnswer], seen: Sequence[int], why: str) -> list[ScoredAnswer]:
-    return [replace(one, reward=nan, correct=False, failure=why) if k in seen else one for k, one in enumerate(scores)]
+def _changed(scores: Sequence[ScoredAnswer], seen: Sequence[int], given: list[float] | str) -> list[ScoredAnswer]:
+    """Return the scores with the rewards that some of them were given, or why there are none."""
+    changed = list(scores)
+    for k, reward in zip(seen, [nan] * len(seen) if isinstance(given, str) else given, strict=True):
+        changed[k] = replace(scores[k], reward=reward)
+        if isinstance(given, str):
+            changed[k] = replace(changed[k], correct=False, failure=given)
+    return changed

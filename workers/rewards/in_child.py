@@ -62,11 +62,7 @@ def user_reward(name: str) -> Callee:
 
 
 def group_reward(name: str) -> Callee:
-    """Import a user's function of whole groups.
-
-    Raises:
-        ConfigError: there is no such module or function, or importing it fails.
-    """
+    """Import a user's function of whole groups. Raises as `user_reward` does."""
     function = load_function(name, field=GROUP_FIELD, arguments=GROUP_ARGUMENTS)
     return Callee(
         function,

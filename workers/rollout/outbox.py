@@ -221,12 +221,7 @@ class Outbox:
             self._put(group.lease, group.finished, group.scores.result())
         self._num_put += len(group.finished)
 
-    def _put(
-        self,
-        lease: RolloutLease,
-        finished: "Sequence[_Finished]",
-        rewarded: Sequence[ScoredAnswer] | None = None,
-    ) -> None:
+    def _put(self, lease: RolloutLease, finished: "Sequence[_Finished]", rewarded: Sequence[ScoredAnswer] = ()) -> None:
         """Put rows; `rewarded`: their scores, where those are not their own, of rows of which none leaves."""
         leaving = [one.rollout for one in finished if one.rollout.leaves]
         left = self._groups_left.get(lease, set()) | {lease.group_of(one.index) for one in leaving}

@@ -313,7 +313,7 @@ def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: p
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     judge = Judge()
     try:
-        models = {"judge": judge.served(retries=0)}
+        models = {"judge": judge.served(retries=0).model_dump()}
         rollouts, _ = start("absent", function="my_rollouts:judged", max_attempts=1, models=models)
         rollouts.begin([request(0)])
         (good,) = finished(rollouts, lambda done: len(done) == 1)

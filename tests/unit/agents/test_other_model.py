@@ -11,8 +11,7 @@ from asyncflow.errors import ConfigError, UserCodeFailed
 from tests.support.judge import SAID, Judge
 from workers.agents import other_model
 from workers.agents.other_model import OtherModel, Utterance
-from workers.agents.wire import ServedModel
-from workers.rollout.config import RolloutConfig
+from workers.rollout.config import RolloutConfig, ServedModelConfig
 
 KEY = "sk-secret-of-a-judge"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -27,9 +26,9 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     one.close()
 
 
-def ask(served: ServedModel, **fields: Any) -> Utterance:
+def ask(served: ServedModelConfig, **fields: Any) -> Utterance:
     async def asked() -> Utterance:
-        model = OtherModel("judge", served)
+        model = OtherModel("judge", served.model_dump())
         try:
             return await model.chat(HELLO, **fields)
         finally:
@@ -54,7 +53,7 @@ def test_a_request_that_failed_is_sent_again(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("answer", "words", "asked"),
     [
-        ((500, b"broken"), "answered 500: broken; asked 3 times", 3),
+        ((500, b"broken"), "answered 500: broken (asked 3 times)", 3),
         ((401, {"error": f"wrong key {KEY}"}), "wrong key ***", 1),
         ((302, b""), "answered 302", 1),
         ((200, b"<html>"), "no chat completion: <html>", 1),
@@ -79,7 +78,7 @@ def test_a_server_that_is_not_there_is_named(judge: Judge) -> None:
 
 def test_a_key_that_is_not_there_is_refused_before_anything_is_asked(judge: Judge) -> None:
     with pytest.raises(ConfigError, match=r"rollout.models.judge.api_key_variable: the environment has no OTHER_KEY"):
-        OtherModel("judge", judge.served(api_key_variable="OTHER_KEY"))
+        OtherModel("judge", judge.served(api_key_variable="OTHER_KEY").model_dump())
     assert ask(judge.served(api_key_variable="")).text == "7/10"
     assert judge.asked[0][1] is None
 

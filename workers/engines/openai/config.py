@@ -78,11 +78,7 @@ def check_address(url: str) -> None:
 
 
 def read_api_key(variable: str, field: str) -> str:
-    """Return the key in an environment variable, "" if there is none.
-
-    Args:
-        variable: its name.
-        field: of the configuration that has it.
+    """Return the key in an environment variable that a field of the configuration names, "" if there is none.
 
     Raises:
         ConfigError: it has characters that no request can carry.
