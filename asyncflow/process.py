@@ -6,6 +6,7 @@ a launcher leaves nothing behind. Every worker and the fork server call `die_wit
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,6 +64,18 @@ def end_session_with_me() -> None:
                         os.kill(process, signal.SIGKILL)
     finally:
         os._exit(0)
+
+
+def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:
+    """Have the kernel refuse this process, and each that it starts, more memory or longer files than this; 0: no limit.
+
+    Memory is what is allocated (RLIMIT_DATA): no libraries, no shared memory, and nothing that is only reserved, which
+    RLIMIT_AS would count. An allocation beyond it fails. A longer file is signal SIGXFSZ, and in Python an `OSError`.
+    """
+    for what, wanted in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes)):
+        if wanted:
+            hard = resource.getrlimit(what)[1]
+            resource.setrlimit(what, 2 * (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard),))
 
 
 @contextmanager

@@ -64,6 +64,7 @@ def check_rollout_code(config: RunConfig) -> None:
         "function": own.function,
         "agent": own.agent,
         "tools": list(own.tools),
+        "models": {name: served.model_dump() for name, served in own.models.items()},
     }
     pool = CallPool(
         Entry("workers.agents.preflight:usable", settings), what="rollout", limit="", timeout_s=60.0, concurrency=1

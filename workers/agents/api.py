@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from asyncflow.errors import UserCodeFailed
 from workers.agents.messages import Message
+from workers.agents.other_model import OtherModel, Utterance
 from workers.agents.requests import ChatRequest
 from workers.agents.tools import Tool, call_tool
 from workers.agents.wire import Begin
@@ -66,30 +67,16 @@ class Task(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(Utterance):
     """What the policy said.
 
     Attributes:
-        message: as OpenAI's API has it.
-        finish_reason: `stop`, `length` or `tool_calls`.
         token_ids: that were drawn.
         node: names them.
     """
 
-    message: Message
-    finish_reason: str
     token_ids: list[int]
     node: int
-
-    @property
-    def text(self) -> str:
-        """The content, "" for none."""
-        return self.message.get("content") or ""
-
-    @property
-    def tool_calls(self) -> list[Message]:
-        """The calls of tools, as OpenAI's API has them."""
-        return list(self.message.get("tool_calls") or ())
 
 
 @dataclass(frozen=True)
@@ -208,12 +195,14 @@ class Context:
         directory: becomes `scratch`.
         tools: of `rollout.tools`.
         attempt: from 0; more where earlier ones failed.
+        models: of `rollout.models`: `await context.models["judge"].chat(messages)`. They are not trained.
     """
 
     deadline: float
     directory: Path
     tools: Sequence[Tool]
     attempt: int = 0
+    models: Mapping[str, OtherModel] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @cached_property

@@ -1,8 +1,10 @@
 """Whether a run's rollouts can be made, found out in a child before anything starts: an entry of `workers.calls`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from workers.agents.other_model import OtherModel
 from workers.agents.rendering import load_renderer, prove
 from workers.agents.tools import load_tools
 from workers.agents.worker import load_rollout
@@ -11,9 +13,17 @@ from workers.data.tokenizer import load_tokenizer
 
 
 def usable(
-    *, model_dir: str, renderer: str | None, function: str | None, agent: str | None, tools: Sequence[str]
+    *,
+    model_dir: str,
+    renderer: str | None,
+    function: str | None,
+    agent: str | None,
+    tools: Sequence[str],
+    models: Mapping[str, Mapping[str, Any]],
 ) -> Callee:
-    """Import the user's function, tools and renderer; what is returned says what the renderer cannot do, in words.
+    """Import the user's function, tools and renderer, and look for the keys of other models.
+
+    Returns what says, in words, what the renderer cannot do.
 
     Raises:
         ConfigError: one of them cannot be used, or the model's template ignores tools.
@@ -22,6 +32,8 @@ def usable(
     if function is not None or agent is not None:
         environment = getattr(load_rollout(function, agent), "__self__", None)
         given += getattr(environment, "tools", ())
+    for name, settings in models.items():
+        OtherModel(name, settings)
     described = [tool.description for tool in given]
     rendering = load_renderer(Path(model_dir), renderer)
     missing: list[str] = []

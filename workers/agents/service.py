@@ -102,7 +102,7 @@ class Service:
         if not self._setup.command:
             for _ in range(self._setup.num_workers):
                 await self._add_worker()
-        self._engine.send(Ready())
+        self._engine.send(Ready(0 if self._gateway is None else self._gateway.port))
         while (message := await self._engine.receive()) is not None:
             match message:
                 case Begin():
@@ -148,7 +148,7 @@ class Service:
             raise ConfigError(
                 f"rollout: agents need {error.name}, which is not installed; {pip_line('agents')}"
             ) from error
-        return Gateway(self)
+        return Gateway(self, seal=self._setup.seal, port=self._setup.port)
 
     def _run_of(self, key: str) -> Run:
         run = self._keys.get(key)
@@ -273,7 +273,7 @@ class Service:
 
     async def _call_program(self, run: Run, start: Start) -> None:
         try:
-            reward, metrics = await run_command(self._setup.command, start)
+            reward, metrics = await run_command(self._setup, start)
         except Exception as error:  # noqa: BLE001  the boundary to a user's program, and to the machine that runs it
             if run.spent:
                 self._cut(run)

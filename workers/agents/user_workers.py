@@ -12,6 +12,7 @@ from typing import Protocol
 
 from asyncflow.errors import ConfigError
 from workers.agents.channel import Channel
+from workers.agents.command import ended_how
 from workers.agents.wire import (
     Ask,
     Broken,
@@ -28,7 +29,7 @@ from workers.agents.wire import (
     Told,
     ToWorker,
 )
-from workers.agents.worker import MARK, NOBODY
+from workers.agents.worker import MARK, NOBODY, OUT_OF_MEMORY
 
 START_TIMEOUT_S = 120.0
 """How long a worker may take to import what it needs (s)."""
@@ -79,7 +80,7 @@ class UserWorker:
         self._rollouts: set[int] = set()
         self._ending: dict[int, asyncio.TimerHandle] = {}
         self._last_pong = 0.0
-        self._how = "ended by itself"
+        self._how = ""
         self._culprit: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.alive = True
@@ -206,7 +207,10 @@ class UserWorker:
             task.cancel()
         self._channel.close()
         (marked,) = MARK.unpack_from(self._mark, 0)
-        self._owner.died(self, WorkerDeath(self._how, marked if self._culprit is None else self._culprit))
+        code = self._process.returncode or 0
+        how = "ran out of memory (rollout.max_memory_gb)" if code == OUT_OF_MEMORY else ended_how(code)
+        culprit = marked if self._culprit is None else self._culprit
+        self._owner.died(self, WorkerDeath(self._how or how, culprit))
 
     def _ended(self, run: int) -> bool:
         """A rollout's function came to its end; return whether its owner still wants to know."""

@@ -13,6 +13,7 @@ import heapq
 import logging
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace as replace_fields
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed, UserCodeNotStarted
@@ -230,7 +232,8 @@ class FunctionRollouts:
             self._engine.cancel(call)
         self._forget_calls()
         self._service.kill()
-        self._service = _open_service(self._setup, self._wake)
+        # An agent that outlived the service finds its successor, which tells it that its session is gone.
+        self._service = _open_service(replace_fields(self._setup, port=self._service.port), self._wake)
         for one in self._running.values():
             self._service.send(_begin(one))
 
@@ -284,8 +287,8 @@ class _Service:
         self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
         self._thread.start()
         match self._heard.get():
-            case Ready():
-                pass
+            case Ready(port=port):
+                self.port = port
             case Broken(text=text):
                 self.kill()
                 raise ConfigError(text)
@@ -384,6 +387,10 @@ def open_rollouts(
         num_workers=own.num_workers,
         path=[os.fsencode(place) for place in sys.path],
         scratch=str(context.run_dir / "scratch" / context.gang.name),
+        models={name: served.model_dump() for name, served in own.models.items()},
+        max_memory_bytes=int(own.max_memory_gb * 2**30),
+        max_file_bytes=int(own.max_file_gb * 2**30),
+        seal=secrets.token_bytes(32),
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
     return FunctionRollouts(engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake)

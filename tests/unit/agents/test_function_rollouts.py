@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from asyncflow.errors import ConfigError
 from launcher.config.paths import find_recipe
+from tests.support.judge import Judge
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
@@ -100,6 +103,27 @@ class Again(Environment):
 class Stopped(Again):
     def step(self, reply):
         return next(iter([]))
+async def judged(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    said = await context.models["judge"].chat([{"role": "user", "content": "how good is it?"}])
+    return chat.sample(reward=float(said.text.partition("/")[0]))
+
+async def greedy(task, model, context):
+    chat = model.chat([{"role": "user", "content": task["prompt"]}])
+    await chat.reply()
+    if task["kind"] == "memory":
+        held = await context.run(bytearray, 2**33)
+    if task["kind"] == "file":
+        (context.scratch / "long").write_bytes(bytes(2**21))
+    return chat.sample(reward=0.5)
+
+async def hangs(task, base_url, api_key):
+    written = os.path.join(task["seen"], str(task.index))
+    with open(written + ".part", "w") as file:
+        file.write(f"{base_url} {api_key}")
+    os.rename(written + ".part", written)
+    await asyncio.sleep(1000)
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -301,6 +325,33 @@ def test_an_agent_with_the_openai_client_is_trained_on_what_it_drew(start: Any) 
     assert engine.tokenizer.decode(one.drawn.tolist()).replace(" ", "") == "<call>37*64<eos>"
 
 
+def test_an_agent_of_a_restored_run_or_of_a_service_that_died_hears_that_its_session_is_gone(
+    start: Any, tmp_path: Path
+) -> None:
+    rollouts, _ = start(function=None, agent="my_rollouts:hangs", tools=[], seal=b"seal")
+    rollouts.begin([request(1, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "1").exists())
+    rollouts.abort()
+    rollouts.begin([request(2, seen=str(tmp_path))])
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "1") == 410
+    assert asked_by(tmp_path / "2") == 200
+    (tmp_path / "2").rename(tmp_path / "old")
+    os.kill(child_of_service().pid, signal.SIGKILL)
+    finished(rollouts, lambda _: (tmp_path / "2").exists())
+    assert asked_by(tmp_path / "old") == 410
+    assert asked_by(tmp_path / "2") == 200
+
+
+def asked_by(agent: Path) -> int:
+    base_url, key = agent.read_text().split()
+    try:
+        with urlopen(Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"}), timeout=60) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
 def test_any_program_is_an_agent(start: Any, tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(
@@ -325,6 +376,45 @@ def test_what_cannot_be_passed_on_or_trained_is_a_failure(start: Any, kind: str)
     (one,) = finished(rollouts, lambda done: len(done) == 1)
     assert one.leaves
     assert ("inf" if kind == "inf" else "ud800") in one.failure
+
+
+def test_a_judge_says_the_reward_or_fails_the_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    judge = Judge()
+    try:
+        models = {"judge": judge.served(retries=0).model_dump()}
+        rollouts, _ = start("absent", function="my_rollouts:judged", max_attempts=1, models=models)
+        rollouts.begin([request(0)])
+        (good,) = finished(rollouts, lambda done: len(done) == 1)
+        judge.answers = [(401, b"bad key sk-secret")]
+        rollouts.begin([request(1)])
+        (bad,) = finished(rollouts, lambda done: len(done) == 1)
+    finally:
+        judge.close()
+    assert (good.reward, bad.failure.endswith("answered 401: bad key ***")) == (7.0, True)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_rollout_over_a_limit_fails_and_names_it_and_others_go_on(start: Any, kind: str) -> None:
+    limits = {"max_memory_bytes": 2**32, "max_file_bytes": 2**20}
+    rollouts, _ = start(function="my_rollouts:greedy", on_failure="absent", max_attempts=1, **limits)
+    rollouts.begin([request(0, kind=kind), request(1, kind="none")])
+    failed, other = sorted(finished(rollouts, lambda done: len(done) == 2), key=lambda one: one.index)
+    assert f"rollout.max_{kind}_gb" in failed.failure
+    assert (other.failure, other.reward) == ("", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"), [("", "ended with code 1"), ("signal.signal(signal.SIGXFSZ, signal.SIG_DFL)", "max_file_gb")]
+)
+def test_a_program_has_the_same_limits(start: Any, first: str, words: str) -> None:
+    """Python ignores the signal that other programs die of."""
+    code = f"import os, signal\n{first}\nopen(os.environ['ASYNCFLOW_RESULT'], 'wb').write(bytes(2**21))"
+    limits = {"max_attempts": 1, "max_file_bytes": 2**20}
+    rollouts, _ = start("absent", function=None, command=[sys.executable, "-c", code], tools=[], **limits)
+    rollouts.begin([request(0)])
+    (one,) = finished(rollouts, lambda done: len(done) == 1)
+    assert words in one.failure
 
 
 def test_a_thread_that_hangs_is_ended_with_its_process(start: Any) -> None:

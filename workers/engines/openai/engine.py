@@ -10,7 +10,6 @@ A vLLM server that lost its weights is noticed (`ServedWeights`).
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import threading
@@ -28,7 +27,7 @@ from workers.engines.base import GenerateRequest, Generation, check_request
 from workers.engines.hf.model import DTYPES, check_weights, empty_causal_lm, vocab_size, weight_needs
 from workers.engines.hf.weights import copy_without_weights, write_weights
 from workers.engines.model_files import eos_token_ids, max_positions
-from workers.engines.openai.config import OpenAIConfig
+from workers.engines.openai.config import OpenAIConfig, read_api_key
 from workers.engines.openai.server import Completion, OpenAIServer, pauses
 from workers.engines.openai.weights import ServedWeights, open_updates
 from workers.engines.response_tasks import ResponseTasks
@@ -154,7 +153,7 @@ class OpenAIEngine:
             self._updates.close()
 
     def _connect(self) -> list[OpenAIServer]:
-        config, api_key = self._config, read_api_key(self._config.api_key_variable)
+        config, api_key = self._config, read_api_key(self._config.api_key_variable, "openai.api_key_variable")
         return [
             OpenAIServer(
                 url,
@@ -244,21 +243,6 @@ def check_completion(
         )
     if wrong:
         raise EngineFailed(f"openai: {server} {wrong}")
-
-
-def read_api_key(variable: str) -> str:
-    """Return the key in an environment variable, "" if there is none.
-
-    Raises:
-        ConfigError: it has characters that no request can carry.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"openai.api_key_variable: what {variable} holds is no key: it has line breaks, control or non-ASCII "
-            f"characters; set it again"
-        )
-    return key
 
 
 def check_sampling(config: OpenAIConfig, sampling: SamplingConfig) -> None:
