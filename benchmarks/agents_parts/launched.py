@@ -36,7 +36,7 @@ async def rollout(task, model, context):
 def relative(chance):
     return min(LONGEST, chance.lognormvariate(-0.5, 1.0))
 '''
-_TALK = '''
+_TALK = """
 QUESTIONS = ["Name a colour.", "Name another one.", "Which of the two do you like more, and why?"]
 
 async def rollout(task, model, context):
@@ -45,7 +45,7 @@ async def rollout(task, model, context):
         chat.add({"role": "user", "content": f"{task['prompt']} {question}"})
         await chat.reply()
     return chat.sample(reward=float(task.member % 2))
-'''
+"""
 
 
 def launch(recipe: str | Path, directory: Path, settings: Mapping[str, Any], *, tree: Path = ROOT) -> Path:

@@ -23,7 +23,7 @@ TURNS = 4
 TURN_S = 2.0
 _TOKENS = 100
 _DEADLINE_S = 120.0
-_MODULE = '''
+_MODULE = """
 import asyncio, random, time
 
 async def rollout(task, model, context):
@@ -37,7 +37,7 @@ async def rollout(task, model, context):
         await asyncio.sleep(chance.uniform(0, 2 * {turn_s}))
         chat.add({{"role": "user", "content": "the result of a tool, some words long: " + "more words " * 20}})
     return chat.sample(reward=1.0)
-'''
+"""
 
 
 def measure() -> dict[str, float]:
