@@ -18,11 +18,10 @@ _FIRST_CALL_S = 1.0
 
 @dataclass
 class _Live:
-    """A rollout: `number` counts them, `began` is when (s, monotonic), `called`: it has had a call."""
+    """A rollout: `number` counts them, `began` is when (s, monotonic)."""
 
     number: int
     began: float
-    called: bool = False
 
 
 class LiveRollouts:
@@ -34,6 +33,8 @@ class LiveRollouts:
         """
         self._spans = spans
         self._live: dict[int, _Live] = {}
+        self._coming: dict[int, float] = {}
+        """Those whose first call is to come: ticket -> when it began, in order."""
         self._num_begun = 0
         self._totals = dict.fromkeys(("turns", "drawing_s", "waiting_s", "in_tools_s"), 0.0)
         self._counted_until = time.monotonic()
@@ -42,7 +43,9 @@ class LiveRollouts:
     def num_coming(self) -> int:
         """Rollouts whose first call is about to come. One that takes longer to it leaves the room to others."""
         since = time.monotonic() - _FIRST_CALL_S
-        return sum(not one.called and one.began > since for one in self._live.values())
+        while self._coming and next(iter(self._coming.values())) <= since:
+            del self._coming[next(iter(self._coming))]
+        return len(self._coming)
 
     def figures(self, *, drawing: int, waiting: int) -> dict[str, float]:
         """Return `Rollouts.figures`; take in how many calls are drawn, and wait, since the last time."""
@@ -57,11 +60,12 @@ class LiveRollouts:
     def begin(self, ticket: int) -> None:
         """A rollout begins."""
         self._num_begun += 1
-        self._live[ticket] = _Live(self._num_begun, time.monotonic())
+        self._coming[ticket] = began = time.monotonic()
+        self._live[ticket] = _Live(self._num_begun, began)
 
     def called(self, ticket: int) -> None:
         """It wants a reply."""
-        self._live[ticket].called = True
+        self._coming.pop(ticket, None)
 
     def drawn(self, ticket: int, generation: Generation, *, since: float) -> None:
         """The engine has drawn for it, since then (s, monotonic)."""
@@ -72,6 +76,7 @@ class LiveRollouts:
 
     def end(self, request: RolloutRequest, message: Finished | Failed) -> None:
         """It came to its end."""
+        self._coming.pop(request.ticket, None)
         live = self._live.pop(request.ticket)
         seconds = time.monotonic() - live.began
         told: dict[str, int | float | str] = {"failed": message.text} if isinstance(message, Failed) else {
@@ -82,3 +87,4 @@ class LiveRollouts:
     def abandon(self) -> None:
         """All are dropped."""
         self._live.clear()
+        self._coming.clear()
