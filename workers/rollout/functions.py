@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
+_KEPT_SHARE = 0.125
+"""Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
 _MOST_STARTS = 3
 _MOST_RESTARTS = 10
 """Deaths of the service in a row, without a finished rollout in between, that end the run."""
@@ -113,9 +115,11 @@ class FunctionRollouts:
 
     @property
     def free_slots(self) -> int:
-        """As many as the engine has room for beyond the calls that wait or are about to come, and as may run at all."""
+        """As many as the engine, and a few calls that wait for it, have room for; and as may run at all."""
+        free = self._engine.free_slots
+        kept = int(_KEPT_SHARE * (free + self._engine.num_running))
         calls = len(self._wanted) + self._live.num_coming
-        return max(0, min(self._engine.free_slots - calls, self._max_running - len(self._running)))
+        return max(0, min(free + kept - calls, self._max_running - len(self._running)))
 
     def figures(self) -> dict[str, float]:
         """See `Rollouts`."""
