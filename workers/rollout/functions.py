@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from msgspec.structs import replace as replace_fields
 
 from asyncflow.decoding import msgpack_decoder
 from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed, UserCodeNotStarted
+from asyncflow.timeline import NoTimeline, Spans
 from workers.agents.wire import (
     Abandon,
     Begin,
@@ -49,12 +51,15 @@ from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.model_files import max_positions
 from workers.rollout.config import SamplingConfig
+from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
+_KEPT_SHARE = 0.125
+"""Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
 _MOST_STARTS = 3
 _MOST_RESTARTS = 10
 """Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
@@ -65,7 +70,14 @@ class FunctionRollouts:
     """See `workers.rollout.rollouts.Rollouts`."""
 
     def __init__(
-        self, engine: GenerateEngine, setup: Setup, *, max_running: int, on_failure: str, wake: threading.Event
+        self,
+        engine: GenerateEngine,
+        setup: Setup,
+        *,
+        max_running: int,
+        on_failure: str,
+        wake: threading.Event,
+        spans: Spans | None = None,
     ) -> None:
         """Start the service.
 
@@ -75,10 +87,12 @@ class FunctionRollouts:
             max_running: most rollouts at a time.
             on_failure: `rollout.on_failure`.
             wake: is set when there is something to do for `step`.
+            spans: see `LiveRollouts`.
 
         Raises:
             ConfigError: the user's function cannot be used.
         """
+        self._live = LiveRollouts(spans or NoTimeline())
         self._engine = engine
         self._setup = setup
         self._max_running = max_running
@@ -88,7 +102,8 @@ class FunctionRollouts:
         self._waiting: list[tuple[int, int, Draw]] = []
         self._wanted: set[int] = set()
         """Calls in `_waiting` that somebody still waits for."""
-        self._drawing: set[int] = set()
+        self._drawing: dict[int, tuple[int, float]] = {}
+        """Calls that the engine has: of which ticket, since when (s, monotonic)."""
         self._deaths: Counter[int] = Counter()
         """Of the service, by ticket of each rollout that ran."""
         self._service = _open_service(setup, wake)
@@ -105,12 +120,21 @@ class FunctionRollouts:
 
     @property
     def free_slots(self) -> int:
-        """As many as the engine has room for beyond the calls that wait, and as may run at all."""
-        return max(0, min(self._engine.free_slots - len(self._wanted), self._max_running - len(self._running)))
+        """As many as the engine, and a few calls that wait for it, have room for; and as may run at all."""
+        free = self._engine.free_slots
+        kept = int(_KEPT_SHARE * (free + self._engine.num_running))
+        calls = len(self._wanted) + self._live.num_coming
+        return max(0, min(free + kept - calls, self._max_running - len(self._running)))
+
+    def figures(self) -> dict[str, float]:
+        """See `Rollouts`."""
+        return self._live.figures(drawing=len(self._drawing), waiting=len(self._wanted))
 
     def begin(self, requests: Sequence[RolloutRequest]) -> None:
         """See `Rollouts`."""
+        self.figures()
         for one in requests:
+            self._live.begin(one.ticket)
             self._running[one.ticket] = one
             self._service.send(_begin(one))
 
@@ -120,21 +144,25 @@ class FunctionRollouts:
         Raises:
             UserCodeFailed: the function cannot be called any more.
         """
+        self.figures()  # before what runs changes
         finished = self._heard()
         if not hold:
             self._submit()
+        if finished:
+            return finished  # at once: the engine may draw for long, and their room is free
         if self._engine.num_running:
             for generation in self._engine.step(wake):
                 self._drawn(generation)
-        elif not finished:
+        else:
             wake.wait(_IDLE_S)
-        return finished
+        return []
 
     def abort(self) -> None:
         """See `Rollouts`."""
         self._engine.abort()
         self._running.clear()
         self._deaths.clear()
+        self._live.abandon()
         self._forget_calls()
         self._service.send(Abandon())
 
@@ -155,12 +183,14 @@ class FunctionRollouts:
                     if message.ticket in self._running:
                         heapq.heappush(self._waiting, (message.ticket, message.call, message))
                         self._wanted.add(message.call)
+                        self._live.called(message.ticket)
                 case Undraw(call=call):
                     self._undraw(call)
                 case Finished() | Failed():
                     request = self._running.pop(message.ticket, None)
                     if request is not None:
                         del self._deaths[message.ticket], self._deaths[_IN_A_ROW]
+                        self._live.end(request, message)
                         finished.append(self._result(request, message))
         return finished
 
@@ -185,18 +215,19 @@ class FunctionRollouts:
             except BadRequest as error:
                 self._service.send(NotDrawn(draw.call, str(error)))
             else:
-                self._drawing.add(draw.call)
+                self._drawing[draw.call] = draw.ticket, time.monotonic()
 
     def _undraw(self, call: int) -> None:
         self._wanted.discard(call)
         if call in self._drawing:
-            self._drawing.remove(call)
+            del self._drawing[call]
             self._engine.cancel(call)
 
     def _drawn(self, generation: Generation) -> None:
         if generation.ticket not in self._drawing:
             return
-        self._drawing.remove(generation.ticket)
+        ticket, since = self._drawing.pop(generation.ticket)
+        self._live.drawn(ticket, generation, since=since)
         self._service.send(
             Drawn(
                 generation.ticket,
@@ -209,7 +240,7 @@ class FunctionRollouts:
 
     def _result(self, request: RolloutRequest, message: Finished | Failed) -> FinishedRollout:
         if isinstance(message, Finished):
-            return _finished(request, message)
+            return FinishedRollout.told(request, message)
         nothing = FinishedRollout.without_tokens(request, why=message.text)
         if message.skipped:
             return replace(nothing, leaves=True)
@@ -331,27 +362,6 @@ def _begin(one: RolloutRequest) -> Begin:
     return Begin(one.ticket, one.task, one.index, one.group, one.member, one.seed)
 
 
-def _finished(request: RolloutRequest, message: Finished) -> FinishedRollout:
-    samples = message.samples
-    return FinishedRollout(
-        index=request.index,
-        ticket=request.ticket,
-        tokens_T=torch.tensor([token for one in samples for token in one.token_ids], dtype=torch.int64),
-        sample_lengths=[len(one.token_ids) for one in samples],
-        response_mask_T=torch.tensor([bit for one in samples for bit in one.response_mask], dtype=torch.uint8),
-        log_probs_A=torch.tensor([number for one in samples for number in one.log_probs], dtype=torch.float32),
-        versions_A=torch.tensor([step for one in samples for step in one.versions], dtype=torch.int32),
-        truncated=message.truncated,
-        reward=message.reward,
-        response=message.response,
-        metrics=message.metrics,
-        conversations=message.conversations,
-        turns=message.turns,
-        tool_s=message.tool_s,
-        bridge_failures=message.bridge_failures,
-    )
-
-
 def open_rollouts(
     context: WorkerContext, engine: GenerateEngine, sampling: SamplingConfig, *, wake: threading.Event
 ) -> Rollouts:
@@ -393,4 +403,6 @@ def open_rollouts(
         seal=secrets.token_bytes(32),
     )
     admitted = schedule.rollout_batch_size * schedule.n_samples_per_prompt * (schedule.staleness_bound + 1)
-    return FunctionRollouts(engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake)
+    return FunctionRollouts(
+        engine, setup, max_running=admitted, on_failure=own.on_failure, wake=wake, spans=context.timeline
+    )

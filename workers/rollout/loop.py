@@ -213,9 +213,8 @@ class Rollout:
 
     def _generate(self) -> None:
         self._context.progress()
-        if self._config.rollout.is_own:
-            drawing = self._rollouts.num_drawing
-            self._context.report("generating", f"{len(self._running)} rollouts, {drawing} of them drawing")
+        if figures := self._rollouts.figures():
+            self._context.report("generating", f"{len(self._running)} rollouts", rollouts=figures)
         for rollout in self._rollouts.step(self._wake, hold=self._draining):
             _check_finite(rollout)
             self._outbox.add(self._running.pop(rollout.ticket), rollout)
@@ -227,7 +226,7 @@ class Rollout:
         if needed is not None:
             self._weights.wait_for(needed)
             return
-        self._context.report("waiting for prompts")
+        self._context.report("waiting for prompts", rollouts=self._rollouts.figures())
         with self._context.timeline.span("wait for prompts"):
             while not self._wake.wait(_LOOK_S) and not self._context.stopping.is_set():
                 pass

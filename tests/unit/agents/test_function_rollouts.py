@@ -15,9 +15,12 @@ import psutil
 import pytest
 import torch
 
+from asyncflow.clock import HostClock
 from asyncflow.errors import ConfigError
+from asyncflow.timeline import Timeline
 from launcher.config.paths import find_recipe
 from tests.support.judge import Judge
+from tests.support.run_files import lines
 from workers.agents.wire import Setup
 from workers.data.tokenizer import load_tokenizer
 from workers.engines.base import GenerateRequest, Generation
@@ -124,6 +127,15 @@ async def hangs(task, base_url, api_key):
         file.write(f"{base_url} {api_key}")
     os.rename(written + ".part", written)
     await asyncio.sleep(1000)
+async def by_number(task, model, context):
+    chat = model.chat([{"role": "user", "content": str(task.index)}])
+    await chat.reply()
+    return chat.sample(reward=1.0)
+
+async def skips_odd(task, model, context):
+    if task.index % 2:
+        context.skip("it is odd")
+    await model.chat([{"role": "user", "content": task["prompt"]}]).reply()
 
 async def agent(task, base_url, api_key):
     from openai import AsyncOpenAI
@@ -182,7 +194,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
     (tmp_path / "my_rollouts.py").write_text(MODULE)
     opened: list[FunctionRollouts] = []
 
-    def open_them(on_failure: str = "dead_letter", **changed: Any) -> tuple[FunctionRollouts, Engine]:
+    def open_them(
+        on_failure: str = "dead_letter", spans: Any = None, **changed: Any
+    ) -> tuple[FunctionRollouts, Engine]:
         settings: dict[str, Any] = {
             "model_dir": str(MODEL), "renderer": "configs.quickstart_tools.renderer:CalculatorRenderer",
             "function": "tools", "agent": None, "command": [], "tools": ["configs.quickstart_tools.tools:multiply"],
@@ -193,7 +207,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[FunctionRollouts, Engi
         engine = Engine()
         rollouts: Any = FunctionRollouts
         made: FunctionRollouts = rollouts(
-            engine, Setup(**settings | changed), max_running=64, on_failure=on_failure, wake=threading.Event()
+            engine,
+            Setup(**settings | changed),
+            max_running=64,
+            on_failure=on_failure,
+            wake=threading.Event(),
+            spans=spans,
         )
         opened.append(made)
         return made, engine
@@ -466,3 +485,64 @@ def test_nothing_is_left_of_it(start: Any) -> None:
     for process in (service, worker):
         process.wait(30) if process.is_running() else None
     assert subprocess.run(["kill", "-0", str(worker.pid)], capture_output=True, check=False).returncode
+
+
+def test_no_more_begin_than_the_engine_has_room_for_unless_they_take_long_to_call(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, engine = start()
+    engine.free_slots = 8
+    rollouts.begin([request(index) for index in range(6)])  # none has called yet
+    assert rollouts.free_slots == 8 + 1 - 6  # one more than its places: a call waits for the next that gets free
+    monkeypatch.setattr("workers.rollout.live_rollouts._FIRST_CALL_S", 0.0)
+    assert rollouts.free_slots == 8 + 1
+
+
+def test_calls_of_older_rollouts_go_first(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:by_number")
+    engine.free_slots = 0
+    rollouts.begin([request(index) for index in (2, 0, 1)])
+    finished(rollouts, lambda _: rollouts.figures()["waiting"] == 3)
+    engine.free_slots = 64
+    finished(rollouts, lambda done: len(done) == 3)
+    spoken = [engine.tokenizer.decode(ids)[len("<user>")] for ids in engine.prompts]
+    assert spoken == ["0", "1", "2"]
+
+
+def test_what_has_finished_does_not_wait_for_the_engine(start: Any) -> None:
+    rollouts, engine = start(function="my_rollouts:skips_odd")
+    waited = threading.Event()
+
+    def never_ends(wake: threading.Event) -> list[Generation]:
+        waited.set()
+        wake.wait(0.05)
+        return []
+
+    engine.step = never_ends
+    rollouts.begin([request(0)])
+    finished(rollouts, lambda _: bool(engine.running))  # and it never ends
+    rollouts.begin([request(1)])
+    never, done = threading.Event(), []  # type: tuple[threading.Event, list[FinishedRollout]]
+    for _ in range(2000):
+        waited.clear()
+        if done := rollouts.step(never):
+            break
+    assert done
+    assert not waited.is_set()
+
+
+def test_what_rollouts_do_is_counted_and_recorded(start: Any, tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "rollout-0-0.jsonl", HostClock.measure())
+    rollouts, _ = start(spans=timeline)
+    rollouts.begin([request(0), request(1)])
+    assert rollouts.figures()["live"] == 2
+    finished(rollouts, lambda done: len(done) == 2)
+    figures = rollouts.figures()
+    assert (figures["live"], figures["in_tools"], figures["turns"]) == (0, 0, 4)
+    assert figures["in_tools_s"] > 0
+    timeline.close()
+    spans = lines(tmp_path / "rollout-0-0.jsonl")[:-1]
+    of_first = [span for span in spans if span["id"] == 1]
+    assert [span["name"] for span in of_first] == ["turn", "turn", "rollout"]
+    assert of_first[2]["turns"] == 2
+    assert all(of_first[2]["start"] <= span["start"] <= span["end"] <= of_first[2]["end"] for span in of_first)
