@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
-_KEPT_SHARE = 0.125
+_KEPT_SHARE = 0.25
 """Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
 _MOST_STARTS = 3
 _MOST_RESTARTS = 10
