@@ -54,6 +54,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.refill import Refill
+from tq.wire import disclose
 
 _MOST_ROWS = 2**31
 
@@ -273,7 +274,7 @@ class QueueClient:
             check_number("lineage", lineage),
         )
         answer = self._fetch(message, timeout_s)
-        return Lease(self.data, answer) if isinstance(answer, LeaseGrant) else answer
+        return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer
 
     def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         """Lease this rank's slice of a round; see `FetchRound`. Asking again for a formed round grants it again."""
