@@ -385,8 +385,7 @@ class QueueClient:
 
     def stats(self) -> list[QueueStats]:
         """Return what each controller counts, the lead first."""
-        services = self._session
-        return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
+        return [expect(counted, QueueStats) for counted in self._session.tell_controllers(GetQueueStats())]
 
     def unit_stats(self) -> dict[str, UnitStats]:
         """Return what each unit that is up holds."""
