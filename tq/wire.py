@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncflow.decoding import UNREADABLE, msgpack_decoder
 from asyncflow.errors import PeerRefused, TransportError
 from asyncflow.transport.payload import ALIGN, Payload, Piece, aligned
 from tq.columns import Column, ColumnKind
@@ -66,6 +67,14 @@ class ColumnHeader(msgspec.Struct, frozen=True):
     num_values: int
     rank: int = 1
     shape: list[int] | None = None
+
+
+class _Enclosed(msgspec.Struct, array_like=True):
+    headers: Sequence[ColumnHeader]
+    data: bytes
+
+
+_ENCLOSED = msgpack_decoder(_Enclosed)
 
 
 def describe(columns: Mapping[str, Column], *, narrow: bool) -> tuple[list[ColumnHeader], Payload]:
@@ -165,6 +174,26 @@ def unpack(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, Column
             lengths, shapes = torch.from_numpy(lengths_N.astype(np.int32)), torch.from_numpy(sizes_NR)
         columns[header.name] = Column(values.to(dtype), lengths, header.kind, shapes)
     return columns
+
+
+def enclose(headers: Sequence[ColumnHeader], payload: Tensor) -> bytes:
+    """Return a small put's columns as they fit into a message; see `disclose`."""
+    return msgspec.msgpack.encode(_Enclosed(headers, payload.numpy().tobytes()))
+
+
+def disclose(enclosed: bytes) -> dict[str, Column]:
+    """Return the columns that `enclose` was given; b"" holds none.
+
+    Raises:
+        TransportError: these are no such bytes.
+    """
+    if not enclosed:
+        return {}
+    try:
+        found = _ENCLOSED.decode(enclosed)
+    except UNREADABLE as error:
+        raise TransportError(f"values that came with a message cannot be read ({error})") from error
+    return unpack(found.headers, torch.frombuffer(bytearray(found.data), dtype=torch.uint8))
 
 
 def unpack_stored(headers: Sequence[ColumnHeader], payload: Tensor) -> dict[str, StoredColumn]:

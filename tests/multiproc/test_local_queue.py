@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_ten_lines_put_score_and_train(queue: tq.LocalQueue) -> None:
 
 
 @pytest.mark.gate
+@pytest.mark.parametrize("num_controllers", [1, 2])
+def test_who_waits_for_a_small_put_gets_its_values_with_the_lease(num_controllers: int) -> None:
+    with tq.start(TASKS, num_controllers=num_controllers, config=FAST) as queue:
+        producer, scorer = queue.client("producer"), queue.client("scorer")
+
+        def waiting() -> bool:
+            return any(task.parked_requests for part in producer.stats() for task in part.tasks)
+
+        for texts, num_gets in ((["a", "bc"], 0), (["a" * 4096, "b"], 1)):  # the second put is not small
+            with ThreadPoolExecutor(1) as threads:
+                taken = threads.submit(take, scorer, "score", 2)
+                wait_for(waiting, "fetch that waits")
+                producer.put_rows(prompts(*texts))
+                assert taken.result(DEADLINE_S)["prompt"].texts() == texts
+            assert sum(unit.gets for unit in producer.unit_stats().values()) == num_gets
+
+
 def test_rows_are_listed_read_and_cleared_without_a_lease(queue: tq.LocalQueue) -> None:
     with queue.client("operator") as client:
         rows = [client.put_rows({"prompt": [text]}, partition=3)[0] for text in "abc"]

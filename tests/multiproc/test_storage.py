@@ -29,6 +29,7 @@ from tq.messages import (
 )
 from tq.snapshot import read_snapshot, write_manifest
 from tq.task_outputs import TaskOutputs
+from tq.wire import disclose
 
 
 @pytest.fixture(name="bench")
@@ -43,8 +44,10 @@ def test_row_lives_from_its_first_put_to_its_last_commit(bench: Bench) -> None:
     controller, client = bench.started()
     prompts = Column.of_rows([torch.arange(3), torch.arange(5)])
     assert isinstance(done(client.create([0, 1], {"tokens": prompts, "x": numbers(0, 1)}, groups=[4, 4])), Stored)
-    assert controller.hears(RowsCreated) == RowsCreated(
-        "storage-0", 1, [0, 1], [4, 4], ["tokens", "x"], [3, 5], 8 * 8 + 2 * 4
+    created = controller.hears(RowsCreated)
+    assert disclose(created.values)["tokens"].values.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert created == RowsCreated(
+        "storage-0", 1, [0, 1], [4, 4], ["tokens", "x"], [3, 5], 8 * 8 + 2 * 4, values=created.values
     )
     done(client.put("ref", 3, [1], {"ref": numbers(2)}))
     assert controller.hears(OutputsWritten) == OutputsWritten("storage-0", "ref", [1], ["ref"], [0], 4)

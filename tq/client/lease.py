@@ -52,13 +52,18 @@ class LeaseCalls(Protocol):
 class Lease:
     """Rows in hand; a context manager that releases what is still open at its end. One thread at a time."""
 
-    def __init__(self, calls: LeaseCalls, grant: LeaseGrant, batch: PackedBatch | None = None) -> None:
+    def __init__(self, calls: LeaseCalls, grant: LeaseGrant, columns: Mapping[str, Column] | None = None) -> None:
+        """Args:
+        calls: the client's data plane.
+        grant: of the controller.
+        columns: that came with it.
+        """
         self.grant = grant
         """The queue's own description: task, token, partition, units."""
         self.kept = False
         """Whether the stream's loop moves on without releasing this lease."""
         self._calls = calls
-        self._batch = batch or PackedBatch(tuple(grant.rows), {}, tuple(grant.groups))
+        self._batch = PackedBatch(tuple(grant.rows), columns or {}, tuple(grant.groups))
         self._open = dict.fromkeys(grant.rows)
 
     def __len__(self) -> int:

@@ -54,6 +54,7 @@ from tq.messages import (
     WatchLost,
 )
 from tq.refill import Refill
+from tq.wire import disclose
 
 _MOST_ROWS = 2**31
 
@@ -273,7 +274,7 @@ class QueueClient:
             check_number("lineage", lineage),
         )
         answer = self._fetch(message, timeout_s)
-        return Lease(self.data, answer) if isinstance(answer, LeaseGrant) else answer
+        return Lease(self.data, answer, disclose(answer.values)) if isinstance(answer, LeaseGrant) else answer
 
     def fetch_round(self, request: FetchRound) -> LeaseGrant | NoRows:
         """Lease this rank's slice of a round; see `FetchRound`. Asking again for a formed round grants it again."""
@@ -384,8 +385,7 @@ class QueueClient:
 
     def stats(self) -> list[QueueStats]:
         """Return what each controller counts, the lead first."""
-        services = self._session
-        return [expect(services.ask(name, GetQueueStats()), QueueStats) for name in services.directory.controllers]
+        return [expect(counted, QueueStats) for counted in self._session.tell_controllers(GetQueueStats())]
 
     def unit_stats(self) -> dict[str, UnitStats]:
         """Return what each unit that is up holds."""

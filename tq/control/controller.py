@@ -280,7 +280,7 @@ class ControllerService:
                 self._shell.calls.take(request)
                 raise
             self._shell.calls.park(request, timeout_s)
-        self._shell.send(answers)
+        self._shell.send(answers, event)
 
     def _heartbeat(self, message: Heartbeat, call: Call) -> None:
         with self._shell.lock:

@@ -3,6 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeGuard
+
+from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, SealBroken
 from asyncflow.service_threads import ServiceThreads
@@ -27,7 +30,7 @@ from tq.control.pending_requests import PendingRequests
 from tq.control.row_set import RowSet
 from tq.control.state import ControlState
 from tq.control.unit_orders import UnitOrders
-from tq.messages import LeaseGrant, NoRows, RowRecords, UnitLoss
+from tq.messages import FetchRows, LeaseGrant, Message, NoRows, RowRecords, RowsConfirmed, RowsCreated, UnitLoss
 from tq.timers import Timers
 
 NewsItem = tuple[Call, Answer] | Lost | GroupRemoved | Shrunk | Cleared
@@ -101,8 +104,13 @@ class StateShell:
         self.start_admission()
         return news
 
-    def send(self, news: News) -> None:
-        """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers."""
+    def send(self, news: News, event: Event | None = None) -> None:
+        """Tell clients, units and admission; the lock is not held. Fetches go first: rows wait for these answers.
+
+        Args:
+            news: what follows from an event.
+            event: if it may have brought the values of its rows.
+        """
         with self.failing("durable facts"):
             self._make_durable(news)  # before any process is told
         for one in sorted(news, key=_can_wait) if len(news) > 1 else news:
@@ -111,6 +119,8 @@ class StateShell:
                     self.admission.add(one)
                 case (call, Answer(reply=AsyncFlowError() as error)):
                     call.refuse(error)
+                case (call, Answer(reply=LeaseGrant() as grant)) if _brings(event, grant, call.message):
+                    call.reply(replace(grant, values=event.values))
                 case (call, Answer(reply=reply)):
                     call.reply(reply)
 
@@ -170,6 +180,13 @@ class StateShell:
         if self.admission is None or self.admission.started or self.state.recovering:
             return
         self.admission.start(self.state.known_rows() if self._restarted else None)
+
+
+def _brings(event: Event | None, grant: LeaseGrant, fetch: Message) -> TypeGuard[RowsCreated | RowsConfirmed]:
+    """Whether an event has the values of a lease: a put of exactly these rows, where they are."""
+    if not isinstance(event, RowsCreated | RowsConfirmed) or not event.values or not isinstance(fetch, FetchRows):
+        return False
+    return grant.rows == event.rows and grant.units.count(event.unit) == len(event.rows)
 
 
 def _can_wait(one: NewsItem) -> bool:

@@ -61,6 +61,7 @@ class LeaseGrant(Message):
             micro-batches.
         last: no rows of this partition, or of the step that was asked for, will follow (rounds only).
         total_rows: rows of all ranks in this round (rounds only).
+        values: columns of the rows, enclosed (`tq.wire`), if the fetch waited for a small put of exactly these rows.
     """
 
     task: str
@@ -73,6 +74,7 @@ class LeaseGrant(Message):
     round_rows: int = 0
     last: bool = False
     total_rows: int = 0
+    values: bytes = b""
 
 
 class NoRowsReason(StrEnum):

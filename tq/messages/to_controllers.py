@@ -100,6 +100,7 @@ class RowsCreated(Message):
         timeout_s: how long this may park.
         commits: see `PutRows`.
         held: there are other controllers: hand nothing out before `RowsConfirmed`.
+        values: of a small put, enclosed (`tq.wire`): a lease of exactly these rows that somebody waits for brings them.
     """
 
     unit: str
@@ -113,6 +114,7 @@ class RowsCreated(Message):
     timeout_s: float = 60.0
     commits: dict[str, list[int]] = {}
     held: bool = False
+    values: bytes = b""
 
 
 class RowsConfirmed(Message):
@@ -121,11 +123,13 @@ class RowsConfirmed(Message):
     Attributes:
         unit, rows: as announced.
         commits: task -> positions in `rows` that it is done with, as some controller knew.
+        values: see `RowsCreated`.
     """
 
     unit: str
     rows: list[int]
     commits: dict[str, list[int]] = {}
+    values: bytes = b""
 
 
 class OutputsWritten(Message):

@@ -35,11 +35,14 @@ from tq.unit.controller_links import ControllerLinks, Told
 from tq.unit.records import Repeated
 from tq.unit.snapshots import Holds
 from tq.unit.state import UnitState
+from tq.wire import enclose
 
 _PARKED_EXTRA_S = 5.0
 """A controller that parks a put until its deadline has so much longer to say so."""
 _CONFIRM_FRACTION = 0.8
 """Of the request deadline: clients shall hear which controller is missing before they give the unit up."""
+_SMALL_BYTES = 2048
+"""Values of a put up to this size travel with the notice of it, in one frame: a fetch that waits for them gets them."""
 _DOUBTS = RowsExist, PutPending
 """Refusals of one controller that count only with those of the others."""
 
@@ -126,7 +129,8 @@ class UnitPuts:
                 commits=message.commits,
             )
             if repeated is None:
-                told = self._links.tell(self._created(message, block), message.timeout_s + _PARKED_EXTRA_S)
+                created = self._created(message, block, b"" if self._links.several else _values(message, call))
+                told = self._links.tell(created, message.timeout_s + _PARKED_EXTRA_S)
                 self._coming.update(message.rows)
         if repeated is not None:
             self._check_same(repeated, block)
@@ -152,7 +156,8 @@ class UnitPuts:
                 self._learn(message, answers)
                 if self._links.several:
                     commits = self._state.commits_of(message.rows)
-                    confirmed = self._links.tell(RowsConfirmed(self._name, message.rows, commits), self._timeout_s)
+                    agreed = RowsConfirmed(self._name, message.rows, commits, _values(message, call))
+                    confirmed = self._links.tell(agreed, self._timeout_s)
                 self._state.confirm(message.rows)
         if not isinstance(answers, list):
             self._take_back(message, call, answers)
@@ -236,7 +241,7 @@ class UnitPuts:
         if block is not None:
             self._blocks.delete([block])
 
-    def _created(self, message: PutRows, block: Block | None) -> RowsCreated:
+    def _created(self, message: PutRows, block: Block | None, values: bytes) -> RowsCreated:
         columns, tokens, num_bytes = _extent(block, len(message.rows))
         return RowsCreated(
             self._name,
@@ -250,6 +255,7 @@ class UnitPuts:
             message.timeout_s,
             message.commits,
             held=self._links.several,
+            values=values,
         )
 
     def _written(self, message: PutOutputs, block: Block | None) -> OutputsWritten:
@@ -269,6 +275,11 @@ def _agreed(answers: list[Any]) -> Outcome:
     if len(doubts) == len(answers) and all(isinstance(doubt, RowsExist) for doubt in doubts):
         return doubts[0]
     return PutPending(f"not all controllers know of it: {doubts[0]}")
+
+
+def _values(message: PutRows, call: Call) -> bytes:
+    small = 0 < call.payload.numel() <= _SMALL_BYTES
+    return enclose(message.columns, call.payload) if small else b""
 
 
 def _extent(block: Block | None, num_rows: int) -> tuple[list[str], list[int], int]:

@@ -15,7 +15,7 @@ from asyncflow.transport.payload import Payload
 from tq import Column
 from tq.columns import ColumnKind
 from tq.messages import CONTROLLER_REQUESTS, UNIT_REQUESTS, RemovalReason
-from tq.wire import ColumnHeader, describe, describe_stored, unpack, unpack_stored
+from tq.wire import ColumnHeader, describe, describe_stored, disclose, enclose, unpack, unpack_stored
 
 DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -331,3 +331,16 @@ def test_damaged_requests_are_requests_or_decode_errors(request: Any, data: st.D
     for _ in range(data.draw(st.integers(1, 3))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     decode(bytes(encoded))
+
+
+@given(st.data())
+def test_enclosed_columns_come_back_as_they_were(data: st.DataObject) -> None:
+    columns = {"a": data.draw(columns_of(3)), "b": data.draw(columns_of(3))}
+    back = disclose(enclose(*pack(columns, narrow=True)))
+    assert all(same(back[name], columns[name]) for name in columns)
+
+
+@pytest.mark.parametrize("enclosed", [b"\xc1", b"\x93", enclose(*pack({"x": Column.of_texts(["ab"])}))[:-1]])
+def test_enclosed_bytes_that_are_none_are_refused(enclosed: bytes) -> None:
+    with pytest.raises(TransportError, match="cannot be read"):
+        disclose(enclosed)
