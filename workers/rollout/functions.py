@@ -12,11 +12,7 @@ started again, and its rollouts begin anew; they have no effect but their result
 import heapq
 import logging
 import os
-import queue
 import secrets
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,8 +24,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace as replace_fields
 
-from asyncflow.decoding import msgpack_decoder
-from asyncflow.errors import BadRequest, ConfigError, UserCodeFailed, UserCodeNotStarted
+from asyncflow.errors import BadRequest, UserCodeFailed
 from asyncflow.timeline import NoTimeline, Spans
 from workers.agents.wire import (
     Abandon,
@@ -39,20 +34,17 @@ from workers.agents.wire import (
     Drawn,
     Failed,
     Finished,
-    FromService,
     NotDrawn,
-    Ready,
     Setup,
-    ToService,
     Undraw,
 )
-from workers.calls.frames import frame, receive_frame
 from workers.context import WorkerContext
 from workers.engines.base import GenerateEngine, GenerateRequest, Generation
 from workers.engines.model_files import max_positions
 from workers.rollout.config import SamplingConfig
 from workers.rollout.live_rollouts import LiveRollouts
 from workers.rollout.rollouts import FinishedRollout, RolloutRequest, Rollouts, SingleTurn
+from workers.rollout.session_service import open_service
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +52,6 @@ _IDLE_S = 0.5
 """How often a step that has nothing to draw returns (s)."""
 _KEPT_SHARE = 0.25
 """Of the engine's places: so many calls wait for it, so that one that gets free is filled at once."""
-_MOST_STARTS = 3
 _MOST_RESTARTS = 10
 """Deaths of the service under one rollout that end the run, or in a row, without a finished rollout in between."""
 _IN_A_ROW = -1
@@ -106,7 +97,7 @@ class FunctionRollouts:
         """Calls that the engine has: of which ticket, since when (s, monotonic)."""
         self._deaths: Counter[int] = Counter()
         """Of the service, by ticket of each rollout that ran."""
-        self._service = _open_service(setup, wake)
+        self._service = open_service(setup, wake)
 
     @property
     def num_running(self) -> int:
@@ -264,7 +255,7 @@ class FunctionRollouts:
         self._forget_calls()
         self._service.kill()
         # An agent that outlived the service finds its successor, which tells it that its session is gone.
-        self._service = _open_service(replace_fields(self._setup, port=self._service.port), self._wake)
+        self._service = open_service(replace_fields(self._setup, port=self._service.port), self._wake)
         for one in self._running.values():
             self._service.send(_begin(one))
 
@@ -272,90 +263,6 @@ class FunctionRollouts:
         self._waiting.clear()
         self._wanted.clear()
         self._drawing.clear()
-
-
-class _NotStarted(Exception):
-    """The service ended while it started."""
-
-
-def _open_service(setup: Setup, wake: threading.Event) -> "_Service":
-    """Start the service, again if it dies meanwhile: memory may have been short for a moment.
-
-    Raises:
-        ConfigError: the user's function cannot be used.
-        UserCodeNotStarted: it died each time.
-    """
-    for _ in range(_MOST_STARTS):
-        try:
-            return _Service(setup, wake)
-        except _NotStarted:
-            logger.warning("the session service ended while it started; starting it again")
-    raise UserCodeNotStarted(f"the session service ended {_MOST_STARTS} times while it started; see this log")
-
-
-class _Service:
-    """One process of the service, and the thread that reads what it says."""
-
-    def __init__(self, setup: Setup, wake: threading.Event) -> None:
-        """Start it and wait until it serves.
-
-        Raises:
-            ConfigError: the user's function cannot be used.
-            _NotStarted: it ended.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-m", "workers.agents.service", str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._socket = ours
-        self._wake = wake
-        self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
-        self._decoder = msgpack_decoder(FromService)
-        self.send(setup)
-        self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
-        self._thread.start()
-        match self._heard.get():
-            case Ready(port=port):
-                self.port = port
-            case Broken(text=text):
-                self.kill()
-                raise ConfigError(text)
-            case _:
-                self.kill()
-                raise _NotStarted
-
-    def send(self, message: ToService) -> None:
-        """Send a message; to a service that is gone it goes nowhere."""
-        try:
-            self._socket.sendall(frame(message))
-        except OSError:
-            self._wake.set()
-
-    def heard(self) -> Sequence[FromService | None]:
-        """Return what it said since the last time; None: it is gone."""
-        messages: list[FromService | None] = []
-        while not self._heard.empty():
-            messages.append(self._heard.get())
-        return messages
-
-    def kill(self) -> None:
-        """End it; idempotent. Its workers die with it."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._heard.put(self._decoder.decode(receive_frame(self._socket)))
-                self._wake.set()
-        except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
-            logger.debug("the session service's last words: %s", error)
-        self._heard.put(None)
-        self._wake.set()
 
 
 def _begin(one: RolloutRequest) -> Begin:

@@ -164,9 +164,23 @@ def test_tools_of_an_environment_need_a_template_that_writes_them(
     for family in ("qwen2.5", "smollm2"):
         tokenizer(family).save_pretrained(tmp_path / family)
         (tmp_path / family / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 0}')
-    usable(model_dir=str(tmp_path / "qwen2.5"), renderer=None, function="my_tool_game:Game", agent=None, tools=[], models={})
+    usable(
+        model_dir=str(tmp_path / "qwen2.5"),
+        renderer=None,
+        function="my_tool_game:Game",
+        agent=None,
+        tools=[],
+        models={},
+    )
     with pytest.raises(ConfigError, match="ignores tools"):
-        usable(model_dir=str(tmp_path / "smollm2"), renderer=None, function="my_tool_game:Game", agent=None, tools=[], models={})
+        usable(
+            model_dir=str(tmp_path / "smollm2"),
+            renderer=None,
+            function="my_tool_game:Game",
+            agent=None,
+            tools=[],
+            models={},
+        )
 
 
 def test_calculator_of_the_recipe_takes_two_turns() -> None:

@@ -1,0 +1,104 @@
+"""The session service of a rollout process: a process of its own, and the thread that reads what it says."""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from asyncflow.decoding import msgpack_decoder
+from asyncflow.errors import ConfigError, UserCodeNotStarted
+from workers.agents.wire import Broken, FromService, Ready, Setup, ToService
+from workers.calls.frames import frame, receive_frame
+
+logger = logging.getLogger(__name__)
+
+_MOST_STARTS = 3
+
+
+class _NotStarted(Exception):
+    """The service ended while it started."""
+
+
+def open_service(setup: Setup, wake: threading.Event) -> "SessionService":
+    """Start the service, again if it dies meanwhile: memory may have been short for a moment.
+
+    Raises:
+        ConfigError: the user's function cannot be used.
+        UserCodeNotStarted: it died each time.
+    """
+    for _ in range(_MOST_STARTS):
+        try:
+            return SessionService(setup, wake)
+        except _NotStarted:
+            logger.warning("the session service ended while it started; starting it again")
+    raise UserCodeNotStarted(f"the session service ended {_MOST_STARTS} times while it started; see this log")
+
+
+class SessionService:
+    """One process of the service, and the thread that reads what it says."""
+
+    def __init__(self, setup: Setup, wake: threading.Event) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ConfigError: the user's function cannot be used.
+            _NotStarted: it ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-m", "workers.agents.service", str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket = ours
+        self._wake = wake
+        self._heard: queue.SimpleQueue[FromService | None] = queue.SimpleQueue()
+        self._decoder = msgpack_decoder(FromService)
+        self.send(setup)
+        self._thread = threading.Thread(target=self._read, name="sessions", daemon=True)
+        self._thread.start()
+        match self._heard.get():
+            case Ready(port=port):
+                self.port = port
+            case Broken(text=text):
+                self.kill()
+                raise ConfigError(text)
+            case _:
+                self.kill()
+                raise _NotStarted
+
+    def send(self, message: ToService) -> None:
+        """Send a message; to a service that is gone it goes nowhere."""
+        try:
+            self._socket.sendall(frame(message))
+        except OSError:
+            self._wake.set()
+
+    def heard(self) -> Sequence[FromService | None]:
+        """Return what it said since the last time; None: it is gone."""
+        messages: list[FromService | None] = []
+        while not self._heard.empty():
+            messages.append(self._heard.get())
+        return messages
+
+    def kill(self) -> None:
+        """End it; idempotent. Its workers die with it."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._heard.put(self._decoder.decode(receive_frame(self._socket)))
+                self._wake.set()
+        except Exception as error:  # noqa: BLE001  the boundary of a thread: half a message is a death, too
+            logger.debug("the session service's last words: %s", error)
+        self._heard.put(None)
+        self._wake.set()
