@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tq.refill import Refill, RemovalCause
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.engines.base import StepStats
 from workers.records.step_record import LengthMean, StepRecord, StepRecorder
 from workers.records.step_totals import StepTotals

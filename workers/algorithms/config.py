@@ -1,9 +1,11 @@
 """Settings of the algorithms, a class each: a key of another algorithm is refused. Torch-free: `--dry-run` reads this.
 
-PolicyConfig            what every clipped policy loss has
+PolicyConfig            what every policy loss has
   |- KlLossConfig       the KL penalty is a term of the loss, unless a setting puts it into the reward
-  |    |- GRPOConfig  DAPOConfig  GSPOConfig  ReinforcePlusPlusConfig  PPOConfig
+  |    |- DAPOConfig  ReinforcePlusPlusConfig  PPOConfig
+  |    '- GroupConfig   rewards are compared inside their group: GRPOConfig  GSPOConfig  CISPOConfig  DPPOConfig
   '- RLOOConfig         the KL penalty is part of the reward
+PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 """
 
 from collections.abc import Mapping
@@ -17,19 +19,26 @@ from asyncflow.settings import Settings
 
 class OffPolicyConfig(Settings):
     """Correction for tokens that another policy drew: the generating engine rounds differently from the trainer, and
-    its weights may be older. See `workers.algorithms.losses`."""
+    its weights may be older. See `workers.algorithms.parts.policy_parts`."""
 
-    method: Literal["none", "truncated_is", "decoupled", "sequence_mask"] | None = "truncated_is"
-    """`truncated_is` (null means this, too): a token's weight is the ratio of the policy that the step found to the one
-    that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found. `decoupled`:
-    tokens whose weight would exceed `cap` are left out instead. `sequence_mask`: as `truncated_is`, without samples
-    that the policy would hardly have given. `none`: no weights; ratio and clip are relative to the generating engine.
-    With one update a step only `none` ever clips (`eps_clip`), and the others cost nothing; with several, task
-    `actor_log_probs` makes one more forward pass."""
+    method: Literal["none", "truncated_is", "decoupled", "icepop"] | None = "truncated_is"
+    """`truncated_is` (TIS; null means this, too): a token's weight is the ratio of the policy that the step found to
+    the one that drew it, at most `cap`; PPO's ratio and clip are relative to the policy that the step found.
+    `decoupled` (masked importance sampling): tokens whose weight would exceed `cap` are left out instead. `icepop`:
+    tokens whose weight is outside [`band_low`, `band_high`] are left out. `none`: no weights; ratio and clip are
+    relative to the generating engine. With one update a step only `none` ever clips (`eps_clip`), and the others cost
+    nothing; with several, task `actor_log_probs` makes one more forward pass."""
     cap: float = Field(2.0, ge=1)
-    """Largest weight of a token (C)."""
+    """Largest weight of a token (C), of `truncated_is` and `decoupled`."""
+    band_low: float = Field(0.5, ge=0, le=1)
+    """`icepop`: least weight of a token (alpha of arXiv 2510.18855)."""
+    band_high: float = Field(5.0, ge=1)
+    """`icepop`: largest weight of a token (beta)."""
+    mask: Literal["sequence", "geometric"] | None = None
+    """With any `method`: whole samples are left out whose weight is too far from 1: `sequence`: the product of their
+    tokens' weights, `geometric`: the geometric mean of these; null: none is."""
     mask_log_ratio: float = Field(0.5, gt=0)
-    """`sequence_mask`: largest mean of a sample's log ratios, up and down (nats per token)."""
+    """`mask`: how far, up and down (nats: the logarithm of product or mean)."""
 
     @property
     def has_proximal_policy(self) -> bool:
@@ -40,8 +49,8 @@ class OffPolicyConfig(Settings):
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class PolicyConfig(Settings):
-    """What every clipped policy loss has."""
+class PPOClipConfig(Settings):
+    """PPO's clip and the dual one: the parts `PPOClip` and `DualClip`."""
 
     eps_clip: float = Field(0.2, gt=0, lt=1)
     """Lower clip: the ratio counts down to 1 - eps_clip."""
@@ -49,6 +58,16 @@ class PolicyConfig(Settings):
     """Upper clip: the ratio counts up to 1 + eps_clip_high; null: `eps_clip`."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Where the advantage is negative the ratio counts up to this (arXiv 1912.09729, eq. 5); null: without bound."""
+
+    @property
+    def upper_clip(self) -> float:
+        """`eps_clip_high`, or what it stands for."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+
+class PolicyConfig(Settings):
+    """What every policy loss has."""
+
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
@@ -64,11 +83,6 @@ class PolicyConfig(Settings):
     rewards -> whether to train; null: all groups are trained."""
     max_filtered_share: float = Field(0.9, gt=0, lt=1)
     """The run ends with an error when more than this share of the groups generated for a step were refused."""
-
-    @property
-    def upper_clip(self) -> float:
-        """`eps_clip_high`, or what it stands for."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
     def kl_in_reward(self) -> bool:
@@ -128,21 +142,54 @@ class KlLossConfig(PolicyConfig):
         return 0.0 if self.kl_in_reward else self.kl_coef, self.kl_estimator
 
 
-class GRPOConfig(KlLossConfig):
-    """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300).
+class GroupConfig(KlLossConfig):
+    """Advantages relative to the group: Shao et al. 2024 (arXiv 2402.03300)."""
 
-    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    """Which algorithm."""
     scale_advantages_by_std: bool = True
     """Divide the centred rewards by the group's standard deviation; Dr. GRPO does not."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the deviation, so that a group of equal rewards yields zeros."""
 
 
-class DAPOConfig(KlLossConfig):
+class GRPOConfig(PPOClipConfig, GroupConfig):
+    """Group-relative policy optimisation: Shao et al. 2024 (arXiv 2402.03300).
+
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm."""
+
+
+class CISPOConfig(GroupConfig):
+    """GRPO whose ratio is a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
+
+    name: Literal["cispo"] = "cispo"
+    """Which algorithm."""
+    eps_clip: float = Field(1.0, gt=0, le=1)
+    """The weight is at least 1 - eps_clip; 1, as in the paper: there is no lower bound."""
+    eps_clip_high: float = Field(1.0, gt=0)
+    """The weight is at most 1 + eps_clip_high. The paper tunes this and gives no number; 1: twice, as `cap`."""
+
+
+class DPPOConfig(GroupConfig):
+    """GRPO whose trust region is a divergence of probabilities, not a ratio: Qi et al. 2026 (arXiv 2602.04879).
+
+    The divergence is from the policy that drew the token, whatever `off_policy.method`; the authors also measure the
+    ratio against it, which is `method: none`.
+    """
+
+    name: Literal["dppo"] = "dppo"
+    """Which algorithm."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of this token against any other: total variation, or KL(drew it || policy)."""
+    max_divergence: float | None = Field(None, gt=0)
+    """A token further away is left out where it would move on; null: the authors' 0.15 of `tv`, 0.05 of `kl`."""
+    max_ratio: float = Field(20.0, ge=1)
+    """The ratio, a weight without gradient, counts up to this (the authors' code)."""
+
+
+class DAPOConfig(PPOClipConfig, KlLossConfig):
     """GRPO with a higher upper clip, groups that teach, and a price for overlong responses: arXiv 2503.14476."""
 
     name: Literal["dapo"] = "dapo"
@@ -164,7 +211,7 @@ class DAPOConfig(KlLossConfig):
         return ("rewards", "response_mask") if self.overlong_buffer_tokens else ("rewards",)
 
 
-class GSPOConfig(KlLossConfig):
+class GSPOConfig(PPOClipConfig, GroupConfig):
     """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
@@ -175,11 +222,9 @@ class GSPOConfig(KlLossConfig):
     """Upper clip."""
     loss_normalization: Literal["token", "sequence", "constant"] = "sequence"
     """`sequence` is the paper's: each rollout counts the same."""
-    advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the deviation."""
 
 
-class RLOOConfig(PolicyConfig):
+class RLOOConfig(PPOClipConfig, PolicyConfig):
     """Reward minus the mean of the other responses', the KL penalty inside the reward: arXiv 2402.14740."""
 
     name: Literal["rloo"] = "rloo"
@@ -188,7 +233,7 @@ class RLOOConfig(PolicyConfig):
     """`constant` is the paper's sum over a response's tokens, times a constant."""
 
 
-class ReinforcePlusPlusConfig(KlLossConfig):
+class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
     """Advantages normalised over the whole step: Hu et al. 2025 (arXiv 2501.03262).
 
     Training begins when the step's last response is there, so nothing of a step overlaps with its own generation.
@@ -221,7 +266,7 @@ class ReinforcePlusPlusConfig(KlLossConfig):
         return 2 if self.baseline == "group" else 1
 
 
-class PPOConfig(KlLossConfig):
+class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
 
     name: Literal["ppo"] = "ppo"
@@ -272,6 +317,8 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "rloo": RLOOConfig,
         "reinforce_plus_plus": ReinforcePlusPlusConfig,
         "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+        "dppo": DPPOConfig,
         "ppo": PPOConfig,
     }
 )
@@ -289,6 +336,8 @@ AlgorithmConfig = Annotated[
     | Annotated[RLOOConfig, Tag("rloo")]
     | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
     | Annotated[GSPOConfig, Tag("gspo")]
+    | Annotated[CISPOConfig, Tag("cispo")]
+    | Annotated[DPPOConfig, Tag("dppo")]
     | Annotated[PPOConfig, Tag("ppo")],
     Discriminator(_name_of),
 ]

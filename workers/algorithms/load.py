@@ -5,8 +5,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from workers.algorithms.algorithm import Algorithm
+from workers.algorithms.cispo import CISPO
 from workers.algorithms.config import AlgorithmConfig
 from workers.algorithms.dapo import DAPO
+from workers.algorithms.dppo import DPPO
 from workers.algorithms.grpo import GRPO
 from workers.algorithms.gspo import GSPO
 from workers.algorithms.ppo import PPO
@@ -14,7 +16,16 @@ from workers.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from workers.algorithms.rloo import RLOO
 
 _CLASSES: Mapping[str, type[Algorithm[Any]]] = MappingProxyType(
-    {"grpo": GRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_plus_plus": ReinforcePlusPlus, "gspo": GSPO, "ppo": PPO}
+    {
+        "grpo": GRPO,
+        "dapo": DAPO,
+        "rloo": RLOO,
+        "reinforce_plus_plus": ReinforcePlusPlus,
+        "gspo": GSPO,
+        "cispo": CISPO,
+        "dppo": DPPO,
+        "ppo": PPO,
+    }
 )
 
 

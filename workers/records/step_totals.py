@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS
 
 
