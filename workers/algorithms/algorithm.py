@@ -7,8 +7,8 @@ update:
     rounds arrive    advantages -> loss loss loss ............................ -> scale     streams
                      advantages -> moments ... the last is there -> normalized -> loss loss loss -> scale   whole step
 
-To add one: its settings in `workers.algorithms.config`, a file beside this one, its name in `workers.algorithms.load`,
-and its graph in `workers.tasks.graph` if that is another than the critic-free one.
+To add one: a subclass with its `Config`, anywhere (`algorithm.name: module:Class`). One of the package has its settings
+in `workers.algorithms.config`, and its graph in `workers.tasks.graph` if that is another than the critic-free one.
 
 Legend of shapes: N samples, A drawn tokens of these, packed.
 """
@@ -38,21 +38,23 @@ from workers.algorithms.parts import (
 from workers.tasks.dataflow import LOSS_WEIGHTS
 from workers.tasks.rollouts import ROW_BEGINS, ROW_DRAWN, SAMPLE_DRAWN
 
-Config = TypeVar("Config", bound=PolicyConfig)
+SettingsT = TypeVar("SettingsT", bound=PolicyConfig)
 
 
-class Algorithm(ABC, Generic[Config]):
+class Algorithm(ABC, Generic[SettingsT]):
     """An objective of the actor: a loss made of `parts`, optionally a KL penalty; each adds how it compares responses.
 
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with the clips of `PPOClipConfig`.
     """
 
+    Config: ClassVar[type[PolicyConfig]]
+    """Its settings, where it is outside the package."""
     whole_step = False
     """Advantages are normalised over the step, so nothing trains before its last row is there."""
     whole_samples: ClassVar[bool] = False
     """The ratio is one of whole samples."""
 
-    def __init__(self, config: Config, *, max_response_tokens: int, mask_truncated: bool) -> None:
+    def __init__(self, config: SettingsT, *, max_response_tokens: int, mask_truncated: bool) -> None:
         """Keep the settings.
 
         Args:

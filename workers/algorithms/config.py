@@ -10,9 +10,9 @@ PPOClipConfig           PPO's clip and the dual one, of all but CISPO and DPPO
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from asyncflow.settings import Settings
 
@@ -68,6 +68,8 @@ class PPOClipConfig(Settings):
 class PolicyConfig(Settings):
     """What every policy loss has."""
 
+    implementation: ClassVar[str] = ""
+    """`module:Class` of the algorithm; here a name, so that reading the configuration imports no torch."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 drops the reference task."""
     ref_update_interval: int = Field(0, ge=0)
@@ -157,6 +159,7 @@ class GRPOConfig(PPOClipConfig, GroupConfig):
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) is `loss_normalization: constant`, `scale_advantages_by_std: false`.
     """
 
+    implementation = "workers.algorithms.grpo:GRPO"
     name: Literal["grpo"] = "grpo"
     """Which algorithm."""
 
@@ -164,6 +167,7 @@ class GRPOConfig(PPOClipConfig, GroupConfig):
 class CISPOConfig(GroupConfig):
     """GRPO whose ratio is a clipped weight, so that no token loses its gradient: MiniMax 2025 (arXiv 2506.13585)."""
 
+    implementation = "workers.algorithms.cispo:CISPO"
     name: Literal["cispo"] = "cispo"
     """Which algorithm."""
     eps_clip: float = Field(1.0, gt=0, le=1)
@@ -179,6 +183,7 @@ class DPPOConfig(GroupConfig):
     ratio against it, which is `method: none`.
     """
 
+    implementation = "workers.algorithms.dppo:DPPO"
     name: Literal["dppo"] = "dppo"
     """Which algorithm."""
     divergence: Literal["tv", "kl"] = "tv"
@@ -192,6 +197,7 @@ class DPPOConfig(GroupConfig):
 class DAPOConfig(PPOClipConfig, KlLossConfig):
     """GRPO with a higher upper clip, groups that teach, and a price for overlong responses: arXiv 2503.14476."""
 
+    implementation = "workers.algorithms.dapo:DAPO"
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
     eps_clip_high: float | None = Field(0.28, gt=0)
@@ -214,6 +220,7 @@ class DAPOConfig(PPOClipConfig, KlLossConfig):
 class GSPOConfig(PPOClipConfig, GroupConfig):
     """GRPO whose ratio and clip are those of whole samples: Zheng et al. 2025 (arXiv 2507.18071)."""
 
+    implementation = "workers.algorithms.gspo:GSPO"
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
     eps_clip: float = Field(3e-4, gt=0, lt=1)
@@ -227,6 +234,7 @@ class GSPOConfig(PPOClipConfig, GroupConfig):
 class RLOOConfig(PPOClipConfig, PolicyConfig):
     """Reward minus the mean of the other responses', the KL penalty inside the reward: arXiv 2402.14740."""
 
+    implementation = "workers.algorithms.rloo:RLOO"
     name: Literal["rloo"] = "rloo"
     """Which algorithm."""
     loss_normalization: Literal["token", "sequence", "constant"] = "constant"
@@ -239,6 +247,7 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
     Training begins when the step's last response is there, so nothing of a step overlaps with its own generation.
     """
 
+    implementation = "workers.algorithms.reinforce_plus_plus:ReinforcePlusPlus"
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """Which algorithm."""
     baseline: Literal["none", "group"] = "none"
@@ -269,6 +278,7 @@ class ReinforcePlusPlusConfig(PPOClipConfig, KlLossConfig):
 class PPOConfig(PPOClipConfig, KlLossConfig):
     """A critic, trained beside the policy, and generalized advantages of every token: arXiv 1707.06347, 1506.02438."""
 
+    implementation = "workers.algorithms.ppo:PPO"
     name: Literal["ppo"] = "ppo"
     """Which algorithm."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -310,6 +320,30 @@ class PPOConfig(PPOClipConfig, KlLossConfig):
         return (*super().advantage_inputs, "values", "sample_lengths", "response_mask")
 
 
+class OutsideConfig(KlLossConfig):
+    """An algorithm of your own: a class outside the package, with settings of its own beside those of every algorithm.
+
+    The launcher has a child import it and check its settings (`workers.algorithms.outside`); here they are as it
+    resolved them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field("module:Class", pattern=r"^[\w.]+:[\w.]+$")
+    """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
+    reads: tuple[str, ...] = ("rewards",)
+    """Columns that its advantages are computed from; leave it out: its `Config` says so."""
+
+    @property
+    def min_group_size(self) -> int:
+        """Whatever the class makes of one response."""
+        return 1
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """Columns that advantages are computed from."""
+        return self.reads
+
+
 ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
     {
         "grpo": GRPOConfig,
@@ -322,12 +356,13 @@ ALGORITHMS: Mapping[str, type[PolicyConfig]] = MappingProxyType(
         "ppo": PPOConfig,
     }
 )
-"""Name -> settings."""
+"""Name -> settings, which name the class."""
 
 
 def _name_of(section: Any) -> Any:
     """Return the algorithm that a section is of; without a name it is GRPO."""
-    return section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+    name = section.get("name", "grpo") if isinstance(section, Mapping) else getattr(section, "name", None)
+    return "outside" if isinstance(name, str) and ":" in name else name
 
 
 AlgorithmConfig = Annotated[
@@ -338,7 +373,8 @@ AlgorithmConfig = Annotated[
     | Annotated[GSPOConfig, Tag("gspo")]
     | Annotated[CISPOConfig, Tag("cispo")]
     | Annotated[DPPOConfig, Tag("dppo")]
-    | Annotated[PPOConfig, Tag("ppo")],
+    | Annotated[PPOConfig, Tag("ppo")]
+    | Annotated[OutsideConfig, Tag("outside")],
     Discriminator(_name_of),
 ]
 """Objective of the actor."""
