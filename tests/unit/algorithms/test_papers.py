@@ -2,8 +2,10 @@
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +127,16 @@ def reinforce_plus_plus_baseline(new: Tokens, old: Tokens, ref: Tokens) -> float
     return (penalty - sum(map(sum, terms))) / sum(LENGTHS)
 
 
+def ppo(new: Tokens, old: Tokens, ref: Tokens) -> float:
+    """arXiv 1707.06347, eq. 7, with the advantages of 1506.02438, eq. 16: gamma 1, lambda 0.95; `ref` are the values."""
+    advantages = []
+    for i, n in enumerate(LENGTHS):
+        behind = [*ref[i][1:], 0.0]
+        errors = [(REWARDS[i] if t == n - 1 else 0.0) + behind[t] - ref[i][t] for t in range(n)]
+        advantages.append([sum(0.95**k * error for k, error in enumerate(errors[t:])) for t in range(n)])
+    return -sum(map(sum, per_token(new, old, lambda i, t: advantages[i][t], 0.2, 0.2))) / sum(LENGTHS)
+
+
 def cispo(new: Tokens, old: Tokens, ref: Tokens) -> float:
     """arXiv 2506.13585, eq. 4 and 5: sg(clip(r)) A log policy, the mean over all tokens; no lower bound, no KL."""
     advantages, found = in_deviations(list(REWARDS)), draw(1, spread=0.3)  # behind the stop-gradient
@@ -174,12 +186,13 @@ CASES: list[tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any]]]
     (rloo, {"name": "rloo", "kl_coef": 0.1}),
     (reinforce_plus_plus, {"name": "reinforce_plus_plus", "kl_coef": 0.1}),
     (reinforce_plus_plus_baseline, {"name": "reinforce_plus_plus", "baseline": "group", "kl_coef": 0.1}),
+    (ppo, {"name": "ppo", "whiten_advantages": False, "dual_clip": None}),
     (cispo, {"name": "cispo", "eps_clip_high": 0.28}),
 ]
 
 
-def column(tokens: Tokens) -> Column:
-    return Column.of_rows([torch.tensor(answer, dtype=torch.float64) for answer in tokens])
+def column(tokens: Tokens, dtype: torch.dtype) -> Column:
+    return Column.of_rows([torch.tensor(answer, dtype=dtype) for answer in tokens])
 
 
 def streamed_loss(
@@ -191,6 +204,7 @@ def streamed_loss(
     *,
     gap: float = 0.0,
     rollout: Tokens | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[float, torch.Tensor]:
     """What a trainer computes: the loss, and its gradient for every token's log-probability.
 
@@ -198,14 +212,16 @@ def streamed_loss(
         old: under the policy that the step found, as the trainer computes it.
         gap: what the generating engine recorded is this much lower.
         rollout: what it recorded; None: `old`, less the gap.
+        dtype: of the log-probabilities.
     """
     config: AlgorithmConfig = TypeAdapter(AlgorithmConfig).validate_python(settings)
     algorithm = load_algorithm(config, RolloutConfig(max_response_tokens=MOST))
     columns = {
         **sample_columns([torch.tensor([0])] * len(LENGTHS), [torch.zeros(length).long() for length in LENGTHS]),
-        "rollout_log_probs": column(rollout or [[value - gap for value in answer] for answer in old]),
-        "old_log_probs": column(old),
-        "ref_log_probs": column(ref),
+        "rollout_log_probs": column(rollout or [[value - gap for value in answer] for answer in old], dtype),
+        "old_log_probs": column(old, dtype),
+        "ref_log_probs": column(ref, dtype),
+        "values": column(ref, dtype),
         "rewards": Column.of_scalars(torch.tensor(REWARDS)),
         "truncated": Column.of_scalars(torch.zeros(len(LENGTHS), dtype=torch.bool)),
     }
@@ -217,7 +233,7 @@ def streamed_loss(
         parts = [algorithm.normalized(part, moments) for part in parts]
     total, counts, gradients = 0.0, LossCounts(0, 0, 0), {}
     for rows, part in zip(micro_batches, parts, strict=True):
-        log_probs = torch.cat([torch.tensor(new[row], dtype=torch.float64) for row in rows]).requires_grad_()
+        log_probs = torch.cat([torch.tensor(new[row], dtype=dtype) for row in rows]).requires_grad_()
         value = algorithm.loss(part, device=CPU)(log_probs, torch.zeros_like(log_probs).detach())
         value.backward()
         total += float(value.detach())
@@ -285,6 +301,31 @@ def test_icepop_is_the_papers(micro_batches: list[list[int]]) -> None:
     assert gradient.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     weights = [math.exp(a - b) for x, y in zip(old, rollout, strict=True) for a, b in zip(x, y, strict=True)]
     assert min(weights) < 0.8 and max(weights) > 1.25
+
+
+def test_errors_in_float32_are_those_of_the_page() -> None:
+    """Of the gradient, relative to its largest component; a trainer's log-probabilities are float32."""
+    new, old, ref, rollout = (draw(seed, spread=0.3) for seed in range(1, 5))
+    band = {"method": "icepop", "band_low": 0.8, "band_high": 1.25}
+    papers: dict[str, tuple[Callable[[Tokens, Tokens, Tokens], float], Mapping[str, Any], Tokens]] = {
+        **{paper.__name__: (paper, given, old) for paper, given in CASES},
+        "dppo_tv": (lambda a, b, _: dppo(a, b, "tv", 0.15), {"name": "dppo"}, old),
+        "dppo_kl": (lambda a, b, _: dppo(a, b, "kl", 0.05), {"name": "dppo", "divergence": "kl"}, old),
+        "icepop": (
+            lambda a, b, c: icepop(a, b, rollout, c),
+            {"name": "grpo", "loss_normalization": "sequence", "kl_coef": 0.1, "off_policy": band},
+            rollout,
+        ),
+    }
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    stated = {name: float(error) for name, error in re.findall(r"^\| `(\w+)` .*?\| (\de-\d+) \|", page, re.MULTILINE)}
+    assert stated.keys() == papers.keys()
+    for name, (paper, given, drew) in papers.items():
+        parts = [[5], [2, 0], [4, 1, 3]]
+        _, gradient = streamed_loss(given, new, old, ref, parts, rollout=drew, dtype=torch.float32)
+        exact = numeric_gradient(paper, new, old, ref)
+        error = max(abs(a - b) for a, b in zip(gradient.tolist(), exact, strict=True)) / max(map(abs, exact))
+        assert error <= stated[name], f"{name}: {error:.1e}"
 
 
 def numeric_gradient(
