@@ -1,7 +1,6 @@
 """An algorithm of your own in one file: soft gates instead of a clip (SAPO, arXiv 2511.20347), and a median baseline.
 
-    cd examples && asyncflow-launch quickstart --set algorithm.name=custom_algorithm:SoftGated \\
-        --set code_directory=. --set algorithm.tau_negative=1.1
+    cd examples && asyncflow-launch quickstart --set algorithm.name=custom_algorithm:SoftGated
 
 A class says how responses compare (`advantages`) and what bounds a token's step (`clips`); its `Config` is the section
 `algorithm`, checked before anything starts. All else is of every algorithm: KL term, `off_policy`, normalisation,

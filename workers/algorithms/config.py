@@ -328,7 +328,7 @@ class OutsideConfig(KlLossConfig):
     """
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field("module:Class", pattern=r"^[\w.]+:[\w.]+$")
+    name: str = "module:Class"
     """`module:Class`, a `workers.algorithms.algorithm.Algorithm`."""
     reads: tuple[str, ...] = ("rewards",)
     """Columns that its advantages are computed from; leave it out: its `Config` says so."""

@@ -128,7 +128,7 @@ def reinforce_plus_plus_baseline(new: Tokens, old: Tokens, ref: Tokens) -> float
 
 
 def ppo(new: Tokens, old: Tokens, ref: Tokens) -> float:
-    """arXiv 1707.06347, eq. 7, with the advantages of 1506.02438, eq. 16: gamma 1, lambda 0.95; `ref` are the values."""
+    """arXiv 1707.06347, eq. 7, advantages of 1506.02438, eq. 16: gamma 1, lambda 0.95; `ref` has the values."""
     advantages = []
     for i, n in enumerate(LENGTHS):
         behind = [*ref[i][1:], 0.0]
