@@ -136,7 +136,7 @@ class Comparison:
             "ratio": ratio_A,
             "ratio_squared": ratio_A.square(),
         }
-        for age in self.age_A.unique().tolist():
+        for age in sorted(set(self.age_A.tolist())):
             here_A = (self.age_A == age).to(gap_A.device)
             self.stats |= {f"{age}/{name}": value_A[here_A].sum() for name, value_A in sums.items()}
             self.stats[f"{age}/largest"] = gap_A[here_A].amax()
