@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from asyncflow.settings import Settings
 
@@ -39,6 +39,13 @@ class OffPolicyConfig(Settings):
     tokens' weights, `geometric`: the geometric mean of these; null: none is."""
     mask_log_ratio: float = Field(0.5, gt=0)
     """`mask`: how far, up and down (nats: the logarithm of product or mean)."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _name_the_mask(cls, method: object) -> object:
+        if method == "sequence_mask":
+            raise ValueError("give algorithm.off_policy.mask: geometric, which it was, and leave method out")
+        return method
 
     @property
     def has_proximal_policy(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe
 from tq.batch import Column, PackedBatch
@@ -170,3 +171,8 @@ def test_by_default_the_ratio_is_the_trainers_and_the_generating_engine_gives_we
 def test_no_token_moves_the_policy_by_more_than_a_small_multiple_of_its_advantage(method: str) -> None:
     gradient, _ = gradient_of("schedule.mode=sync", f"algorithm.off_policy.method={method}")
     assert float(gradient.abs().max()) <= 3.0
+
+
+def test_the_mask_by_its_old_name_is_refused_by_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"'sequence_mask' cannot be used .*; give algorithm\.off_policy\.mask: geom"):
+        load_config(find_recipe("quickstart"), overrides=["algorithm.off_policy.method=sequence_mask"])
