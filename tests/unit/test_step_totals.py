@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tq.batch import Column, PackedBatch
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.records.step_totals import StepTotals, UpdateTotals, numbers
 
 REWARDS, LENGTHS = (1.0, 0.25, 0.5), (3, 1, 2)

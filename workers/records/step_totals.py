@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tq.batch import PackedBatch
-from workers.algorithms.losses import LossCounts
+from workers.algorithms.parts import LossCounts
 from workers.tasks.dataflow import REWARD_PARTS
 
 
@@ -147,7 +147,7 @@ class StepTotals:
             "ratio_mean": sums["loss/ratio"] / tokens,
             "clip_fraction": sums["loss/clipped"] / tokens,
             "corrected_fraction": sums["loss/corrected"] / tokens,
-            "effective_sample_size": _effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
+            "effective_sample_size": effective_sample_size(sums["loss/ratio"], sums["loss/ratio_squared"], tokens),
             "entropy": sums["loss/entropy"] / tokens,
             "staleness_mean": sums["staleness"] / samples,
             "staleness_max": self.staleness_max,
@@ -186,7 +186,7 @@ def numbers(stats: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(stats, values, strict=True))
 
 
-def _effective_sample_size(total: float, squared: float, count: float) -> float:
+def effective_sample_size(total: float, squared: float, count: float) -> float:
     """Return (sum of ratios)^2 / (count x sum of their squares): 1 on-policy, 1 / count when one token is all.
 
     Source: Kong 1992; as a share of the tokens.
