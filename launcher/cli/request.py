@@ -20,6 +20,7 @@ from launcher.checks.preflight import Preflight, check_node, check_run
 from launcher.cli.dry_run import describe
 from launcher.config.load import load_config
 from launcher.config.paths import find_recipe, user_path
+from launcher.loggers.backends import check_loggers
 from launcher.nodes.node_run import NodeRun
 from launcher.nodes.options import ONE_NODE, NodePlace
 from launcher.run.restore import Checkpoint, next_lineage, rewind_run, rewind_to_start
@@ -81,6 +82,7 @@ class Accepted:
             ConfigError: a library is not installed, an engine does not compute here, or a user's function fails.
         """
         check_libraries(self.checked.config, device=self.checked.devices.kind)
+        check_loggers(self.checked.config.loggers)
         try_functions(self.checked.config)
         try_reward(self.checked.config, self.checked.first_row, self.checked.first_prompt)
 
