@@ -9,6 +9,7 @@ once, with the first prompt and its own answer as the response. A reward that ca
 answer of the run. It has the configured deadline; a scorer behind a URL is not called.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -106,6 +107,7 @@ class Accepted:
         Args:
             started_at: unix time (s) of the user's command.
         """
+        from launcher.report.report import write_report
         from launcher.run.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
@@ -114,7 +116,7 @@ class Accepted:
         with held_run_dir(run_dir):
             lineage = self._cut_back()
             try:
-                return run_job(
+                code = run_job(
                     config,
                     self.checked.gangs,
                     run_dir,
@@ -127,6 +129,9 @@ class Accepted:
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
+            with suppress(ConfigError):  # a run without a finished step, or a full disk
+                write_report(run_dir)
+            return code
 
     def _cut_back(self) -> int:
         """Cut a resumed run back to where it goes on; return its lineage, 0 for a new run."""
