@@ -17,7 +17,7 @@ SETTINGS = (
     *("sim.lengths=constant", "sim.mean_tokens=20", "sim.optimizer_s=1.0", "checkpoint.interval=0"),
 )
 LOGGERS = "loggers=[tensorboard, {name: wandb, options: {mode: offline}}]"
-CHILD = "launcher.loggers.child"
+CHILD = "launcher.loggers.feed"
 FIRST = 10
 """Step from which a run is in its steady state: libraries are loaded, and the first table of samples is sent."""
 POLL_S = 0.2

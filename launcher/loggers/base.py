@@ -1,7 +1,4 @@
-"""What a logger is: it takes the figures of a run to a place where people look. Torch-free.
-
-`launcher.loggers.backends` has those that come with AsyncFlow; one of the user's is another class with these methods.
-"""
+"""What a logger is: it takes the figures of a run to a place where people look. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 Histogram = Mapping[float, int]
-"""Value, to two digits -> how many of the step's responses have it; ascending."""
+"""Value, to two digits -> how many of a step's responses have it; ascending."""
 
 COLUMNS = ("step", "group", "prompt", "response", "answer", "reward", "response_tokens", "truncated")
-"""Of a table of samples."""
+"""Fields of a sample."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +17,13 @@ class LoggedRun:
     """The run that a logger is made for.
 
     Attributes:
-        directory: of the run; a logger writes into `loggers/` there, or nowhere on this machine.
-        name: of the run's directory.
+        directory: of the run; what a logger writes on this machine is in `loggers/` there.
         project: `name` of the configuration.
         config: the resolved configuration, as JSON has it.
         id: of the logger's own run that an earlier start began; "": there is none.
     """
 
     directory: Path
-    name: str
     project: str
     config: Mapping[str, Any]
     id: str = ""
@@ -43,16 +38,15 @@ class Logger:
 
     id: str
 
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the figures of a step, or those of an evaluation (`evaluation/...`) of an earlier step's weights."""
         raise NotImplementedError
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take some samples with the fields `COLUMNS`, of steps up to this one."""
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
+        """Take samples (`COLUMNS`) of steps up to the one last logged, and that one's histograms; once a minute."""
 
     def rewind(self, step: int) -> bool:
-        """Forget this step and later ones: the run went back and does them again. False: what is there stays, and
-        these steps are not logged a second time."""
+        """Forget this step and later ones: the run does them again. False: what is there stays."""
         return False
 
     def close(self) -> None:

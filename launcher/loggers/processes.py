@@ -6,7 +6,6 @@ A logger that fails costs a warning. Its process is started again and goes on wh
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,18 +25,10 @@ END_S = 60.0
 def feeding(
     loggers: Sequence[LoggerConfig], run_dir: Path, say: Callable[[str], None], *, end_s: float = END_S
 ) -> Iterator[Callable[[float], None]]:
-    """Have the loggers of a run fed inside; on leaving they get what is left.
-
-    The processes die with the thread that calls this.
-
-    Args:
-        loggers: of the configuration in `run_dir`.
-        run_dir: of the run.
-        say: tells the user a line.
-        end_s: see `END_S`.
+    """Have the loggers of a run fed inside; on leaving they get what is left. They die with the calling thread.
 
     Yields:
-        A function to call twice a second with the monotonic time (s): tells of loggers that failed.
+        A function to call twice a second with the monotonic time (s); tells the user of loggers that failed.
     """
     processes = [LoggerProcess(logger.name, run_dir, say) for logger in loggers]
 
@@ -45,13 +36,13 @@ def feeding(
         for process in processes:
             process.look(now)
 
-    look(-RETRY_S)
+    look(0.0)
     try:
         yield look
     finally:
+        deadline = time.monotonic() + end_s
         for process in processes:
             process.finish()
-        deadline = time.monotonic() + end_s
         for process in processes:
             process.wait(deadline)
 
@@ -60,17 +51,14 @@ class LoggerProcess:
     """One logger's process, and those that it starts."""
 
     def __init__(self, name: str, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._name = name
-        self._run_dir = run_dir
+        self._name, self._run_dir, self._say = name, run_dir, say
         self._log_file = run_dir / LOGS / f"logger-{name.replace(':', '.')}.log"
-        self._say = say
         self._told = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._start_at = -RETRY_S
+        self._start_at = 0.0
 
     def look(self, now: float) -> None:
-        """Start the process if it is time; tell the user if it failed, at its first failure and when others follow."""
+        """Start the process if it is time; if it failed, say so, at its first failure and where others follow."""
         if self._process is None and now >= self._start_at:
             self._start_at = now + RETRY_S
             try:
@@ -79,49 +67,44 @@ class LoggerProcess:
                 self._warn(f"cannot start: {error}")
         elif self._process is not None and self._process.poll() is not None:
             self._start_at = now + RETRY_S
-            self._ended()
+            self._ended(self._process)
 
     def finish(self) -> None:
         """Let it know that the run has ended."""
-        if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_WR)
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def wait(self, deadline: float) -> None:
         """Wait until it has ended; past the deadline (monotonic s) it is killed."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - time.monotonic()))
-            self._ended()
+            self._ended(self._process)
 
     def _start(self) -> None:
         (self._run_dir / LOGGERS).mkdir(exist_ok=True)
-        arguments = [self._name, str(self._run_dir), str(os.getpid())]
-        ours, theirs = socket.socketpair()
-        with theirs, self._log_file.open("ab") as log:
+        module = [sys.executable, "-P", "-m", "launcher.loggers.feed"]
+        with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launcher.loggers.child", *arguments],
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=log,
+                [*module, self._name, str(self._run_dir), str(os.getpid())],
+                stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,  # Ctrl-C is for the launcher
-            )
-        self._socket = ours
+            )  # fmt: skip
 
-    def _ended(self) -> None:
-        """Tell why it ended, or that it does not; end whatever is left of it and its own children."""
-        process, connection = self._process, self._socket
-        assert process is not None and connection is not None
-        self._process = self._socket = None
-        code = process.poll()
+    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+        """Say why it ended, or that it does not; end whatever is left of it and its own children."""
+        self.finish()
+        code, self._process = process.poll(), None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        with connection:
-            if code is None:
-                self._warn(f"does not end; what it has not sent by now waits for --resume of {self._run_dir}")
-            elif code:
-                reason = connection.recv(4096).decode(errors="replace")
-                self._warn(reason or f"ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}")
+        if code is None:
+            self._warn("does not end, and was killed")
+        elif code < 0:
+            self._warn(f"ended with {signal.Signals(-code).name}")
+        elif code:
+            lines = self._log_file.read_text(errors="replace").splitlines()
+            self._warn(lines[-1] if lines else f"ended with code {code}")
 
     def _warn(self, text: str) -> None:
         if text != self._told:

@@ -36,19 +36,13 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
-    """Draw a panel for each metric with a curve for each run.
-
-    Args:
-        run_dirs: of the runs.
-        metrics: keys of `metrics.jsonl`, or of `evaluation.jsonl` as `evaluation/KEY`.
-        output: PNG, SVG or PDF, by its suffix.
+    """Draw a panel for each metric, with a curve for each run, into a PNG, SVG or PDF file.
 
     Raises:
         ConfigError: matplotlib is not installed, a run has no such figure, or the file cannot be written.
     """
     if not is_installed("matplotlib"):
         raise ConfigError(f"plot: matplotlib is not installed; {pip_line('plot')}, or see each run's report.html")
-    run_dirs = list(dict.fromkeys(run_dirs))
     runs = {run_dir: read_curves(run_dir) for run_dir in run_dirs}
     known = sorted(set().union(*runs.values()))
     for metric in metrics:
@@ -61,18 +55,12 @@ def plot(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None
     figure = Figure(figsize=(7, 3.2 * len(metrics)), layout="constrained")
     for number, metric in enumerate(metrics, start=1):
         axes = figure.add_subplot(len(metrics), 1, number, xlabel="step", ylabel=metric)
-        for label, curves in zip(_labels(run_dirs), runs.values(), strict=True):
+        for run_dir, curves in runs.items():
             if curve := curves.get(metric):
-                axes.plot(list(curve), list(curve.values()), label=label)
+                axes.plot(list(curve), list(curve.values()), label=str(run_dir))
         axes.grid(alpha=0.3)
         axes.legend()
     try:
         figure.savefig(output, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"-o: {output} cannot be written ({error}); name a .png, .svg or .pdf file") from error
-
-
-def _labels(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the directories' names, or their paths where two have the same."""
-    names = [run_dir.name for run_dir in run_dirs]
-    return [name if names.count(name) == 1 else str(path) for name, path in zip(names, run_dirs, strict=True)]

@@ -1,7 +1,6 @@
 """`report.html` of a run: curves, where the time went, samples and settings on one page that needs nothing else."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -12,43 +11,8 @@ from launcher.cli.samples import samples_text
 from launcher.report.curves import read_curves
 from launcher.timeline.run_timeline import RunTimeline, account_text
 
-_FIRST = (
-    "reward_mean",
-    "accuracy",
-    "evaluation/accuracy",
-    "response_tokens_mean",
-    "loss",
-    "kl",
-    "entropy",
-    "grad_norm",
-)
+_FIRST = ("reward_mean", "accuracy", "evaluation/accuracy", "response_tokens_mean", "loss", "kl", "entropy")
 _HIDDEN = frozenset({"step", "lineage", "time_s", "evaluation/step", "evaluation/lineage", "evaluation/time_s"})
-_WIDTH, _HEIGHT = 300, 110
-"""Of a curve (pixels)."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A curve.
-
-    Attributes:
-        points: of an SVG polyline.
-        low, high, last: least, largest and newest value.
-    """
-
-    points: str
-    low: float
-    high: float
-    last: float
-
-    @staticmethod
-    def of(curve: Mapping[int, float]) -> "Picture":
-        """Scale a curve to its picture; it has two different values."""
-        steps, values = list(curve), list(curve.values())
-        low, high = min(values), max(values)
-        across, up = _WIDTH / (max(steps) - min(steps)), _HEIGHT / (high - low)
-        places = ((across * (step - min(steps)), up * (high - value)) for step, value in curve.items())
-        return Picture(" ".join(f"{x:.1f},{y:.1f}" for x, y in places), low, high, values[-1])
 
 
 def write_report(run_dir: Path) -> Path:
@@ -57,29 +21,31 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         ConfigError: the run has no finished step, or the file cannot be written.
     """
-    curves = {name: curve for name, curve in read_curves(run_dir).items() if name not in _HIDDEN}
-    names = [name for name in dict.fromkeys((*_FIRST, *sorted(curves))) if name in curves]
-    changing = {name: curves[name] for name in names if len(set(curves[name].values())) > 1}
-    constant = {name: list(curves[name].values())[-1] for name in names if name not in changing}
-    page = Environment(loader=PackageLoader("launcher.report", "."), autoescape=True).get_template("report.html.jinja")
+    curves = read_curves(run_dir)
+    names = [name for name in dict.fromkeys((*_FIRST, *sorted(curves))) if name in curves and name not in _HIDDEN]
+    template = Environment(loader=PackageLoader("launcher.report", "."), autoescape=True)
     try:
-        settings = (run_dir / CONFIG_FILE).read_text()
-        text = page.render(
+        text = template.get_template("report.html.jinja").render(
             title=run_dir.name,
-            steps=max(curves["reward_mean"], default=0),
-            curves={name: Picture.of(curve) for name, curve in changing.items()},
-            constant=constant,
+            steps=max(curves["step"]),
+            curves={name: polyline(curves[name]) for name in names if len(set(curves[name].values())) > 1},
+            ranges={name: f"{min(curves[name].values()):.4g} to {max(curves[name].values()):.4g}" for name in names},
+            newest={name: list(curves[name].values())[-1] for name in names},
             account=_or_why_not(lambda: account_text(RunTimeline.read(run_dir).account())),
             samples=_or_why_not(lambda: samples_text(run_dir, step=None, worst=2, best=2, number=4)),
-            settings=settings,
-            width=_WIDTH,
-            height=_HEIGHT,
+            settings=(run_dir / CONFIG_FILE).read_text(),
         )
-        path = run_dir / REPORT_FILE
-        path.write_text(text)
+        (run_dir / REPORT_FILE).write_text(text)
     except OSError as error:
         raise ConfigError(f"RUN: no report can be written: {error}; make {run_dir} readable and writable") from error
-    return path
+    return run_dir / REPORT_FILE
+
+
+def polyline(curve: Mapping[int, float]) -> str:
+    """Return the points of a curve that has two values, scaled to 300 x 110 pixels."""
+    low, high, first = min(curve.values()), max(curve.values()), min(curve)
+    across, up = 300 / (max(curve) - first), 110 / (high - low)
+    return " ".join(f"{across * (step - first):.1f},{up * (high - value):.1f}" for step, value in curve.items())
 
 
 def _or_why_not(text: Callable[[], str]) -> str:

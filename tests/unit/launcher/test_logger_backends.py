@@ -72,14 +72,15 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
 def test_tensorboard_shows_each_step_once_and_of_steps_done_again_the_newest(run_dir: Path) -> None:
     needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
 
     events = EventAccumulator(str(run_dir / "loggers" / "tensorboard"))
     events.Reload()
     rewards = [(event.step, event.value) for event in events.Scalars("reward_mean")]
     assert rewards == [(step, 0.5 if step < 3 else 0.25) for step in STEPS]
     assert [event.step for event in events.Scalars("evaluation/accuracy")] == [2]
-    histogram = events.Histograms("histograms/reward")[0].histogram_value
-    assert (histogram.bucket_limit, histogram.bucket) == ([0.5, 1.0], [3.0, 1.0])
+    buckets = make_ndarray(events.Tensors("histograms/reward")[-1].tensor_proto)
+    assert [tuple(bucket) for bucket in (buckets[0][[0, 2]], buckets[-1][[1, 2]])] == [(0.5, 3.0), (1.0, 1.0)]
     shown = events.Tensors(TABLE)[0].tensor_proto.string_val[0].decode()
     assert "step|group|prompt" in shown and "1 &#124; &lt;b&gt;" in shown
 
@@ -129,7 +130,7 @@ def test_mlflow_has_one_run_with_each_step_once(run_dir: Path) -> None:
     ]
     newest = json.loads((run / "artifacts" / "samples" / "step_000006.json").read_text())
     assert newest["columns"][:2] == ["step", "group"] and newest["data"][-1][:2] == [6, 6]
-    assert newest["histograms"]["reward"] == {"0.5": 3, "1.0": 1}
+    assert newest["histograms"]["histograms/reward"] == {"0.5": 3, "1.0": 1}
     assert "rollout_batch_size" in (run / "artifacts" / "config.yaml").read_text()
 
 

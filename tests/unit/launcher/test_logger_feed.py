@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.loggers.base import Histogram, Logger
-from launcher.loggers.feed import TABLE_EVERY_S, Feed, Progress, figures
+from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures, progress_file
 from tests.support.logged_runs import add_sample, add_steps, append, go_back
 
 
@@ -16,14 +16,16 @@ class KeepingLogger(Logger):
 
     def __init__(self, *, forgets: bool) -> None:
         self.forgets = forgets
-        self.given: list[tuple[int, Mapping[str, float], Mapping[str, Histogram]]] = []
+        self.given: list[tuple[int, Mapping[str, float]]] = []
         self.tables: list[tuple[int, list[int]]] = []
+        self.histograms: Mapping[str, Histogram] = {}
 
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        self.given.append((step, metrics, histograms))
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.given.append((step, metrics))
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]], histograms: Mapping[str, Histogram]) -> None:
         self.tables.append((step, [row["step"] for row in rows]))
+        self.histograms = histograms
 
     def rewind(self, step: int) -> bool:
         if self.forgets:
@@ -32,11 +34,11 @@ class KeepingLogger(Logger):
 
     @property
     def steps(self) -> list[int]:
-        return [step for step, metrics, _ in self.given if "reward_mean" in metrics]
+        return [step for step, metrics in self.given if "reward_mean" in metrics]
 
     @property
     def evaluated(self) -> list[int]:
-        return [step for step, metrics, _ in self.given if "evaluation/accuracy" in metrics]
+        return [step for step, metrics in self.given if "evaluation/accuracy" in metrics]
 
 
 @pytest.fixture
@@ -48,7 +50,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 def feed_of(run_dir: Path, logger: Logger) -> Feed:
     """Return the feed of a process that has just started."""
-    return Feed(run_dir, "wandb", logger, Progress.load(run_dir, "wandb"))
+    path = progress_file(run_dir, "my_logger:Class")
+    return Feed(run_dir, logger, Progress.load(path), path)
 
 
 def evaluate(run_dir: Path, step: int, lineage: int = 0) -> None:
@@ -59,13 +62,9 @@ def test_a_step_has_its_numbers_and_histograms_by_name(run_dir: Path) -> None:
     add_steps(run_dir, 1, 1)
     logger = KeepingLogger(forgets=False)
     feed_of(run_dir, logger).read(0.0)
-    assert logger.given == [
-        (
-            1,
-            {"lineage": 0, "reward_mean": 0.5, "samples": 4, "idle_fraction/actor": 0.25},
-            {"reward": {0.5: 3, 1.0: 1}, "response_tokens": {12.0: 4}},
-        )
-    ]
+    assert logger.given == [(1, {"lineage": 0, "reward_mean": 0.5, "samples": 4, "idle_fraction/actor": 0.25})]
+    assert logger.histograms == {"histograms/reward": {0.5: 3, 1.0: 1}, "histograms/response_tokens": {12.0: 4}}
+    assert list(logger.histograms["histograms/reward"]) == [0.5, 1.0]
 
 
 def test_objects_inside_a_line_become_paths_and_what_is_no_number_is_left_out() -> None:
@@ -90,7 +89,7 @@ def test_no_step_is_logged_twice_though_the_run_goes_back_and_the_logger_starts_
     evaluate(run_dir, 4, lineage=1)
     add_steps(run_dir, 5, 7, lineage=1, reward=0.2)
     feed_of(run_dir, logger).read(0.0)
-    rewards = {step: metrics["reward_mean"] for step, metrics, _ in logger.given if "reward_mean" in metrics}
+    rewards = {step: metrics["reward_mean"] for step, metrics in logger.given if "reward_mean" in metrics}
     assert sorted(logger.steps) == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(logger.evaluated) == [0, 4]
     assert rewards == {step: 0.2 if step > 5 or (forgets and step > 3) else 0.1 for step in range(1, 8)}
@@ -104,13 +103,13 @@ def test_a_run_that_starts_over_is_logged_again_where_the_logger_can_forget(run_
     go_back(run_dir, 0)
     add_steps(run_dir, 1, 1, lineage=1, reward=0.9)
     feed_of(run_dir, logger).read(0.0)
-    assert [(step, metrics["reward_mean"]) for step, metrics, _ in logger.given if step] == [(1, 0.9)]
+    assert [(step, metrics["reward_mean"]) for step, metrics in logger.given if step] == [(1, 0.9)]
 
 
 def test_what_is_under_way_when_the_logger_dies_is_not_logged_a_second_time(run_dir: Path) -> None:
     class Dying(KeepingLogger):
-        def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-            super().log(step, metrics, histograms)
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            super().log(step, metrics)
             if step == 2:
                 raise OSError("the network is gone")
 
@@ -130,9 +129,9 @@ def test_samples_are_shown_now_and_then_up_to_the_newest_step_and_once(run_dir: 
     feed.read(0.0)
     assert logger.tables == [(1, [1, 1])]
     add_steps(run_dir, 2, 2)
-    feed.read(TABLE_EVERY_S / 2)
+    feed.read(SHOW_EVERY_S / 2)
     assert len(logger.tables) == 1
-    feed.read(TABLE_EVERY_S)
+    feed.read(SHOW_EVERY_S)
     assert logger.tables[1:] == [(2, [2, 2, 2])]
     feed_of(run_dir, logger).read(0.0, last=True)
     assert len(logger.tables) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.errors import ConfigError
 from launcher.report.curves import plot, read_curves
-from launcher.report.report import Picture, write_report
+from launcher.report.report import polyline, write_report
 from tests.support.logged_runs import add_steps, append, make_run
 
 
@@ -31,7 +31,7 @@ def test_curves_of_metrics_and_evaluations_go_by_step(run_dir: Path) -> None:
 
 
 def test_a_curve_fills_its_picture() -> None:
-    assert Picture.of({1: 2.0, 2: 1.0, 3: 3.0}) == Picture("0.0,55.0 150.0,110.0 300.0,0.0", 1.0, 3.0, 3.0)
+    assert polyline({1: 2.0, 2: 1.0, 3: 3.0}) == "0.0,55.0 150.0,110.0 300.0,0.0"
 
 
 def test_the_report_shows_curves_samples_and_settings_and_needs_no_other_file(run_dir: Path) -> None:
