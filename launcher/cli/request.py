@@ -107,7 +107,6 @@ class Accepted:
         Args:
             started_at: unix time (s) of the user's command.
         """
-        from launcher.report.report import write_report
         from launcher.run.job import run_job
 
         config, checkpoint, run_dir = self.checked.config, self.checkpoint, self.run_dir
@@ -129,7 +128,9 @@ class Accepted:
                 if checkpoint is None and not self.started_over:
                     discard_run_dir(run_dir)
                 raise
-            with suppress(ConfigError):  # a run without a finished step, or a full disk
+            with suppress(Exception):  # a convenience; `asyncflow report` says what is wrong
+                from launcher.report.report import write_report
+
                 write_report(run_dir)
             return code
 

@@ -57,18 +57,13 @@ class Progress:
         """Return what an earlier process of this logger left, or that of a new one."""
         return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
 
-    def save(self, path: Path) -> None:
-        """Write it down."""
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(asdict(self)))
-        beside.replace(path)
-
 
 class Feed:
     """What is new in the run's files, to one logger; keeps `progress` in a file."""
 
     def __init__(self, run_dir: Path, logger: Logger, progress: Progress, path: Path) -> None:
         self._run_dir, self._logger, self._progress, self._path = run_dir, logger, progress, path
+        self._save()
         self._steps = LineTail(run_dir / METRICS_FILE)
         self._evaluations = LineTail(run_dir / EVALUATION_FILE)
         self._samples: dict[Path, LineTail] = {}
@@ -84,7 +79,7 @@ class Feed:
         for line in self._evaluations.read():  # after the steps: one that is done again makes way for its evaluation
             if line["step"] not in self._progress.evaluated:
                 self._progress.evaluated.append(line["step"])
-                self._progress.save(self._path)
+                self._save()
                 self._logger.log(line["step"], figures({"evaluation": line}))
         if (last or now - self._shown_at >= SHOW_EVERY_S) and self._histograms:
             self._show(now)
@@ -97,7 +92,7 @@ class Feed:
         progress.lineage, progress.step = line["lineage"], step
         is_new = step > progress.logged
         progress.logged = max(progress.logged, step)
-        progress.save(self._path)
+        self._save()
         if is_new:
             self._logger.log(step, {name: value for name, value in figures(line).items() if name != "step"})
             self._histograms = histograms(line)
@@ -113,8 +108,13 @@ class Feed:
         self._rows = [row for row in rows if row["step"] > newest]
         self._shown_at = now
         self._progress.shown = newest
-        self._progress.save(self._path)
+        self._save()
         self._logger.show(newest, ready[-_MOST_ROWS:], drawn)
+
+    def _save(self) -> None:
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text(json.dumps(asdict(self._progress)))
+        beside.replace(self._path)
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
@@ -135,11 +135,6 @@ def histograms(line: Mapping[str, Any]) -> dict[str, Histogram]:
     return {f"{HISTOGRAMS}/{name}": dict(one) for name, one in sorted_ones.items() if one}
 
 
-def progress_file(run_dir: Path, name: str) -> Path:
-    """Return where a logger's progress stands."""
-    return run_dir / LOGGERS / f"{name.replace(':', '.')}.json"
-
-
 def main() -> None:
     """Feed a logger until standard input ends; when it fails, the last line on stderr says why."""
     name, run_dir, launcher_pid = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -156,12 +151,11 @@ def main() -> None:
 
 
 def _feed(name: str, run_dir: Path, run_end: int) -> None:
-    config, path = RunConfig.load(run_dir), progress_file(run_dir, name)
+    config, path = RunConfig.load(run_dir), run_dir / LOGGERS / f"{name.replace(':', '.')}.json"
     own = next(each for each in config.loggers if each.name == name)
     progress = Progress.load(path)
     logger = make_logger(own, LoggedRun(run_dir, config.name, config.model_dump(mode="json"), progress.id))
     progress.id = logger.id
-    progress.save(path)
     feed = Feed(run_dir, logger, progress, path)
     while not select.select([run_end], [], [], _POLL_S)[0]:
         feed.read(time.monotonic())

@@ -96,7 +96,7 @@ class StepTotals:
         self.add("late", len(batch) * (admitted_step < step))
         self.add("early", len(batch) * (admitted_step > step))
         for name, values in (("reward", rewards), ("response_tokens", lengths), ("staleness", staleness_N)):
-            for value, count in Counter(f"{value:.2g}" for value in values.tolist()).items():
+            for value, count in Counter(f"{value + 0.0:.2g}" for value in values.tolist()).items():
                 self.add(f"histogram/{name}/{value}", count)
         if REWARD_PARTS in batch.columns:
             self._add_parts(batch[REWARD_PARTS].objects())

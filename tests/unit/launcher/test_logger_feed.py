@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.loggers.base import Histogram, Logger
-from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures, progress_file
+from launcher.loggers.feed import SHOW_EVERY_S, Feed, Progress, figures
 from tests.support.logged_runs import add_sample, add_steps, append, go_back
 
 
@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def feed_of(run_dir: Path, logger: Logger) -> Feed:
     """Return the feed of a process that has just started."""
-    path = progress_file(run_dir, "my_logger:Class")
+    path = run_dir / "loggers" / "my.json"
     return Feed(run_dir, logger, Progress.load(path), path)
 
 
