@@ -7,7 +7,7 @@ import pytest
 
 from . import command
 
-LOGGER = '''
+LOGGER = """
 import json
 from launcher.loggers.base import Logger
 
@@ -20,7 +20,7 @@ class Notes(Logger):
             raise ConnectionError("no route")
         with self._file.open("a") as file:
             file.write(json.dumps([step, metrics["reward_mean"]]) + "\\n")
-'''
+"""
 
 
 @pytest.mark.timeout(400)
